@@ -1,0 +1,36 @@
+# Two commands matter to a newcomer: `make demo` and `make test`. Each makes its own environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test lint bench venv clean
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+venv: $(STAMP) ## the Python environment in .venv
+# constraints.txt pins every version, among them the torch release of the CPU path
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Headrace needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; run make PYTHON=python3.11 (or newer)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Headrace into $(VENV) (some minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## eight streams from a real model through a real queue
+	@$(BIN)/headrace demo
+
+test: $(STAMP) ## the whole test suite
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
+
+bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
+	@$(BIN)/python benchmarks/throughput.py
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,36 @@
+"""Headrace's engine: continuous batching with paged attention, as a library.
+
+Knows no queue, no Redis and no Prometheus. The names below are loaded on first use, so that importing the package
+(and its torch-free core) stays quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from headrace_engine.config import AsyncEngineArgs as AsyncEngineArgs
+    from headrace_engine.config import EngineArgs as EngineArgs
+    from headrace_engine.llm import LLM as LLM
+    from headrace_engine.llm_engine import LLMEngine as LLMEngine
+    from headrace_engine.outputs import CompletionOutput as CompletionOutput
+    from headrace_engine.outputs import RequestOutput as RequestOutput
+    from headrace_engine.sampling_params import SamplingParams as SamplingParams
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncEngineArgs": "config",
+    "AsyncLLMEngine": "async_llm",
+    "CompletionOutput": "outputs",
+    "EngineArgs": "config",
+    "LLMEngine": "llm_engine",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

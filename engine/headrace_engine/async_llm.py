@@ -1,0 +1,159 @@
+"""AsyncLLMEngine: streaming generation for asyncio programs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace_engine.config import AsyncEngineArgs, EngineConfig
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError
+from headrace_engine.input_processor import ChatMessage, InputProcessor, ProcessedRequest, Prompt
+from headrace_engine.llm_engine import start_core
+from headrace_engine.output_processor import OutputProcessor
+from headrace_engine.outputs import RequestOutput
+from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+
+
+class AsyncLLMEngine:
+    """Many concurrent streams over one core.
+
+        engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="path/or/name"))
+        async for output in engine.generate("Hello", SamplingParams(), "request-1"):
+            print(output.outputs[0].text)
+        await engine.shutdown()
+
+    When the consumer of a stream goes away (break, cancelled task, closed generator), its request is aborted. All
+    methods belong to one event loop. Loading blocks: make the engine before the loop has other work.
+    """
+
+    def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
+        self._core = start_core(config, in_process=core_in_process)
+        self.model_info = self._core.model_info
+        tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
+        self._input_processor = InputProcessor(self._core.model_info, tokenizer)
+        self._output_processor = OutputProcessor(tokenizer)
+        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")
+        self._pump: asyncio.Task[None] | None = None
+        self._dead: EngineDeadError | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLMEngine":
+        """Load the model; errors as `LLM`."""
+        return cls(args.create_engine_config(), core_in_process=args.core_in_process)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream the outputs of one request; `sampling_params.output_kind` says what each holds.
+
+        Raises:
+            InvalidRequestError, DuplicateRequestError: before anything was computed.
+            EngineDeadError: the core failed; the request is lost.
+        """
+        self._check_id(request_id)
+        request = self._input_processor.process(
+            request_id, prompt, sampling_params, priority=priority, arrival_time=time.monotonic()
+        )
+        async for output in self._stream(request):
+            yield output
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """As `generate`, for a conversation."""
+        self._check_id(request_id)
+        request = self._input_processor.process_chat(
+            request_id, messages, sampling_params, priority=priority, arrival_time=time.monotonic()
+        )
+        async for output in self._stream(request):
+            yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream yields a last output with finish reason abort. Unknown ids are ignored."""
+        aborted = self._output_processor.abort(request_id)
+        if aborted is not None:
+            output, choice_ids = aborted
+            self._core.abort_requests(choice_ids)
+            self._streams[request_id].put_nowait(output)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be served."""
+        return self._dead is None
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the core has failed."""
+        if self._dead is not None:
+            raise self._dead
+
+    async def shutdown(self) -> None:
+        """Stop the core; streams that are open end with EngineDeadError."""
+        self._dead = self._dead or EngineDeadError("the engine was shut down")
+        await asyncio.get_running_loop().run_in_executor(None, self._core.shutdown)
+        if self._pump is not None:
+            await self._pump
+        self._thread.shutdown()
+        self._fail_streams()
+
+    def _check_id(self, request_id: str) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if request_id in self._streams:
+            raise DuplicateRequestError(f"request {request_id} is in the engine already")
+
+    async def _stream(self, request: ProcessedRequest) -> AsyncIterator[RequestOutput]:
+        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._streams[request.request_id] = queue
+        try:
+            self._output_processor.add_request(request)
+            for choice in request.choices:
+                self._core.add_request(choice)
+            if self._pump is None:
+                self._pump = asyncio.create_task(self._pump_outputs(), name="engine-outputs")
+            finished = False
+            while not finished:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            # Also reached when the consumer went away: then the request is still followed and is aborted here.
+            aborted = self._output_processor.abort(request.request_id)
+            if aborted is not None and self._dead is None:
+                self._core.abort_requests(aborted[1])
+            del self._streams[request.request_id]
+
+    async def _pump_outputs(self) -> None:
+        """Move steps from the core to the streams until the core ends."""
+        loop = asyncio.get_running_loop()
+        try:
+            while (outputs := await loop.run_in_executor(self._thread, self._core.get_outputs)) is not None:
+                processed = self._output_processor.process(outputs.outputs)
+                if processed.finished_choice_ids:
+                    self._core.abort_requests(processed.finished_choice_ids)
+                for output in processed.request_outputs:
+                    self._streams[output.request_id].put_nowait(output)
+        except EngineDeadError as error:
+            self._dead = self._dead or error
+            self._fail_streams()
+        except Exception as error:  # noqa: BLE001  # whatever it is, nobody else would tell the streams
+            self._dead = self._dead or EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}")
+            self._fail_streams()
+
+    def _fail_streams(self) -> None:
+        assert self._dead is not None
+        for queue in self._streams.values():
+            queue.put_nowait(self._dead)

@@ -1,0 +1,152 @@
+"""Engine options: one dataclass a topic, and the flat `EngineArgs` that people write.
+
+Options are checked here, where they are made. Imports no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from headrace_engine.errors import ConfigError
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    model: str
+    """Folder in Hugging Face layout, or a hub name."""
+    dtype: str = "auto"
+    """auto (the checkpoint's own), float32 or bfloat16."""
+    device: str = "auto"
+    """auto or cpu."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; None takes the model's own limit."""
+    trust_remote_code: bool = False
+    attention_backend: str = "auto"
+    """auto, native (compiled kernel) or torch (reference)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CacheConfig:
+    block_size: int = 32
+    """Tokens a KV block."""
+    kv_cache_memory: int | None = None
+    """Bytes of KV memory; None lets the runner decide from what the machine has."""
+    num_blocks: int | None = None
+    """Exact number of KV blocks, null block included; overrides kv_cache_memory."""
+    enable_prefix_caching: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int = 64
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step."""
+    policy: SchedulingPolicy = "fcfs"
+    max_num_queued_requests: int | None = None
+    """Refuse a request when this many are waiting; None means no limit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that a core needs; travels to the child process as a plain map."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    runner: str = "headrace_engine.runner.loader:create_runner"
+    """Import path of the function that makes the runner from this config."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        return cls(
+            model=ModelConfig(**values["model"]),
+            cache=CacheConfig(**values["cache"]),
+            scheduler=SchedulerConfig(**values["scheduler"]),
+            runner=values["runner"],
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineArgs:
+    """The engine's options in one flat list, named as in vLLM.
+
+    Raises:
+        ConfigError: from `create_engine_config`, naming every option that is wrong.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    trust_remote_code: bool = False
+    attention_backend: str = "auto"
+    block_size: int = 32
+    kv_cache_memory: int | None = None
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_num_queued_requests: int | None = None
+
+    def create_engine_config(self) -> EngineConfig:
+        problems = self._problems()
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return EngineConfig(
+            model=_pick(ModelConfig, self),
+            cache=_pick(CacheConfig, self),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                policy=self.scheduling_policy,
+                max_num_queued_requests=self.max_num_queued_requests,
+            ),
+        )
+
+    def _problems(self) -> list[str]:
+        problems = [
+            f"{name} is {getattr(self, name)!r}, allowed are {', '.join(allowed)}"
+            for name, allowed in (
+                ("dtype", ("auto", "float32", "bfloat16")),
+                ("device", ("auto", "cpu")),
+                ("attention_backend", ("auto", "native", "torch")),
+                ("scheduling_policy", ("fcfs", "priority")),
+            )
+            if getattr(self, name) not in allowed
+        ]
+        problems += [
+            f"{name} is {value!r}, must be an integer of at least {least}"
+            for name, least in (
+                ("block_size", 1),
+                ("max_num_seqs", 1),
+                ("max_num_batched_tokens", 1),
+                ("max_model_len", 1),
+                ("kv_cache_memory", 1),
+                ("num_blocks", 2),
+                ("max_num_queued_requests", 1),
+            )
+            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < least)
+        ]
+        if not self.model:
+            problems.append("model is empty, expected a model folder or a hub name")
+        return problems
+
+
+@dataclass(slots=True, kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """Options of `AsyncLLMEngine`."""
+
+    core_in_process: bool = False
+    """Run the core in a thread of this process instead of in a child process."""
+
+
+def _pick(kind: type[T], args: EngineArgs) -> T:
+    return kind(**{f.name: getattr(args, f.name) for f in fields(kind)})  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""How the doors talk to a core: one protocol, the core in this process or in a child.
+
+`InProcessCore` lives here, the child in `process.py`.
+"""
+
+import queue
+from collections.abc import Iterable
+from typing import Protocol
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+
+
+class CoreClient(Protocol):
+    """Requests go in at any time and from any thread; outputs are taken by one thread."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None: ...
+
+    def get_outputs(self) -> EngineCoreOutputs | None:
+        """Block until a step is done and return it; None after `shutdown`.
+
+        Raises:
+            EngineDeadError: the core failed.
+        """
+
+    def shutdown(self) -> None: ...
+
+
+class InProcessCore:
+    """The core in the caller's process; a step is computed by whoever asks for outputs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.core = EngineCore(config, create_runner(config))
+        self.model_info = self.core.model_info
+        self._commands: queue.SimpleQueue[EngineCoreRequest | list[str] | None] = queue.SimpleQueue()
+        self._stopped = False
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._commands.put(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self._commands.put(list(request_ids))
+
+    def get_outputs(self) -> EngineCoreOutputs | None:
+        while not self._stopped:
+            while not self._commands.empty() or not self.core.has_work():
+                command = self._commands.get()
+                if command is None:
+                    self._stopped = True
+                    return None
+                if isinstance(command, EngineCoreRequest):
+                    self.core.add_request(command)
+                else:
+                    self.core.abort_requests(command)
+            outputs = self.core.step()
+            if outputs.outputs or outputs.stats.num_requests:
+                return outputs
+        return None
+
+    def shutdown(self) -> None:
+        self._commands.put(None)
+        self.core.shutdown()

@@ -1,0 +1,115 @@
+"""The step loop.
+
+One step is three lines: the scheduler decides who computes how many tokens, the runner computes them, and the
+scheduler takes the new tokens in. Everything else in this package serves one of these three. Imports no torch.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.kv_cache_manager import KVCacheManager
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
+from headrace_engine.core.scheduler import Scheduler
+from headrace_engine.errors import ConfigError, HeadraceEngineError
+from headrace_engine.request import EngineCoreRequest, FinishReason, Request
+from headrace_engine.runner.contracts import KVSpec, ModelRunner, StepBatch
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Scheduler and runner of one model.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        ConfigError: the KV memory does not hold a single request of `max_model_len` tokens.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.model_info = runner.load_model()
+        spec = runner.kv_spec()
+        num_blocks = _num_blocks(config, spec, self.model_info.max_model_len)
+        runner.init_kv_cache(num_blocks)
+        runner.warm_up()
+        self.scheduler = Scheduler(
+            config.scheduler,
+            KVCacheManager(num_blocks, spec.block_size, enable_prefix_caching=config.cache.enable_prefix_caching),
+            runner.capabilities(),
+            self.model_info.max_model_len,
+        )
+        self._refused: list[EngineCoreOutput] = []
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request. One that the scheduler refuses is answered with an error by the next step."""
+        try:
+            self.scheduler.add_request(Request(message, self.scheduler.kv.block_size))
+        except HeadraceEngineError as error:
+            self._refused.append(
+                EngineCoreOutput(
+                    request_id=message.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=str(error)
+                )
+            )
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self.scheduler.abort_requests(request_ids)
+
+    def has_work(self) -> bool:
+        return bool(self._refused) or self.scheduler.has_work()
+
+    def step(self) -> EngineCoreOutputs:
+        """Compute one step and return its news. Call only while `has_work()`."""
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        try:
+            output = self.runner.execute_model(batch)
+        except Exception:
+            logger.exception("the runner failed on a step of %s", _describe(batch))
+            raise
+        executed = time.perf_counter()
+        news = self.scheduler.update_from_output(batch, output)
+        ended = time.perf_counter()
+        stats = self.scheduler.stats
+        stats.step_seconds = ended - started
+        stats.phase_seconds = {
+            "schedule": scheduled - started,
+            **output.phase_seconds,
+            "update": ended - executed,
+        }
+        refused, self._refused = self._refused, []
+        return EngineCoreOutputs(outputs=refused + news, stats=stats)
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        self.runner.shutdown()
+
+
+def _num_blocks(config: EngineConfig, spec: KVSpec, max_model_len: int) -> int:
+    needed = -(-max_model_len // spec.block_size) + 1  # one request at full length, and the null block
+    if config.cache.num_blocks is not None:
+        available, source = config.cache.num_blocks, "num_blocks"
+    else:
+        memory = config.cache.kv_cache_memory
+        available = (memory if memory is not None else spec.default_memory) // spec.bytes_per_block
+        source = "the default of free memory" if memory is None else f"kv_cache_memory={memory}"
+    if available < needed:
+        raise ConfigError(
+            f"one request of max_model_len={max_model_len} tokens needs {needed} KV blocks "
+            f"({needed * spec.bytes_per_block / 2**20:.0f} MiB) but {source} gives {available}: "
+            "give more KV memory or lower max_model_len"
+        )
+    enough = (needed - 1) * config.scheduler.max_num_seqs + 1
+    logger.info("KV cache: %d blocks of %d tokens", min(available, enough), spec.block_size)
+    return min(available, enough) if config.cache.num_blocks is None else available
+
+
+def _describe(batch: StepBatch) -> str:
+    """What a batch held, without any token: for the log of a failed step."""
+    shape = ", ".join(f"{request_id}:{count}" for request_id, count in batch.num_scheduled_tokens.items())
+    num_new = len(batch.new_requests)
+    return f"{len(batch.num_scheduled_tokens)} requests ({num_new} new), {batch.num_tokens} tokens: {shape}"

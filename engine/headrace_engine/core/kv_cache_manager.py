@@ -1,0 +1,99 @@
+"""Which blocks belong to which request.
+
+    request tokens   |<- computed before ->|<- new in this step ->|
+    block table      [ shared ][ shared ][ own ][ own ][ own, not full ]
+                      ^ prefix-cache hits, full blocks only
+
+A block that more than one request holds is full and is never written again; only the last, not yet full block of a
+table is written, and it has one holder. Imports no torch.
+"""
+
+from headrace_engine.core.block_pool import Block, BlockPool
+from headrace_engine.request import Request
+
+
+class KVCacheManager:
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._tables: dict[str, list[Block]] = {}
+        self._num_remembered: dict[str, int] = {}
+        """Leading blocks of a table that need no further look at their hash."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def computed_blocks(self, request: Request) -> list[Block]:
+        """The longest run of leading full blocks whose content is in the pool.
+
+        At most `num_tokens - 1` tokens are hit: the last one must be computed to give logits.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        most = (request.num_tokens - 1) // self.block_size
+        hits: list[Block] = []
+        for block_hash in request.block_hashes[:most]:
+            block = self.pool.cached(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def admit(self, request: Request, hits: list[Block], num_new_tokens: int) -> list[int] | None:
+        """Give a request its first table: the hit blocks and room for `num_new_tokens` behind them.
+
+        Returns the whole table's block ids, or None (and changes nothing) when the blocks do not suffice.
+        """
+        assert request.request_id not in self._tables, f"{request.request_id} holds blocks already"
+        num_new = self.blocks_for(len(hits) * self.block_size + num_new_tokens) - len(hits)
+        revived = sum(block.ref_count == 0 for block in hits)
+        if num_new > self.pool.num_free - revived:
+            return None
+        self.pool.share(hits)
+        self._tables[request.request_id] = [*hits, *self.pool.allocate(num_new)]
+        self._num_remembered[request.request_id] = len(hits)
+        return self.block_ids(request)
+
+    def extend(self, request: Request, num_new_tokens: int) -> list[int] | None:
+        """Make room for `num_new_tokens` more; returns the appended block ids, or None when there are too few."""
+        table = self._tables[request.request_id]
+        num_new = self.blocks_for(request.num_computed_tokens + num_new_tokens) - len(table)
+        if num_new <= 0:
+            return []
+        if num_new > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(num_new)
+        table.extend(blocks)
+        return [block.block_id for block in blocks]
+
+    def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Offer the request's blocks that `num_computed_tokens` fill to later requests."""
+        if not self.enable_prefix_caching:
+            return
+        done = self._num_remembered[request.request_id]
+        full = num_computed_tokens // self.block_size
+        if full <= done:
+            return
+        table = self._tables[request.request_id]
+        for index in range(done, full):
+            self.pool.remember(table[index], request.block_hashes[index])
+        self._num_remembered[request.request_id] = full
+
+    def free(self, request: Request) -> None:
+        """Release all blocks of a request; harmless when it holds none."""
+        self.pool.release(self._tables.pop(request.request_id, []))
+        self._num_remembered.pop(request.request_id, None)
+
+    def block_ids(self, request: Request) -> list[int]:
+        return [block.block_id for block in self._tables[request.request_id]]
+
+    def check_integrity(self, request_ids: set[str]) -> None:
+        """Assert that exactly these requests hold blocks and that reference counts add up."""
+        assert set(self._tables) == request_ids, f"holding blocks: {set(self._tables) ^ request_ids}"
+        counts = [0] * len(self.pool.blocks)
+        for table in self._tables.values():
+            for block in table:
+                counts[block.block_id] += 1
+        assert counts == [block.ref_count for block in self.pool.blocks]
+        self.pool.check_integrity()

@@ -1,0 +1,85 @@
+"""What the core sends back after a step: new tokens of each choice, and the step's statistics. Plain data."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headrace_engine.request import FinishReason
+from headrace_engine.runner.contracts import TokenLogprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCoreOutput:
+    """News of one choice."""
+
+    request_id: str
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token, where one ended the choice."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    error: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepStats:
+    """Numbers of one step: levels after it, and counts of what happened in it. Seconds, tokens, blocks."""
+
+    step_seconds: float = 0.0
+    kind: str = "decode"
+    """prefill, decode or mixed."""
+    num_tokens: int = 0
+    num_requests: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
+    """Free blocks that still hold reusable content."""
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineCoreOutputs:
+    outputs: list[EngineCoreOutput]
+    stats: StepStats
+
+    def to_wire(self) -> list[Any]:
+        return [
+            [
+                [
+                    o.request_id,
+                    o.new_token_ids,
+                    o.logprobs,
+                    o.finish_reason.value if o.finish_reason else None,
+                    o.stop_reason,
+                    o.num_cached_tokens,
+                    o.error,
+                ]
+                for o in self.outputs
+            ],
+            asdict(self.stats),
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> "EngineCoreOutputs":
+        return cls(
+            outputs=[
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=token_ids,
+                    logprobs=logprobs,
+                    finish_reason=FinishReason(reason) if reason else None,
+                    stop_reason=stop_reason,
+                    num_cached_tokens=num_cached,
+                    error=error,
+                )
+                for request_id, token_ids, logprobs, reason, stop_reason, num_cached, error in wire[0]
+            ],
+            stats=StepStats(**wire[1]),
+        )

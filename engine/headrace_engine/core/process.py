@@ -1,0 +1,264 @@
+"""The core in a child process, and the parent's handle on it.
+
+A device fault or an out-of-memory kill then costs an engine restart, not the parent with its leases and streams.
+Parent and child exchange msgpack frames over two pipes:
+
+    parent -> child   ["add", request] ["abort", [ids]] ["stop"]         (first frame of all: the config)
+    child -> parent   ["ready", model info] ["outputs", step] ["failed", sentence, kind]
+
+The child is a fresh interpreter (not a fork: CUDA and OpenMP do not survive one), leads its own process group so
+that a Ctrl-C in the terminal reaches only the parent, and dies with the thread that started it.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_READ_SIZE = 1 << 16
+
+
+class Connection:
+    """msgpack frames over a read and a write descriptor."""
+
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self.read_fd = read_fd
+        self._write_fd = write_fd
+        self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0, strict_map_key=False)
+        self._write_lock = threading.Lock()
+
+    def send(self, frame: Any) -> None:
+        """Raises BrokenPipeError when the other side is gone."""
+        data = memoryview(msgpack.packb(frame))
+        with self._write_lock:
+            while data:
+                data = data[os.write(self._write_fd, data) :]
+
+    def receive(self) -> list[Any]:
+        """Read once (blocks unless the descriptor is readable) and return the complete frames.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        data = os.read(self.read_fd, _READ_SIZE)
+        if not data:
+            raise EOFError
+        self._unpacker.feed(data)
+        return list(self._unpacker)
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+class EngineCoreProcess:
+    """Parent's handle on a core in a child; implements `CoreClient`, and suits an event loop too.
+
+    With an event loop: watch `fileno()`, and when it is readable call `receive()`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        child_read, parent_write = os.pipe()
+        parent_read, child_write = os.pipe()
+        self._connection = Connection(parent_read, parent_write)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_engine.core.process", str(child_read), str(child_write)],
+            pass_fds=(child_read, child_write),
+            process_group=0,
+            stdin=subprocess.DEVNULL,
+        )
+        os.close(child_read)
+        os.close(child_write)
+        self._model_info: ModelInfo | None = None
+        self._pending: list[EngineCoreOutputs] = []
+        self._stopping = False
+        self._closed = False
+        self._send(config.to_wire())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        return self._model_info is not None
+
+    @property
+    def model_info(self) -> ModelInfo:
+        assert self._model_info is not None, "the core is not ready yet"
+        return self._model_info
+
+    def wait_ready(self, timeout: float | None = None) -> ModelInfo:
+        """Block until the model is loaded.
+
+        Raises:
+            EngineDeadError, ModelLoadError, ConfigError: the child could not start.
+            TimeoutError: it is still loading after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_ready:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                raise TimeoutError(f"the engine is not ready after {timeout:g} s")
+            if select.select([self._connection.read_fd], [], [], remaining)[0]:
+                self._pending += self.receive()
+        return self.model_info
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(["add", request.to_wire()])
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self._send(["abort", list(request_ids)])
+
+    def fileno(self) -> int:
+        return self._connection.read_fd
+
+    def receive(self) -> list[EngineCoreOutputs]:
+        """Take what the child has sent; call when `fileno()` is readable.
+
+        Raises:
+            EngineDeadError, ModelLoadError, ConfigError: the child failed or is gone.
+        """
+        try:
+            frames = self._connection.receive()
+        except EOFError:
+            raise EngineDeadError(f"the engine process {self.pid} ended, {self._exit_description()}") from None
+        steps: list[EngineCoreOutputs] = []
+        for kind, *values in frames:
+            if kind == "outputs":
+                steps.append(EngineCoreOutputs.from_wire(values[0]))
+            elif kind == "ready":
+                self._model_info = ModelInfo(**values[0])
+            else:
+                raise _STARTUP_ERRORS.get(values[1], EngineDeadError)(values[0])
+        return steps
+
+    def get_outputs(self) -> EngineCoreOutputs | None:
+        while not self._pending:
+            try:
+                self._pending += self.receive()
+            except EngineDeadError:
+                if self._stopping:
+                    return None
+                raise
+        return self._pending.pop(0)
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Ask the child to end, kill it after `timeout` seconds, and reap it. Outputs not yet taken are lost."""
+        self._stopping = True
+        with contextlib.suppress(EngineDeadError):
+            self._send(["stop"])
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the child at once and reap it."""
+        self._stopping = True
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Give the pipe ends back; after `shutdown` or `kill`, when nobody reads any more."""
+        if not self._closed:
+            self._closed = True
+            self._connection.close()
+
+    def poll(self) -> int | None:
+        """The child's exit status, None while it runs."""
+        return self._process.poll()
+
+    def _send(self, frame: Any) -> None:
+        try:
+            self._connection.send(frame)
+        except OSError:
+            raise EngineDeadError(f"the engine process {self.pid} is gone, {self._exit_description()}") from None
+
+    def _exit_description(self) -> str:
+        try:
+            status = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "but has not exited yet"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"exit status {status}"
+
+
+_STARTUP_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
+
+
+def _child_main(read_fd: int, write_fd: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(read_fd, write_fd)
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
+    threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
+    config = EngineConfig.from_wire(commands.get())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    try:
+        core = EngineCore(config, create_runner(config))
+        connection.send(["ready", asdict(core.model_info)])
+        _serve(core, connection, commands)
+        core.shutdown()
+    except BrokenPipeError:
+        return 0  # the parent is gone
+    except Exception as error:
+        logger.exception("the engine stops")
+        connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
+        return 1
+    return 0
+
+
+def _read_commands(connection: Connection, commands: "queue.SimpleQueue[Any]") -> None:
+    try:
+        while True:
+            for frame in connection.receive():
+                commands.put(frame)
+    except (EOFError, OSError):
+        commands.put(["stop"])
+
+
+def _serve(core: EngineCore, connection: Connection, commands: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        if not core.has_work():
+            core.check_integrity()
+        while not commands.empty() or not core.has_work():
+            kind, *values = commands.get()
+            if kind == "add":
+                core.add_request(EngineCoreRequest.from_wire(values[0]))
+            elif kind == "abort":
+                core.abort_requests(values[0])
+            else:
+                return
+        connection.send(["outputs", core.step().to_wire()])
+
+
+if __name__ == "__main__":
+    sys.exit(_child_main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,19 @@
+"""Finds the runner that the config names, by import path: the core itself never imports torch."""
+
+from importlib import import_module
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner.contracts import ModelRunner
+
+
+def create_runner(config: EngineConfig) -> ModelRunner:
+    module, _, name = config.runner.partition(":")
+    try:
+        factory = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"runner {config.runner!r} cannot be imported ({error}); the default one needs the extra headrace[worker]"
+        ) from error
+    runner: ModelRunner = factory(config)
+    return runner

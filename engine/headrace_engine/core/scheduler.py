@@ -1,0 +1,292 @@
+"""The scheduler: who computes how many tokens in the next step.
+
+There is no prefill phase and no decode phase. Each request's `num_computed_tokens` chases its `num_tokens`, and a
+step hands out a token budget: running requests first, in the order in which they were admitted, then waiting ones in
+policy order. A prompt longer than the budget is computed in chunks, a prefix-cache hit is a head start, and a
+preempted request is one whose `num_computed_tokens` fell back to 0. After vLLM's V1 scheduler. Imports no torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace_engine.config import SchedulerConfig
+from headrace_engine.core.kv_cache_manager import KVCacheManager
+from headrace_engine.core.outputs import EngineCoreOutput, StepStats
+from headrace_engine.core.request_queue import create_request_queue
+from headrace_engine.errors import DuplicateRequestError, QueueFullError
+from headrace_engine.request import FinishReason, Request, RequestStatus
+from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
+
+
+class Scheduler:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, capabilities: Capabilities, max_model_len: int
+    ) -> None:
+        self.kv = kv
+        self.max_model_len = max_model_len
+        self._policy = config.policy
+        self._capabilities = capabilities
+        self._max_num_seqs = min(config.max_num_seqs, capabilities.max_batch or config.max_num_seqs)
+        self._token_budget = config.max_num_batched_tokens
+        self._max_chunk = max(capabilities.chunk_sizes) if capabilities.chunk_sizes else self._token_budget
+        self._max_queued = config.max_num_queued_requests
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = create_request_queue(config.policy)
+        self._removed: list[str] = []
+        """Ids that the runner must forget at the start of the next step."""
+        self.stats = StepStats()
+
+    # -- requests come and go -------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
+        if self._max_queued is not None and len(self.waiting) >= self._max_queued:
+            raise QueueFullError(self._max_queued)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
+        """End these requests whatever their state; unknown ids are ignored. Returns the ids that were alive."""
+        aborted = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                if request.status is RequestStatus.RUNNING:
+                    self.running.remove(request)
+                else:
+                    self.waiting.remove(request)
+                self._finish(request)
+                aborted.append(request_id)
+        return aborted
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything; also when only removals wait to be told to the runner."""
+        return bool(self.requests or self._removed)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepBatch:
+        """The next step's batch; empty when a preemption was all that could be done."""
+        plan = _Plan(batch=StepBatch(num_scheduled_tokens={}, removed_request_ids=self._removed))
+        plan.budget = self._token_budget
+        self._removed = []
+        self.stats = StepStats()
+        if self._capabilities.mixed_batches:
+            self._schedule_running(plan)
+            self._schedule_waiting(plan)
+        elif self._prefill_is_possible():
+            self._schedule_running(plan, phase="prefill")
+            self._schedule_waiting(plan)
+        else:
+            self._schedule_running(plan, phase="decode")
+        for request_id, num_tokens in plan.batch.num_scheduled_tokens.items():
+            self.requests[request_id].num_computed_tokens += num_tokens
+        self._describe(plan.batch)
+        return plan.batch
+
+    def _prefill_is_possible(self) -> bool:
+        """For runners that cannot mix: prefill whenever a prompt is incomplete or a whole one can be admitted."""
+        if any(_is_prefill(request) for request in self.running):
+            return True
+        if not self.waiting or len(self.running) >= self._max_num_seqs:
+            return False
+        request = self.waiting.peek()
+        hits = self.kv.computed_blocks(request)
+        free = self.kv.pool.num_free - sum(block.ref_count == 0 for block in hits)
+        return self.kv.blocks_for(request.num_tokens) - len(hits) <= free
+
+    def _schedule_running(self, plan: "_Plan", phase: Literal["prefill", "decode"] | None = None) -> None:
+        index = 0
+        while index < len(self.running) and plan.budget > 0:
+            request = self.running[index]
+            prefill = _is_prefill(request)
+            if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
+                index += 1
+                continue
+            num_new = min(request.num_tokens - request.num_computed_tokens, plan.budget, self._max_chunk)
+            assert num_new > 0, f"{request.request_id} runs but has nothing to compute"
+            new_blocks = self.kv.extend(request, num_new)
+            while new_blocks is None:
+                victim = self._choose_victim()
+                if self.running.index(victim) < index:
+                    index -= 1
+                plan.withdraw(victim)
+                self._preempt(victim)
+                if victim is request:
+                    break
+                new_blocks = self.kv.extend(request, num_new)
+            else:
+                plan.grant(request, num_new, prefill)
+                if new_blocks:
+                    plan.batch.new_block_ids[request.request_id] = new_blocks
+                index += 1
+
+    def _may_prefill(self, plan: "_Plan") -> bool:
+        limit = self._capabilities.max_prefills_per_step
+        return limit is None or plan.num_prefills < limit
+
+    def _choose_victim(self) -> Request:
+        if self._policy == "priority":
+            return max(self.running, key=lambda request: (request.priority, request.arrival_time))
+        return self.running[-1]
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks away. It keeps its tokens and computes them again when it is back."""
+        self.running.remove(request)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.add_first(request)
+        self._removed.append(request.request_id)
+        self.stats.preemptions += 1
+
+    def _schedule_waiting(self, plan: "_Plan") -> None:
+        if self.stats.preemptions:
+            return  # memory is short: whoever runs goes first
+        while self.waiting and plan.budget > 0 and len(self.running) < self._max_num_seqs and self._may_prefill(plan):
+            request = self.waiting.peek()
+            hits = self.kv.computed_blocks(request)
+            num_hit = len(hits) * self.kv.block_size
+            num_new = min(request.num_tokens - num_hit, plan.budget, self._max_chunk)
+            block_ids = self.kv.admit(request, hits, num_new)
+            if block_ids is None:
+                return
+            self.waiting.pop()
+            self._start(request, num_hit)
+            plan.grant(request, num_new, prefill=True)
+            plan.batch.new_requests.append(_new_request(request, block_ids))
+            # Nothing is preempted from here on, so these blocks will be filled in this step: batch-mates behind
+            # this request may share them already.
+            self.kv.remember_full_blocks(request, num_hit + num_new)
+
+    def _start(self, request: Request, num_hit: int) -> None:
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
+            if self.kv.enable_prefix_caching:
+                self.stats.prefix_queried_tokens += request.num_tokens
+                self.stats.prefix_hit_tokens += num_hit
+        request.num_computed_tokens = num_hit
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+
+    # -- results of a step ----------------------------------------------------------------------------------------
+
+    def update_from_output(self, batch: StepBatch, output: StepOutput) -> list[EngineCoreOutput]:
+        """Take the sampled tokens in; returns news of every request that got one."""
+        news: list[EngineCoreOutput] = []
+        finished: set[str] = set()
+        for request_id in batch.num_scheduled_tokens:
+            request = self.requests[request_id]
+            self.kv.remember_full_blocks(request, request.num_computed_tokens)
+            sampled = output.sampled_token_ids.get(request_id)
+            if sampled is None:
+                continue
+            entry = self._accept(request, sampled)
+            logprobs = output.logprobs.get(request_id)
+            entry.logprobs = logprobs[: len(entry.new_token_ids)] if logprobs is not None else None
+            news.append(entry)
+            if entry.finish_reason is not None:
+                finished.add(request_id)
+        if finished:
+            self.running = [request for request in self.running if request.request_id not in finished]
+            for request_id in finished:
+                self._finish(self.requests[request_id])
+        return news
+
+    def _accept(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
+        entry = EngineCoreOutput(
+            request_id=request.request_id, new_token_ids=[], num_cached_tokens=request.num_cached_tokens
+        )
+        for token_id in sampled:
+            request.append_token(token_id)
+            entry.new_token_ids.append(token_id)
+            entry.finish_reason, entry.stop_reason = self._check_stop(request, token_id)
+            if entry.finish_reason is not None:
+                break
+        return entry
+
+    def _check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params = request.sampling_params
+        if request.num_output_tokens >= params.min_tokens:
+            if token_id in request.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP, None
+            if token_id in request.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if params.max_tokens is not None and request.num_output_tokens >= params.max_tokens:
+            return FinishReason.LENGTH, None
+        if request.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _finish(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._removed.append(request.request_id)
+        request.status = RequestStatus.FINISHED
+        self.kv.free(request)
+        del self.requests[request.request_id]
+
+    def _describe(self, batch: StepBatch) -> None:
+        stats, pool = self.stats, self.kv.pool
+        stats.num_tokens = batch.num_tokens
+        stats.num_requests = len(batch.num_scheduled_tokens)
+        num_prefills = sum(count > 1 for count in batch.num_scheduled_tokens.values())
+        stats.kind = "decode" if not num_prefills else "prefill" if num_prefills == stats.num_requests else "mixed"
+        stats.running, stats.waiting = len(self.running), len(self.waiting)
+        stats.kv_blocks_total = pool.num_usable
+        stats.kv_blocks_cached = pool.num_cached_free
+        stats.kv_blocks_free = pool.num_free - pool.num_cached_free
+        stats.kv_blocks_used = pool.num_usable - pool.num_free
+
+    def check_integrity(self) -> None:
+        """Assert the scheduler's and the pool's invariants; cheap enough to run whenever the engine is idle."""
+        assert len(self.running) + len(self.waiting) == len(self.requests)
+        assert len(self.running) <= self._max_num_seqs
+        assert all(request.status is RequestStatus.RUNNING for request in self.running)
+        assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting)
+        self.kv.check_integrity({request.request_id for request in self.running})
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step while it is being put together."""
+
+    batch: StepBatch
+    budget: int = 0
+    num_prefills: int = 0
+
+    def grant(self, request: Request, num_tokens: int, prefill: bool) -> None:
+        self.batch.num_scheduled_tokens[request.request_id] = num_tokens
+        self.budget -= num_tokens
+        self.num_prefills += prefill
+
+    def withdraw(self, request: Request) -> None:
+        """Take back what a victim of preemption was granted earlier in this step, if anything."""
+        num_tokens = self.batch.num_scheduled_tokens.pop(request.request_id, 0)
+        self.batch.new_block_ids.pop(request.request_id, None)
+        self.budget += num_tokens
+        self.num_prefills -= bool(num_tokens) and _is_prefill(request)
+
+
+def _is_prefill(request: Request) -> bool:
+    """More than the last token is to be computed: a prompt, or a preempted request that is back."""
+    return request.num_tokens - request.num_computed_tokens > 1
+
+
+def _new_request(request: Request, block_ids: list[int]) -> NewRequest:
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling_params=request.sampling_params,
+        seed=request.seed,
+        suppressed_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+        block_ids=block_ids,
+        num_computed_tokens=request.num_computed_tokens,
+    )

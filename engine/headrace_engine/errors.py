@@ -1,0 +1,57 @@
+"""The exceptions of the engine.
+
+HeadraceEngineError
+├── ConfigError              an engine option is wrong or does not fit the machine
+├── ModelLoadError           the model folder or name cannot be served
+├── InvalidRequestError      the caller's request is wrong; carries every problem found
+│   └── ContextLengthError   the prompt does not fit the model's context
+├── DuplicateRequestError    the request id is in use
+├── QueueFullError           the engine's own waiting queue is at its limit
+└── EngineDeadError          the core failed and cannot serve any more
+"""
+
+from collections.abc import Sequence
+
+
+class HeadraceEngineError(Exception):
+    """Base of all errors that the engine raises on purpose."""
+
+
+class ConfigError(HeadraceEngineError, ValueError):
+    """An engine option is wrong, or the machine cannot satisfy it."""
+
+
+class ModelLoadError(HeadraceEngineError):
+    """The model cannot be loaded or has no paged-attention path."""
+
+
+class InvalidRequestError(HeadraceEngineError, ValueError):
+    """A request was refused at the door. `problems` holds one sentence for each thing that is wrong."""
+
+    code = "invalid_request"
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("; ".join(self.problems))
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt leaves no room for a single generated token."""
+
+    code = "context_length_exceeded"
+
+
+class DuplicateRequestError(HeadraceEngineError, ValueError):
+    """A request with this id is still unfinished."""
+
+
+class QueueFullError(HeadraceEngineError):
+    """The engine refuses more waiting requests; `limit` is the configured bound."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"{limit} requests are waiting already, which is max_num_queued_requests")
+
+
+class EngineDeadError(HeadraceEngineError):
+    """The engine core stopped on a failure; its requests were not finished."""

@@ -1,0 +1,172 @@
+"""From what callers send to what the core computes: all validation that needs the model happens here.
+
+A prompt is text, token ids or chat messages; a request becomes one `EngineCoreRequest` a choice.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headrace_engine.errors import ContextLengthError, InvalidRequestError
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a map with `prompt` or `prompt_token_ids`."""
+ChatMessage = Mapping[str, Any]
+"""`role` and `content`, as the model's chat template expects them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessedRequest:
+    """A request that passed the door."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    choices: list[EngineCoreRequest]
+    """In the order of their index."""
+
+
+class InputProcessor:
+    def __init__(self, model_info: ModelInfo, tokenizer: ModelTokenizer) -> None:
+        self._model_info = model_info
+        self._tokenizer = tokenizer
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: str = "",
+    ) -> ProcessedRequest:
+        """Validate a request with a text or token prompt.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for a token.
+            InvalidRequestError: anything else that is wrong with it.
+        """
+        text, token_ids = self._tokenize(prompt)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+
+    def process_chat(
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: str = "",
+    ) -> ProcessedRequest:
+        """Validate a chat request; errors as `process`."""
+        problems = _message_problems(messages)
+        if problems:
+            raise InvalidRequestError(problems)
+        self._check_text_length(sum(len(str(message["content"])) for message in messages))
+        text, token_ids = self._tokenizer.encode_chat(messages)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            given = {name: prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None}
+            if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
+                raise InvalidRequestError("a prompt map must hold exactly one of prompt and prompt_token_ids")
+            (prompt,) = given.values()
+        if isinstance(prompt, str):
+            self._check_text_length(len(prompt))
+            return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+            raise InvalidRequestError("a prompt must be text or a list of token ids (integers)")
+        return None, [int(token) for token in prompt]
+
+    def _check_text_length(self, num_chars: int) -> None:
+        """Refuse what cannot fit before the tokenizer spends time on it."""
+        most = self._model_info.max_model_len * self._tokenizer.longest_token_chars
+        if num_chars > most:
+            raise ContextLengthError(
+                f"the prompt has {num_chars} characters; {self._model_info.max_model_len} tokens, the model's limit, "
+                f"hold at most {most}"
+            )
+
+    def _build(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float,
+        cache_salt: str,
+    ) -> ProcessedRequest:
+        self._check_tokens(token_ids, params)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        # Output kind and stop strings are the output processor's business and stay here.
+        core_params = replace(params, stop=[])
+        choices = [
+            EngineCoreRequest(
+                request_id=choice_id(request_id, index),
+                prompt_token_ids=token_ids,
+                sampling_params=core_params,
+                seed=choice_seed(seed, index),
+                eos_token_ids=self._model_info.eos_token_ids,
+                priority=priority,
+                arrival_time=arrival_time,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return ProcessedRequest(
+            request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, seed=seed, choices=choices
+        )
+
+    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
+        info = self._model_info
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty")
+        if len(token_ids) >= info.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(token_ids)} tokens and leaves no room for output: "
+                f"prompt and output together are limited to {info.max_model_len}"
+            )
+        problems = [
+            f"{name} holds {bad}, the vocabulary ends at {info.vocab_size - 1}"
+            for name, values in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids))
+            if (bad := next((token for token in values if not 0 <= token < info.vocab_size), None)) is not None
+        ]
+        if problems:
+            raise InvalidRequestError(problems)
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """The core's name for one choice of a request."""
+    return f"{request_id}:{index}"
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Choice 0 draws with the request's own seed, so n=1 and the first of n agree."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def _message_problems(messages: object) -> list[str]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return ["messages must be a list with at least one message"]
+    return [
+        f"message {number} must be a map with the texts role and content"
+        for number, message in enumerate(messages)
+        if not isinstance(message, Mapping)
+        or not isinstance(message.get("role"), str)
+        or not isinstance(message.get("content"), str)
+    ]

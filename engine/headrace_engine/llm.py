@@ -1,0 +1,124 @@
+"""LLM: offline generation for a list of prompts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from headrace_engine.config import EngineArgs
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.input_processor import ChatMessage, Prompt
+from headrace_engine.llm_engine import LLMEngine
+from headrace_engine.outputs import RequestOutput
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+
+
+class LLM:
+    """A model, ready to complete prompts.
+
+        llm = LLM("path/or/name")
+        for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+    Args:
+        model: folder in Hugging Face layout, or a hub name.
+        engine_args: any option of `EngineArgs`.
+
+    Raises:
+        ModelLoadError, ConfigError: the model cannot be served with these options.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts; outputs come in the prompts' order.
+
+        Args:
+            prompts: one prompt or a list. A prompt is text, a list of token ids, or a map with `prompt` or
+                `prompt_token_ids`.
+            sampling_params: one for all, or one for each prompt.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is wrong; nothing was computed.
+        """
+        items = _as_list(prompts, is_single=_is_single_prompt)
+        return self._run(items, sampling_params, self.engine.add_request, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them; a conversation is a list of messages with role and content."""
+        conversations = _as_list(messages, is_single=lambda m: bool(m) and isinstance(m[0], dict))
+        return self._run(conversations, sampling_params, self.engine.add_chat_request, use_tqdm)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _run(
+        self,
+        items: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        add: Callable[[str, Any, SamplingParams], None],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _params_for(items, sampling_params)
+        order: list[str] = []
+        try:
+            for item, own in zip(items, params, strict=True):
+                request_id = str(self._next_id)
+                self._next_id += 1
+                add(request_id, item, own)
+                order.append(request_id)
+            return self._collect(order, use_tqdm)
+        except BaseException:
+            for request_id in order:
+                self.engine.abort(request_id)
+            raise
+
+    def _collect(self, order: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        with tqdm(total=len(order), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                        elapsed = bar.format_dict["elapsed"] or 1e-9
+                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} output tokens/s", refresh=False)
+                        bar.update()
+        return [finished[request_id] for request_id in order]
+
+
+def _is_single_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _as_list(given: Any, is_single: Callable[[Any], bool]) -> list[Any]:
+    return [given] if is_single(given) else list(given)
+
+
+def _params_for(items: list[Any], given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        params = [given or SamplingParams()] * len(items)
+    else:
+        params = list(given)
+        if len(params) != len(items):
+            raise InvalidRequestError(f"{len(items)} prompts came with {len(params)} sampling params")
+    return [_final_only(own) for own in params]
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    return SamplingParams.from_dict({**params.to_dict(), "output_kind": RequestOutputKind.FINAL_ONLY})

@@ -1,0 +1,131 @@
+"""LLMEngine: the engine step by step, in the caller's thread."""
+
+from collections.abc import Sequence
+
+from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.core.client import CoreClient, InProcessCore
+from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.errors import DuplicateRequestError
+from headrace_engine.input_processor import ChatMessage, InputProcessor, ProcessedRequest, Prompt
+from headrace_engine.output_processor import OutputProcessor
+from headrace_engine.outputs import RequestOutput
+from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+
+
+class LLMEngine:
+    """Add requests, call `step()` while there are unfinished ones, read the outputs.
+
+    Not thread-safe. Close it (or use it as a context manager) to end a core in a child process.
+    """
+
+    def __init__(self, config: EngineConfig, *, core_in_process: bool = True) -> None:
+        self._core = start_core(config, in_process=core_in_process)
+        self.model_info = self._core.model_info
+        tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
+        self._input_processor = InputProcessor(self._core.model_info, tokenizer)
+        self._output_processor = OutputProcessor(tokenizer)
+        self._arrivals = 0
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs, *, core_in_process: bool = True) -> "LLMEngine":
+        return cls(args.create_engine_config(), core_in_process=core_in_process)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: the request is wrong; nothing was queued.
+            DuplicateRequestError: the id is in use.
+        """
+        self._check_id(request_id)
+        self._add(
+            self._input_processor.process(
+                request_id, prompt, params or SamplingParams(), priority=priority, arrival_time=self._next_arrival()
+            )
+        )
+
+    def add_chat_request(
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request whose prompt is a conversation; errors as `add_request`."""
+        self._check_id(request_id)
+        self._add(
+            self._input_processor.process_chat(
+                request_id, messages, params or SamplingParams(), priority=priority, arrival_time=self._next_arrival()
+            )
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for one step of the core and return the outputs of the requests that it moved.
+
+        Raises:
+            EngineDeadError: the core failed.
+        """
+        if not self.has_unfinished_requests():
+            return []
+        outputs = self._core.get_outputs()
+        if outputs is None:
+            return []
+        processed = self._output_processor.process(outputs.outputs)
+        if processed.finished_choice_ids:
+            self._core.abort_requests(processed.finished_choice_ids)
+        return processed.request_outputs
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; returns its last output, None when it is not (or no longer) here."""
+        aborted = self._output_processor.abort(request_id)
+        if aborted is None:
+            return None
+        output, choice_ids = aborted
+        self._core.abort_requests(choice_ids)
+        return output
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self._output_processor) > 0
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._output_processor:
+            raise DuplicateRequestError(f"request {request_id} is in the engine already")
+
+    def _add(self, request: ProcessedRequest) -> None:
+        self._output_processor.add_request(request)
+        for choice in request.choices:
+            self._core.add_request(choice)
+
+    def _next_arrival(self) -> float:
+        self._arrivals += 1
+        return float(self._arrivals)
+
+
+def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:
+    """A core with its model loaded, here or in a child process.
+
+    Raises:
+        ModelLoadError, ConfigError, EngineDeadError: it could not start.
+    """
+    if in_process:
+        return InProcessCore(config)
+    process = EngineCoreProcess(config)
+    try:
+        process.wait_ready()
+    except BaseException:
+        process.kill()
+        raise
+    return process

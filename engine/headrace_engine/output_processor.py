@@ -1,0 +1,190 @@
+"""From the core's token ids to what callers read: text, stop strings, log-probabilities, one output a request.
+
+Runs beside the step loop, never in it: while this module turns step N into text, the core computes step N + 1.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.detokenizer import Detokenizer
+from headrace_engine.errors import DuplicateRequestError
+from headrace_engine.input_processor import ProcessedRequest
+from headrace_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace_engine.request import FinishReason
+from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    detokenizer: Detokenizer
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class _RequestState:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    choices: list[_Choice]
+    choice_ids: list[str]
+    """The core's names of the choices, by index."""
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+
+@dataclass(slots=True)
+class ProcessedOutputs:
+    request_outputs: list[RequestOutput]
+    """At most one a request."""
+    finished_choice_ids: list[str]
+    """Choices that a stop string ended: the core does not know yet and must be told to abort them."""
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _RequestState] = {}
+        self._choices: dict[str, tuple[_RequestState, _Choice]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def add_request(self, request: ProcessedRequest) -> None:
+        """Begin to follow a request. Choices that resume are fed the tokens they already have."""
+        if request.request_id in self._requests:
+            raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
+        choices = [
+            _Choice(
+                index=index,
+                detokenizer=Detokenizer(self._tokenizer.backend, request.prompt_token_ids, request.params),
+            )
+            for index in range(len(request.choices))
+        ]
+        state = _RequestState(
+            request.request_id,
+            request.prompt,
+            request.prompt_token_ids,
+            request.params,
+            choices=choices,
+            choice_ids=[core_request.request_id for core_request in request.choices],
+        )
+        for choice, core_request in zip(choices, request.choices, strict=True):
+            choice.token_ids += core_request.output_token_ids
+            choice.detokenizer.update(core_request.output_token_ids, finished=False)
+            self._choices[core_request.request_id] = (state, choice)
+        self._requests[request.request_id] = state
+
+    def finish_choice(self, request_id: str, index: int, finish_reason: str, stop_reason: int | str | None) -> None:
+        """Mark a choice as finished by an earlier attempt: nothing more will come for it."""
+        choice = self._requests[request_id].choices[index]
+        choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
+
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
+        """Take the news of one step in; choices that are not followed (any more) are ignored."""
+        touched: dict[str, tuple[_RequestState, list[CompletionOutput]]] = {}
+        stopped: list[str] = []
+        for output in outputs:
+            followed = self._choices.get(output.request_id)
+            if followed is None or followed[1].finish_reason is not None:
+                continue
+            state, choice = followed
+            completion = self._update(state, choice, output)
+            if choice.finish_reason is not None and output.finish_reason is None:
+                stopped.append(output.request_id)
+            touched.setdefault(state.request_id, (state, []))[1].append(completion)
+        results = []
+        for state, completions in touched.values():
+            if state.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                results.append(self._request_output(state, completions))
+            elif state.finished:
+                results.append(self._request_output(state, [_completion(state, c) for c in state.choices]))
+            if state.finished:
+                self._forget(state)
+        return ProcessedOutputs(results, stopped)
+
+    def abort(self, request_id: str) -> tuple[RequestOutput, list[str]] | None:
+        """Stop following a request: its last output, and the core's names of the choices to abort."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return None
+        alive, completions = [], []
+        for choice_id, choice in zip(state.choice_ids, state.choices, strict=True):
+            if choice.finish_reason is None:
+                choice.finish_reason = FinishReason.ABORT.value
+                alive.append(choice_id)
+                completions.append(_completion(state, choice, fresh=([], "", [])))
+        self._forget(state)
+        return self._request_output(state, completions), alive
+
+    def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
+        text, stop = choice.detokenizer.update(output.new_token_ids, finished=output.finish_reason is not None)
+        choice.token_ids += output.new_token_ids
+        logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
+        choice.logprobs += logprobs
+        state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        state.error = state.error or output.error
+        if stop is not None:
+            choice.finish_reason, choice.stop_reason = FinishReason.STOP.value, stop
+        elif output.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = output.finish_reason.value, output.stop_reason
+        return _completion(state, choice, fresh=(output.new_token_ids, text, logprobs))
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        return {
+            token_id: Logprob(logprob=value, rank=rank, decoded_token=self._tokenizer.decode_token(token_id))
+            for token_id, value, rank in entry
+        }
+
+    def _request_output(self, state: _RequestState, completions: list[CompletionOutput]) -> RequestOutput:
+        return RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=completions,
+            finished=state.finished,
+            num_cached_tokens=state.num_cached_tokens,
+            error=state.error,
+        )
+
+    def _forget(self, state: _RequestState) -> None:
+        del self._requests[state.request_id]
+        for choice_id in state.choice_ids:
+            del self._choices[choice_id]
+
+
+def _completion(
+    state: _RequestState,
+    choice: _Choice,
+    fresh: tuple[Sequence[int], str, list[dict[int, Logprob]]] | None = None,
+) -> CompletionOutput:
+    """The choice as its request wants it: `fresh` alone for deltas, else all of it."""
+    if fresh is not None and state.params.output_kind is RequestOutputKind.DELTA:
+        token_ids, text, logprobs = list(fresh[0]), fresh[1], fresh[2]
+    else:
+        token_ids, text, logprobs = list(choice.token_ids), choice.detokenizer.text, list(choice.logprobs)
+    return CompletionOutput(
+        index=choice.index,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs if state.params.logprobs is not None else None,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )

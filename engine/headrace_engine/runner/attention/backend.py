@@ -1,0 +1,72 @@
+"""What an attention backend is: it owns the K/V memory in the layout that suits it, and attends over it.
+
+A packed step, all sequences behind one another in one row of tokens:
+
+    query_start   [0,        5, 6, 7,              12]     first token of each sequence
+    tokens        [ prefill   d  d  prefill chunk   ]
+    seq_lens      [5,        31, 8, 40]                    K/V tokens after this step, the step's own included
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionMetadata:
+    """Where the tokens of one step belong. CPU tensors; int32 unless said otherwise."""
+
+    query_start: torch.Tensor
+    """[sequences + 1]"""
+    seq_lens: torch.Tensor
+    """[sequences]"""
+    table_rows: torch.Tensor
+    """[sequences] row of each sequence in `block_table`."""
+    block_table: torch.Tensor
+    """[rows, max blocks a sequence]"""
+    slot_mapping: torch.Tensor
+    """[tokens] int64: block id * block size + offset, where each token's K/V go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The shape of a model's attention, the same in all its layers."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take the K/V memory of all layers."""
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write K/V of this step into the cache, then attend causally.
+
+        query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
+        `window`: a token sees that many tokens, itself included. `softcap` c: scores become c * tanh(score / c).
+        `sinks` [heads]: a logit without a value in each head's softmax.
+        """

@@ -1,0 +1,206 @@
+"""Paged attention by the compiled kernel `paged_attention.c`, called through ctypes.
+
+The kernel is compiled once a machine with the C compiler at hand and kept in the user's cache, keyed by source,
+compiler and processor. Where it cannot be built or does not fit the model, `unsupported_reason` says why.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_LANES = 16
+_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
+
+
+class _AttentionArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "k_dim", "v_dim", "block_size")),
+        *((name, ctypes.c_int32) for name in ("num_sequences", "num_threads", "max_blocks", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, ctypes.c_void_p) for name in ("query", "output", "k_cache", "v_cache")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "table_rows", "block_table", "sinks")),
+    )
+
+
+class _WriteArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "num_tokens", "num_kv_heads", "k_dim", "v_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, ctypes.c_void_p) for name in ("key", "value", "k_cache", "v_cache", "slot_mapping")),
+    )
+
+
+class NativeBackend:
+    """K memory `[blocks, kv_heads, head_dim, block_size]` and V `[blocks, kv_heads, block_size, head_dim]` a layer."""
+
+    name = "native"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._library = _library()
+        self._k_cache: list[torch.Tensor] = []
+        self._v_cache: list[torch.Tensor] = []
+
+    @staticmethod
+    def unsupported_reason(spec: AttentionSpec) -> str | None:
+        """Why the kernel cannot serve this model on this machine; None when it can."""
+        if spec.dtype not in _DTYPES:
+            return f"dtype {spec.dtype} is neither float32 nor bfloat16"
+        if spec.block_size % _LANES or spec.head_dim % _LANES:
+            return (
+                f"block size {spec.block_size} and head dimension {spec.head_dim} must be multiples of {_LANES} tokens"
+            )
+        try:
+            _library()
+        except OSError as error:
+            return str(error)
+        return None
+
+    def allocate(self, num_blocks: int) -> None:
+        spec = self._spec
+        heads = (num_blocks, spec.num_kv_heads)
+        # Pages are touched on first use only, so an unused budget costs no memory.
+        self._k_cache = [
+            torch.empty((*heads, spec.head_dim, spec.block_size), dtype=spec.dtype) for _ in range(spec.num_layers)
+        ]
+        self._v_cache = [
+            torch.empty((*heads, spec.block_size, spec.head_dim), dtype=spec.dtype) for _ in range(spec.num_layers)
+        ]
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        spec = self._spec
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        k_cache, v_cache = self._k_cache[layer].data_ptr(), self._v_cache[layer].data_ptr()
+        self._library.headrace_write_kv(
+            ctypes.byref(
+                _WriteArgs(
+                    dtype=_DTYPES[spec.dtype],
+                    num_tokens=key.shape[0],
+                    num_kv_heads=spec.num_kv_heads,
+                    k_dim=spec.head_dim,
+                    v_dim=spec.head_dim,
+                    block_size=spec.block_size,
+                    key_token_stride=key.stride(0),
+                    key_head_stride=key.stride(1),
+                    value_token_stride=value.stride(0),
+                    value_head_stride=value.stride(1),
+                    key=key.data_ptr(),
+                    value=value.data_ptr(),
+                    k_cache=k_cache,
+                    v_cache=v_cache,
+                    slot_mapping=metadata.slot_mapping.data_ptr(),
+                )
+            )
+        )
+        output = torch.empty((query.shape[0], spec.num_heads, spec.head_dim), dtype=query.dtype)
+        sinks = None if sinks is None else sinks.float().contiguous()
+        failed = self._library.headrace_attention(
+            ctypes.byref(
+                _AttentionArgs(
+                    dtype=_DTYPES[spec.dtype],
+                    num_heads=spec.num_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    k_dim=spec.head_dim,
+                    v_dim=spec.head_dim,
+                    block_size=spec.block_size,
+                    num_sequences=metadata.seq_lens.shape[0],
+                    num_threads=torch.get_num_threads(),
+                    max_blocks=metadata.block_table.shape[1],
+                    window=window or 0,
+                    scale=scale,
+                    softcap=softcap or 0.0,
+                    query_token_stride=query.stride(0),
+                    query_head_stride=query.stride(1),
+                    query=query.data_ptr(),
+                    output=output.data_ptr(),
+                    k_cache=k_cache,
+                    v_cache=v_cache,
+                    query_start=metadata.query_start.data_ptr(),
+                    seq_lens=metadata.seq_lens.data_ptr(),
+                    table_rows=metadata.table_rows.data_ptr(),
+                    block_table=metadata.block_table.data_ptr(),
+                    sinks=None if sinks is None else sinks.data_ptr(),
+                )
+            )
+        )
+        if failed:
+            raise MemoryError("no memory for the attention kernel's scratch space")
+        return output
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The compiled kernel. Raises OSError, whose message says what is missing."""
+    # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
+    # one thread pool and not two that fight for the cores.
+    library = ctypes.CDLL(str(_build()))
+    library.headrace_attention.argtypes = (ctypes.POINTER(_AttentionArgs),)
+    library.headrace_attention.restype = ctypes.c_int
+    library.headrace_write_kv.argtypes = (ctypes.POINTER(_WriteArgs),)
+    library.headrace_write_kv.restype = None
+    return library
+
+
+def _build() -> Path:
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise OSError("no C compiler was found (tried $CC, then cc)")
+    source = files("headrace_engine.runner.attention").joinpath("paged_attention.c").read_text()
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    identity = "\n".join([source, version, " ".join(_FLAGS), platform.machine(), _processor_flags()])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "kernels"
+    target = cache / f"paged_attention-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        built = Path(folder) / target.name
+        done = subprocess.run(
+            [compiler, *_FLAGS, "-x", "c", "-", "-o", str(built), "-lm"],
+            input=source,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise OSError(f"{compiler} cannot build the attention kernel: {done.stderr.strip()[:500]}")
+        built.replace(target)  # atomic: a second process building at the same time loses nothing
+    logger.info("built the attention kernel into %s", target)
+    return target
+
+
+def _processor_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

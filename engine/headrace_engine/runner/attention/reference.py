@@ -1,0 +1,88 @@
+"""Paged attention in plain torch: slow, obvious, and right for every shape. The yardstick of the compiled kernel."""
+
+import torch
+
+from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
+
+
+class ReferenceBackend:
+    """K/V memory `[blocks, block_size, kv_heads, head_dim]` a layer; one sequence after the other."""
+
+    name = "torch"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._k_cache: list[torch.Tensor] = []
+        self._v_cache: list[torch.Tensor] = []
+
+    def allocate(self, num_blocks: int) -> None:
+        spec = self._spec
+        shape = (num_blocks * spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self._k_cache = [torch.zeros(shape, dtype=spec.dtype) for _ in range(spec.num_layers)]
+        self._v_cache = [torch.zeros(shape, dtype=spec.dtype) for _ in range(spec.num_layers)]
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        k_cache, v_cache = self._k_cache[layer], self._v_cache[layer]
+        k_cache[metadata.slot_mapping] = key
+        v_cache[metadata.slot_mapping] = value
+        output = torch.empty_like(query)
+        starts = metadata.query_start.tolist()
+        for index, (length, row) in enumerate(
+            zip(metadata.seq_lens.tolist(), metadata.table_rows.tolist(), strict=True)
+        ):
+            tokens = slice(starts[index], starts[index + 1])
+            slots = self._slots(metadata.block_table[row], length)
+            output[tokens] = _attend(
+                query[tokens], k_cache[slots], v_cache[slots], scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+        return output
+
+    def _slots(self, table: torch.Tensor, length: int) -> torch.Tensor:
+        size = self._spec.block_size
+        blocks = table[: -(-length // size)].long()
+        return (blocks[:, None] * size + torch.arange(size)).flatten()[:length]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One sequence: query [q, heads, d] are the last q of the [k, kv_heads, d] keys' positions."""
+    num_queries, num_heads, _ = query.shape
+    num_keys, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    keys = key.float().repeat_interleave(group, dim=1)
+    values = value.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float() * scale, keys)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    query_positions = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    key_positions = torch.arange(num_keys)[None, :]
+    hidden = key_positions > query_positions
+    if window:
+        hidden |= key_positions <= query_positions - window
+    scores.masked_fill_(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(num_heads, num_queries, 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)

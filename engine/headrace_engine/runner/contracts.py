@@ -1,0 +1,125 @@
+"""The contract between the core and whatever runs the model.
+
+`StepBatch` goes in and `StepOutput` comes out; both are plain data (ids and numbers). Imports no torch, so that the
+scheduler is tested against it in milliseconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace_engine.sampling_params import SamplingParams
+
+TokenLogprobs = list[tuple[int, float, int]]
+"""For one generated token: (token id, log-probability, rank from 1), the sampled token first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NewRequest:
+    """A request that the runner does not know: new, or back after a preemption. Sent whole."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt and all output so far."""
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    suppressed_token_ids: list[int]
+    """End and stop tokens, which the sampler must not draw before `sampling_params.min_tokens`."""
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StepBatch:
+    """One step. A known request appears as deltas only: how many tokens, which new blocks.
+
+    The runner keeps a request's tokens, adds those that it samples, and counts computed tokens itself. A request
+    yields a token in this step exactly when its scheduled tokens reach the last known one.
+
+    Within a layer, K/V of all scheduled tokens are written before any token attends: a request may read blocks
+    that another one of the same step fills.
+    """
+
+    num_scheduled_tokens: dict[str, int]
+    """Request id -> tokens to compute, at least 1; the order is the batch's order."""
+    new_requests: list[NewRequest] = field(default_factory=list)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Blocks appended to the block table of known requests."""
+    removed_request_ids: list[str] = field(default_factory=list)
+    """Finished, aborted or preempted since the last step: forget them first."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutput:
+    sampled_token_ids: dict[str, list[int]]
+    """Request id -> tokens sampled in this step; absent for a prompt that is not complete yet."""
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Only for requests that asked, one entry a sampled token."""
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds spent in prepare, forward and sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a runner can do in one step; the scheduler honours it, so there is one scheduler for all devices."""
+
+    mixed_batches: bool = True
+    """Prefill and decode may share a step."""
+    max_prefills_per_step: int | None = None
+    chunk_sizes: Sequence[int] | None = None
+    """Allowed prefill chunk lengths in tokens (shorter chunks are padded by the runner); None means any."""
+    max_batch: int | None = None
+    """Most requests in one step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """What one block of KV memory costs. Block 0 is the null block and is never handed out."""
+
+    block_size: int
+    """Tokens a block."""
+    bytes_per_block: int
+    """Over all layers, keys and values."""
+    default_memory: int
+    """Bytes that the runner suggests when the operator names no budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the doors must know of a loaded model."""
+
+    vocab_size: int
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    eos_token_ids: list[int]
+    architecture: str
+    dtype: str
+    device: str
+    attention: str
+    """Name of the attention backend in use."""
+    num_parameters: int
+
+
+class ModelRunner(Protocol):
+    """A device's way to run a model. Made by `headrace_engine.runner.loader.create_runner`."""
+
+    def load_model(self) -> ModelInfo: ...
+
+    def capabilities(self) -> Capabilities: ...
+
+    def kv_spec(self) -> KVSpec: ...
+
+    def init_kv_cache(self, num_blocks: int) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def execute_model(self, batch: StepBatch) -> StepOutput: ...
+
+    def health(self) -> dict[str, Any]: ...
+
+    def shutdown(self) -> None: ...

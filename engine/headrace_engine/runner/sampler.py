@@ -1,0 +1,137 @@
+"""The sampler: a pure function of logits, parameters and one uniform number a row.
+
+Order of operations, as in vLLM: log-probabilities of the raw logits; suppressed tokens and penalties; temperature;
+min-p; top-k; top-p; then the inverse of the cumulative distribution in token order at u. Every row is computed on its
+own, so batch-mates cannot change each other's tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.sampling_params import SamplingParams
+
+# Most rows that use top-p keep far fewer tokens than this; a row that keeps more is sorted in full.
+_PARTIAL_SORT = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingRow:
+    """What one row of logits needs beside itself."""
+
+    params: SamplingParams
+    u: float
+    """Uniform in [0, 1), a function of the request's seed and the position alone."""
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    suppressed_token_ids: Sequence[int]
+    """Tokens that must not be drawn: end and stop tokens while the output is shorter than min_tokens."""
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """Draw one token for each row.
+
+    Args:
+        logits: [rows, vocabulary], any float type; not changed.
+        rows: one entry a row of logits.
+
+    Returns:
+        The token ids, and the log-probabilities of the rows that asked for them, by row index.
+    """
+    logits = logits.float()
+    adjusted = _adjust(logits, rows)
+    tokens = adjusted.argmax(dim=-1)
+    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn:
+        tokens[drawn] = _draw(adjusted[drawn], [rows[index] for index in drawn])
+    token_ids: list[int] = tokens.tolist()
+    return token_ids, {
+        index: _logprobs(logits[index], token_ids[index], row.params.logprobs)
+        for index, row in enumerate(rows)
+        if row.params.logprobs is not None
+    }
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Apply suppression and penalties; copies only when a row needs either."""
+    if not any(row.suppressed_token_ids or row.params.has_penalties for row in rows):
+        return logits
+    logits = logits.clone()
+    for index, row in enumerate(rows):
+        if row.params.has_penalties:
+            _penalise(logits[index], row)
+        if row.suppressed_token_ids:
+            logits[index, list(row.suppressed_token_ids)] = float("-inf")
+    return logits
+
+
+def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
+    params = row.params
+    output = torch.tensor(row.output_token_ids, dtype=torch.long)
+    if params.repetition_penalty != 1.0:
+        seen = torch.cat([torch.tensor(row.prompt_token_ids, dtype=torch.long), output]).unique()  # type: ignore[no-untyped-call]
+        scores = logits[seen]
+        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if len(output) and (params.frequency_penalty or params.presence_penalty):
+        used, counts = output.unique(return_counts=True)  # type: ignore[no-untyped-call]
+        logits[used] -= counts * params.frequency_penalty + params.presence_penalty
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    column = torch.tensor([row.params.temperature for row in rows])[:, None]
+    logits = logits / column
+    min_p = torch.tensor([row.params.min_p for row in rows])[:, None]
+    if bool((min_p > 0).any()):
+        # p < min_p * p_max, written in logits so that no softmax is needed yet
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
+    _keep_top_k(logits, rows)
+    probs = torch.softmax(logits, dim=-1)
+    _keep_top_p(probs, rows)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    u = torch.tensor([row.u for row in rows], dtype=torch.float64)[:, None]
+    # The first token whose cumulative probability exceeds u; tokens of probability 0 can never be it.
+    tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
+    # u so near 1 that rounding passed the end: the last token that has any probability
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(dim=-1)
+    return torch.minimum(tokens, last)
+
+
+def _keep_top_k(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """In place; tokens tied with the k-th all stay, so the result does not depend on a sort's order of ties."""
+    vocab_size = logits.shape[-1]
+    wanted = [(index, row.params.top_k) for index, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
+    if not wanted:
+        return
+    indices = [index for index, _ in wanted]
+    largest = logits[indices].topk(max(k for _, k in wanted), dim=-1).values
+    threshold = largest.gather(1, torch.tensor([[k - 1] for _, k in wanted]))
+    kept = logits[indices]
+    logits[indices] = kept.masked_fill(kept < threshold, float("-inf"))
+
+
+def _keep_top_p(probs: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """In place: the smallest set of most likely tokens whose probabilities reach top_p, ties included."""
+    indices = [index for index, row in enumerate(rows) if row.params.top_p < 1.0]
+    if not indices:
+        return
+    chosen = probs[indices]
+    top_p = torch.tensor([rows[index].params.top_p for index in indices], dtype=torch.float64)[:, None]
+    count = min(_PARTIAL_SORT, probs.shape[-1])
+    ordered = chosen.topk(count, dim=-1).values
+    if bool((ordered.sum(dim=-1, dtype=torch.float64) < top_p[:, 0]).any()):
+        ordered = chosen.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+    threshold = ordered.gather(1, num_kept - 1)
+    probs[indices] = chosen.masked_fill(chosen < threshold, 0.0)
+
+
+def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = float(logprobs[token_id])
+    rank = int((logprobs > logprobs[token_id]).sum()) + 1
+    best = logprobs.topk(count)
+    others = zip(best.indices.tolist(), best.values.tolist(), range(1, count + 1), strict=True)
+    return [(token_id, own, rank), *((token, value, place) for token, value, place in others if token != token_id)]

@@ -1,0 +1,58 @@
+"""The model's tokenizer as the engine uses it: text or chat to ids, ids to text."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from headrace_engine.errors import InvalidRequestError, ModelLoadError
+
+
+class ModelTokenizer:
+    """A fast (Rust) tokenizer with its chat template.
+
+    Raises:
+        ModelLoadError: the folder has no tokenizer, or only a slow one.
+    """
+
+    def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelLoadError(f"model {model!r} has no usable tokenizer: {error}") from error
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
+        self.backend: Tokenizer = backend
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """No token stands for more characters of text than this."""
+        return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        """Apply the chat template; returns its text and ids, ready for the assistant's turn.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError("the model has no chat template: send a prompt instead of messages")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates are programs of the model's authors and raise what they like
+            raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
+        # The template writes the special tokens itself.
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return text, ids
+
+    def decode_token(self, token_id: int) -> str:
+        return self.backend.decode([token_id], skip_special_tokens=False)

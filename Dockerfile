@@ -1,0 +1,39 @@
+# The Headrace worker for CPUs.
+#
+#   docker build --build-arg TORCH_INDEX_URL=<index with torch's CPU wheels> -t headrace-worker .
+#
+# TORCH_INDEX_URL: the package index that torch is taken from. torch publishes its CPU wheels on an index of its own (its
+# installation page names it); without the argument the default index is asked, and on x86 that means a CUDA build,
+# which works without a GPU and adds several gigabytes to the image.
+
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+ARG TORCH_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/headrace
+WORKDIR /src
+COPY constraints.txt ./
+# torch first and by itself: the layer survives every change of our code, and the second install finds it satisfied
+RUN /opt/headrace/bin/pip install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} --constraint constraints.txt torch
+COPY pyproject.toml README.md LICENSE ./
+COPY engine ./engine
+COPY broker ./broker
+COPY workers ./workers
+COPY monitoring ./monitoring
+RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[worker]"
+
+FROM ${PYTHON_IMAGE}
+RUN useradd --system --uid 10001 --user-group --no-create-home headrace
+COPY --from=build /opt/headrace /opt/headrace
+ENV PATH=/opt/headrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
+    HF_HUB_OFFLINE=1 \
+    HEADRACE_METRICS_HOST=0.0.0.0 \
+    HEADRACE_METRICS_PORT=9464
+WORKDIR /tmp
+USER 10001:10001
+EXPOSE 9464
+# exec form: the worker is process 1 and gets the SIGTERM that starts its drain
+ENTRYPOINT ["headrace", "worker"]

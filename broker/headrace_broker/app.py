@@ -1,0 +1,81 @@
+"""The Celery application of producers and workers: all of Celery's configuration is here."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from celery import Celery
+from kombu import Queue
+
+from headrace_broker.keys import PRIORITY_STEPS, QUEUE_PREFIX, queue_name
+from headrace_broker.settings import BrokerSettings
+
+LEASE_TRANSPORT: Final = "headrace_broker.transport:Transport"
+
+# Celery insists on a default; nothing is ever sent there, as every message names the queue of its model.
+_DEFAULT_QUEUE: Final = f"{QUEUE_PREFIX}default"
+
+
+def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable[str] = ()) -> Celery:
+    """A Celery application for the queue.
+
+    A worker names the `models` whose queues it consumes; it takes messages through the lease transport. A producer's
+    connections give up after some seconds instead of waiting for a dead server.
+    """
+    app = Celery("headrace", broker=settings.redis_url, backend=settings.redis_url, set_as_current=worker)
+    queues = [Queue(queue_name(model)) for model in models]
+    app.conf.update(
+        # msgpack and nothing else: pickle would let a producer run code in the worker
+        accept_content=["msgpack"],
+        result_accept_content=["msgpack"],
+        task_serializer="msgpack",
+        result_serializer="msgpack",
+        event_serializer="msgpack",
+        task_default_queue=queues[0].name if queues else _DEFAULT_QUEUE,
+        task_queues=queues or None,
+        task_create_missing_queues=False,
+        result_expires=settings.result_ttl_seconds,
+        broker_connection_timeout=5,
+        task_publish_retry_policy={"max_retries": 2, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 0.5},
+        broker_transport_options=_worker_options(settings) if worker else _producer_options(),
+    )
+    if worker:
+        app.conf.update(broker_transport=LEASE_TRANSPORT, **_WORKER_CONFIG)
+    return app
+
+
+_WORKER_CONFIG: Final[dict[str, Any]] = {
+    "task_acks_late": True,
+    "worker_prefetch_multiplier": 1,
+    "worker_send_task_events": True,
+    "worker_hijack_root_logger": False,
+    "worker_cancel_long_running_tasks_on_connection_loss": False,
+    # it sleeps in the signal handler on the thread that renews leases
+    "worker_soft_shutdown_timeout": 0,
+    # a worker outlives any outage of its Redis
+    "broker_connection_retry_on_startup": True,
+    "broker_connection_max_retries": None,
+}
+
+
+def _producer_options() -> dict[str, Any]:
+    return {
+        "priority_steps": list(PRIORITY_STEPS),
+        "socket_timeout": 10,
+        "socket_connect_timeout": 5,
+        "socket_keepalive": True,
+    }
+
+
+def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
+    return {
+        "priority_steps": list(PRIORITY_STEPS),
+        "queue_order_strategy": "priority",
+        "lease_seconds": settings.lease_seconds,
+        "delivery_limit": settings.delivery_limit,
+        # kombu's timer for restoring messages drives our reaping
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+        "socket_connect_timeout": 5,
+        "socket_keepalive": True,
+        "health_check_interval": 5,
+    }

@@ -1,0 +1,123 @@
+"""The client for asyncio. `client.py` is the same for threads."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final, Self, Unpack
+
+from headrace_broker.client import READ_RETRIES, Client, unavailable
+from headrace_broker.connections import BLOCK_SECONDS, connect_async
+from headrace_broker.errors import ResultTimeoutError
+from headrace_broker.events import ChunkEvent, StreamEvent
+from headrace_broker.keys import MODELS_KEY, result_key, stream_key
+from headrace_broker.registry import RegisteredModel, read_models
+from headrace_broker.results import GenerateResult
+from headrace_broker.scripts import lua
+from headrace_broker.settings import BrokerSettings
+from headrace_broker.submission import (
+    QUEUED_CANCEL_TTL_SECONDS,
+    RequestStatus,
+    SubmitOptions,
+    SubmitRequest,
+    cancel_data,
+    chunk_of,
+    read_result,
+    read_status,
+    was_cancelled,
+)
+from headrace_broker.subscriber import BEGINNING, read_stream_async
+
+
+class AsyncClient:
+    """`Client` with coroutines and asynchronous iterators. It belongs to one event loop; `aclose` it in the end."""
+
+    def __init__(
+        self, broker: str | BrokerSettings | None = None, *, model: str | None = None, check_model: bool = True
+    ) -> None:
+        # kombu cannot publish asynchronously, so the submitting is done by a Client in a thread
+        self._client: Final = Client(broker, model=model, check_model=check_model)
+        self.settings: Final = self._client.settings
+        self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
+        self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
+        self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        await self._redis.aclose()
+        await asyncio.to_thread(self._client.close)
+
+    async def submit(
+        self,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> str:
+        """See `Client.submit`."""
+        return await asyncio.to_thread(self._client.submit, prompt, sampling_params, **options)
+
+    async def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
+        """See `Client.submit_many`."""
+        return await asyncio.to_thread(self._client.submit_many, requests)
+
+    async def stream(
+        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+    ) -> AsyncIterator[ChunkEvent]:
+        """See `Client.stream`."""
+        async for event in self.events(request_id, last_id=last_id, timeout=timeout):
+            chunk = chunk_of(request_id, event)
+            if chunk is not None:
+                yield chunk
+
+    async def events(
+        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+    ) -> AsyncIterator[StreamEvent]:
+        """See `Client.events`."""
+        with unavailable(self.settings, "read a stream"):
+            async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
+                yield event
+
+    async def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
+        """See `Client.result`."""
+        key = result_key(request_id)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with unavailable(self.settings, "wait for a result"):
+            async with self._redis.pubsub() as pubsub:
+                await pubsub.subscribe(key)
+                while True:
+                    meta = await self._redis.get(key)
+                    result = read_result(request_id, meta) if isinstance(meta, bytes) else None
+                    if result is not None:
+                        return result
+                    left = BLOCK_SECONDS if deadline is None else min(BLOCK_SECONDS, deadline - time.monotonic())
+                    if left <= 0:
+                        raise ResultTimeoutError(request_id, timeout or 0, "result")
+                    await pubsub.get_message(timeout=left)
+
+    async def cancel(self, request_id: str) -> bool:
+        """See `Client.cancel`."""
+        with unavailable(self.settings, "cancel a request"):
+            return was_cancelled(
+                await self._end(
+                    keys=[stream_key(request_id)],
+                    args=[cancel_data(), self.settings.result_ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
+                )
+            )
+
+    async def status(self, request_id: str) -> RequestStatus:
+        """See `Client.status`."""
+        with unavailable(self.settings, "look at a request"):
+            return read_status(await self._status(keys=[stream_key(request_id)]))
+
+    async def models(self) -> dict[str, RegisteredModel]:
+        """See `Client.models`."""
+        with unavailable(self.settings, "read the models"):
+            return read_models(await self._redis.hgetall(MODELS_KEY))

@@ -1,0 +1,218 @@
+"""The client for producers and subscribers. `async_client.py` is the same for asyncio."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, Self, Unpack
+
+import redis
+from kombu import Queue
+from kombu.exceptions import BatchPublishError, OperationalError
+
+from headrace_broker.app import make_app
+from headrace_broker.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connect
+from headrace_broker.errors import HeadraceBrokerError, QueueUnavailableError, ResultTimeoutError, UnknownModelError
+from headrace_broker.events import ChunkEvent, StreamEvent
+from headrace_broker.keys import queue_name, result_key, stream_key
+from headrace_broker.messages import TASK_NAME
+from headrace_broker.registry import RegisteredModel, known_models
+from headrace_broker.results import GenerateResult
+from headrace_broker.scripts import lua
+from headrace_broker.settings import BrokerSettings
+from headrace_broker.submission import (
+    QUEUED_CANCEL_TTL_SECONDS,
+    RequestStatus,
+    Submission,
+    SubmitOptions,
+    SubmitRequest,
+    cancel_data,
+    chunk_of,
+    prepare,
+    prepare_all,
+    read_result,
+    read_status,
+    was_cancelled,
+)
+from headrace_broker.subscriber import BEGINNING, read_stream
+
+READ_RETRIES: Final = 3
+_BATCH: Final = 200
+
+
+class Client:
+    """Submits requests, follows their token streams and fetches their results. Threads may share it.
+
+    `broker` is a Redis URL or settings; without it, the environment's `HEADRACE_REDIS_URL` counts. `model` is the
+    served name to which requests go unless they name another. With `check_model`, a name that no worker ever served
+    is refused while others are known. Every method raises QueueUnavailableError if Redis cannot be reached.
+    """
+
+    def __init__(
+        self, broker: str | BrokerSettings | None = None, *, model: str | None = None, check_model: bool = True
+    ) -> None:
+        self.settings: Final = as_settings(broker)
+        self._model: Final = model
+        self._check_model: Final = check_model
+        self._served: Final[set[str]] = set()
+        self._app: Final = make_app(self.settings)
+        self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
+        self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
+        self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._app.close()
+        self._redis.close()
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> str:
+        """Puts one request into its model's queue and returns its id.
+
+        Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
+        everything that is wrong, UnknownModelError for a model that nobody serves.
+        """
+        request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
+        submission = prepare(request, default_model=self._model)
+        with unavailable(self.settings, "submit a request"):
+            self._require_served([submission])
+            with self._app.producer_pool.acquire(block=True) as producer:
+                self._publish(producer, submission)
+        return submission.request_id
+
+    def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
+        """Puts many requests into their queues, several times faster than one by one, and returns their ids.
+
+        All are checked before the first is sent. If Redis fails midway, some may have been queued.
+        """
+        submissions = prepare_all(requests, default_model=self._model)
+        with unavailable(self.settings, "submit requests"):
+            self._require_served(submissions)
+            with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
+                for submission in submissions:
+                    self._publish(producer, submission)
+        return [submission.request_id for submission in submissions]
+
+    def stream(
+        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+    ) -> Iterator[ChunkEvent]:
+        """Yields the chunks after the entry `last_id`, each once and in order, until the request has ended.
+
+        To leave and come back, keep the `entry_id` of the last chunk. Raises RequestFailedError at the end of a
+        request that did not succeed, ResultTimeoutError if nothing comes for `timeout` seconds, StreamGoneError if the
+        stream has expired.
+        """
+        for event in self.events(request_id, last_id=last_id, timeout=timeout):
+            chunk = chunk_of(request_id, event)
+            if chunk is not None:
+                yield chunk
+
+    def events(
+        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+    ) -> Iterator[StreamEvent]:
+        """Like `stream`, but yields every event: starts, chunks, and the end with its usage or error."""
+        with unavailable(self.settings, "read a stream"):
+            yield from read_stream(self._redis, request_id, last_id=last_id, timeout=timeout)
+
+    def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
+        """Waits for the whole result. Raises RequestFailedError or ResultTimeoutError."""
+        key = result_key(request_id)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with unavailable(self.settings, "wait for a result"), self._redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
+            pubsub.subscribe(key)
+            while True:
+                # The first message is the subscription itself, so this is read again once nothing can be missed.
+                meta = self._redis.get(key)
+                result = read_result(request_id, meta) if isinstance(meta, bytes) else None
+                if result is not None:
+                    return result
+                left = BLOCK_SECONDS if deadline is None else min(BLOCK_SECONDS, deadline - time.monotonic())
+                if left <= 0:
+                    raise ResultTimeoutError(request_id, timeout or 0, "result")
+                pubsub.get_message(timeout=left)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends the request wherever it is: in the queue it will not run, and a worker stops at its next token.
+
+        False if it had already ended otherwise.
+        """
+        with unavailable(self.settings, "cancel a request"):
+            return was_cancelled(
+                self._end(
+                    keys=[stream_key(request_id)],
+                    args=[cancel_data(), self.settings.result_ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
+                )
+            )
+
+    def status(self, request_id: str) -> RequestStatus:
+        """Where the request is now."""
+        with unavailable(self.settings, "look at a request"):
+            return read_status(self._status(keys=[stream_key(request_id)]))
+
+    def models(self) -> dict[str, RegisteredModel]:
+        """Every model that was ever served, by served name."""
+        with unavailable(self.settings, "read the models"):
+            return known_models(self._redis)
+
+    def _require_served(self, submissions: Iterable[Submission]) -> None:
+        asked = {submission.model for submission in submissions}
+        if not self._check_model or asked <= self._served:
+            return
+        known = known_models(self._redis).keys()
+        for model in sorted(asked - known):
+            if known:
+                raise UnknownModelError(model, known)
+        self._served.update(known)
+
+    def _publish(self, producer: Any, submission: Submission) -> None:
+        # Celery's own send_task would also subscribe this process to every result, for as long as it lives.
+        amqp = self._app.amqp
+        message = amqp.create_task_message(
+            submission.request_id,
+            TASK_NAME,
+            args=(),
+            kwargs=submission.request.to_kwargs(),
+            expires=submission.expires,
+            argsrepr="",  # the readable copies would show prompts in logs, events and monitors
+            kwargsrepr="",
+        )
+        amqp.send_task_message(
+            producer,
+            TASK_NAME,
+            message,
+            queue=Queue(queue_name(submission.model)),
+            declare=[],  # a Redis list needs no declaration
+            priority=submission.priority,
+            headers=dict(submission.headers),
+        )
+
+
+def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:
+    """What a client may be given, as settings."""
+    if broker is None:
+        return BrokerSettings.from_env(os.environ)
+    return BrokerSettings(redis_url=broker) if isinstance(broker, str) else broker
+
+
+@contextmanager
+def unavailable(settings: BrokerSettings, action: str) -> Iterator[None]:
+    """Turns the errors of three libraries into the one that says what could not be done."""
+    try:
+        yield
+    except HeadraceBrokerError:
+        raise  # some of ours are also OSErrors, as TimeoutError is one
+    except (*CONNECTION_ERRORS, redis.RedisError, OperationalError, BatchPublishError) as error:
+        raise QueueUnavailableError(settings.safe_url, action, error) from error

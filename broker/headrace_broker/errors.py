@@ -1,0 +1,81 @@
+"""Every error that this package raises, in one tree. The message is the sentence that the caller needs."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace_broker.results import GenerateResult
+
+
+class HeadraceBrokerError(Exception):
+    """Root of the tree."""
+
+
+class SettingsError(HeadraceBrokerError, ValueError):
+    """A setting, or the environment variable that carries it, has a value that cannot be used."""
+
+
+class InvalidRequestError(HeadraceBrokerError, ValueError):
+    """The request breaks the message contract; `problems` holds every reason, `code` the wire error code."""
+
+    def __init__(self, problems: Sequence[str], *, code: str = "invalid_request") -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)
+        self.code = code
+
+
+class UnknownModelError(HeadraceBrokerError, LookupError):
+    """No worker ever registered this model, while others are registered."""
+
+    def __init__(self, model: str, known: Iterable[str]) -> None:
+        self.model = model
+        self.known = tuple(sorted(known))
+        super().__init__(f"no worker has ever served the model {model!r}; known models: {', '.join(self.known)}")
+
+
+class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
+    """The Redis server could not be reached, or refused the operation."""
+
+    def __init__(self, url: str, action: str, cause: BaseException) -> None:
+        super().__init__(f"could not {action}: Redis at {url} is unavailable ({type(cause).__name__}: {cause})")
+        self.url = url
+
+
+class RequestFailedError(HeadraceBrokerError):
+    """The request ended without success; `result` carries what was generated before, where it is known."""
+
+    def __init__(self, request_id: str, code: str, message: str, *, result: "GenerateResult | None" = None) -> None:
+        super().__init__(f"request {request_id} failed with {code}: {message}")
+        self.request_id = request_id
+        self.code = code
+        self.message = message
+        self.result = result
+
+
+class ResultTimeoutError(HeadraceBrokerError, TimeoutError):
+    """Nothing arrived within the time that the caller gave."""
+
+    def __init__(self, request_id: str, seconds: float, awaited: str) -> None:
+        super().__init__(f"request {request_id}: no {awaited} within {seconds:g} s")
+        self.request_id = request_id
+
+
+class StreamGoneError(HeadraceBrokerError, LookupError):
+    """The stream that a subscriber was reading, or wants to resume, has expired or was deleted."""
+
+    def __init__(self, request_id: str, last_id: str) -> None:
+        super().__init__(f"the stream of request {request_id} no longer exists; the last entry read was {last_id}")
+        self.request_id = request_id
+        self.last_id = last_id
+
+
+class MalformedEntryError(HeadraceBrokerError, ValueError):
+    """A stream entry, result or registry value does not have the shape of the wire contract."""
+
+
+class TransportConfigurationError(HeadraceBrokerError, ValueError):
+    """The lease transport is used in a way in which it could not keep its promises."""
+
+
+class EmbeddedServerError(HeadraceBrokerError, RuntimeError):
+    """No server program was found, or the server did not start."""

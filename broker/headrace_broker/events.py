@@ -1,0 +1,113 @@
+"""The entries of a request's stream, and how they look on the wire.
+
+The entry ID is `<attempt>-<tokens after this entry>`; the fields are `type` (start, chunk or end) and `data`, a msgpack
+map. Tokens of all choices count.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgpack
+
+from headrace_broker.errors import MalformedEntryError
+from headrace_broker.results import ErrorInfo, TokenLogprobs, Usage, logprobs_from_wire
+
+
+@dataclass(frozen=True, slots=True)
+class StartEvent:
+    """A worker took the request; a second one means that another worker continues it."""
+
+    entry_id: str
+    attempt: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEvent:
+    """New tokens of one choice; the last chunk of a choice carries its `finish_reason`."""
+
+    entry_id: str
+    attempt: int
+    offset: int  # tokens of all choices up to and including this chunk
+    index: int
+    token_ids: list[int] = field(repr=False)
+    text: str = field(repr=False)
+    logprobs: TokenLogprobs | None = field(default=None, repr=False)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """Nothing comes after it. Without success, `error` says why."""
+
+    entry_id: str
+    attempt: int
+    tokens: int  # of all choices and attempts
+    finish_reason: str  # a FinishReason, or one that a newer worker knows
+    usage: Usage | None = None
+    error: ErrorInfo | None = None
+
+
+StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
+
+
+def pack(data: Mapping[str, Any]) -> bytes:
+    """msgpack as Redis's own cmsgpack reads it too: without the separate type for binary data."""
+    packed: bytes = msgpack.packb(data, use_bin_type=False)
+    return packed
+
+
+def unpack(packed: bytes) -> dict[str, Any]:
+    """The map that was packed. Raises MalformedEntryError for anything else."""
+    try:
+        data = msgpack.unpackb(packed, raw=False)
+    except Exception as error:  # msgpack's own errors have no common base
+        raise MalformedEntryError(f"not a msgpack map: {type(error).__name__}") from error
+    if not isinstance(data, dict):
+        raise MalformedEntryError(f"not a msgpack map but {type(data).__name__}")
+    return data
+
+
+def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
+    """Decodes one stream entry. Raises MalformedEntryError."""
+    name = entry_id.decode("ascii", "replace")
+    try:
+        attempt, _, offset = name.partition("-")
+        return _event(name, int(attempt), int(offset), fields[b"type"], unpack(fields[b"data"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedEntryError(f"malformed stream entry {name}: {type(error).__name__}: {error}") from error
+
+
+def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
+    """Decodes an entry as Lua hands it over: its ID and one list of alternating names and values."""
+    entry_id, flat = entry
+    return read_entry(entry_id, dict(zip(flat[::2], flat[1::2], strict=True)))
+
+
+def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str, Any]) -> StreamEvent:
+    if kind == b"chunk":
+        return ChunkEvent(
+            entry_id=entry_id,
+            attempt=attempt,
+            offset=offset,
+            index=data["index"],
+            token_ids=data["token_ids"],
+            text=data["text"],
+            logprobs=logprobs_from_wire(data["logprobs"]),
+            finish_reason=data.get("finish_reason"),
+            stop_reason=data.get("stop_reason"),
+        )
+    if kind == b"start":
+        return StartEvent(entry_id, attempt, worker=data["worker"])
+    if kind == b"end":
+        return EndEvent(
+            entry_id=entry_id,
+            attempt=attempt,
+            tokens=offset - 1,
+            finish_reason=data["finish_reason"],
+            usage=Usage.from_wire(data["usage"]) if data["usage"] is not None else None,
+            error=ErrorInfo.from_wire(data["error"]) if data["error"] is not None else None,
+        )
+    raise MalformedEntryError(f"unknown entry type {kind!r}")

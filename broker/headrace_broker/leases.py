@@ -1,0 +1,184 @@
+"""The messages that this process holds, and the right to hold them.
+
+A fetched message stays in Redis under a lease, which the holder renews. If the holder falls silent, any other worker
+puts the message back when the lease has run out by Redis's clock. Nothing here knows Celery or kombu; see
+`transport.py`.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.dead_letters import DELIVERY_LIMIT, DeadLetter
+from headrace_broker.keys import (
+    DEAD_LETTERS_KEY,
+    LEASE_BODIES_KEY,
+    LEASE_DELIVERIES_KEY,
+    LEASE_META_KEY,
+    LEASES_KEY,
+)
+from headrace_broker.scripts import lua
+
+if TYPE_CHECKING:
+    import redis
+
+logger = logging.getLogger(__name__)
+
+_KEYS: Final = (LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, DEAD_LETTERS_KEY)
+_REAPED_AT_ONCE: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedMessage:
+    """A message as it lay in the queue."""
+
+    lease_id: str
+    list_name: str
+    body: bytes = field(repr=False)
+    deliveries: int  # 1 the first time
+
+
+class Leases:
+    """One process's leases in one Redis database; used by one thread only.
+
+    It outlives every connection: what could not be told to Redis is owed, and told later. `on_lost` is called with the
+    held object of each lease that another worker has taken; `on_dead_letter` with each message that ended up dead here.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        *,
+        lease_seconds: float,
+        delivery_limit: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease_seconds: Final = lease_seconds
+        self.delivery_limit: Final = delivery_limit
+        self.owner: Final = uuid.uuid4().hex
+        self.on_lost: Callable[[Any], None] = lambda _held: None
+        self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
+        self._held: Final[dict[str, Any]] = {}
+        self._owed: Final[dict[str, Callable[[], None]]] = {}
+        self._clock: Final = clock
+        self._renewed_at = clock()
+        self._reap_from = clock()
+        script = client.register_script
+        self._fetch: Final = script(lua("lease_fetch", prelude="lease_prelude"))
+        self._renew: Final = script(lua("lease_renew", prelude="lease_prelude"))
+        self._ack: Final = script(lua("lease_ack", prelude="lease_prelude"))
+        self._release: Final = script(lua("lease_release", prelude="lease_prelude"))
+        self._reap: Final = script(lua("lease_reap", prelude="lease_prelude"))
+        self._bury: Final = script(lua("lease_bury", prelude="lease_prelude"))
+
+    def __len__(self) -> int:
+        """How many messages are held."""
+        return len(self._held)
+
+    def fetch(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
+        """Leases up to `count` messages from the first lists that have any. Redis's errors pass through.
+
+        If the reply is lost, the messages come back when the lease has run out.
+        """
+        self._renew_if_late()
+        leased, exhausted = self._fetch(
+            keys=[*_KEYS, *lists], args=[count, self.owner, self.lease_seconds, self.delivery_limit]
+        )
+        for list_name, body, deliveries in exhausted:
+            self._report_dead(DeadLetter(DELIVERY_LIMIT, list_name.decode(), deliveries, body))
+        messages = [
+            LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries)
+            for lease_id, list_name, body, deliveries in leased
+        ]
+        for message in messages:
+            self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
+            self._drop_lost(message.lease_id)
+        return messages
+
+    def hold(self, lease_id: str, held: Any) -> None:
+        """Renews this lease from now on; `held` is what `on_lost` gets."""
+        self._held[lease_id] = held
+
+    def ack(self, lease_id: str) -> None:
+        """The message is done. Owed if Redis cannot be reached."""
+        self._settle(lease_id, lambda: self._expect_owned(self._ack(keys=_KEYS, args=[self.owner, lease_id]), "ack"))
+
+    def release(self, lease_id: str, *, strike: bool = False) -> None:
+        """Puts the message back, to be popped next. Owed if Redis cannot be reached.
+
+        Unless it is a `strike`, the delivery does not count. To hand several back in their order, begin with the last.
+        """
+        args: list[str | int] = [self.owner, int(strike), lease_id]
+        self._settle(lease_id, lambda: self._expect_owned(self._release(keys=_KEYS, args=args), "release"))
+
+    def bury(self, lease_id: str, reason: str) -> None:
+        """Makes the message a dead letter. Owed if Redis cannot be reached."""
+
+        def bury() -> None:
+            buried = self._bury(keys=_KEYS, args=[self.owner, lease_id, reason])
+            self._expect_owned(bool(buried), "bury")
+            if buried:
+                list_name, body, deliveries = buried
+                self._report_dead(DeadLetter(reason, list_name.decode(), deliveries, body))
+
+        self._settle(lease_id, bury)
+
+    def tick(self) -> None:
+        """To be called every third of the lease: pays what is owed and renews what is held."""
+        try:
+            for lease_id, settle in list(self._owed.items()):
+                settle()
+                self._owed.pop(lease_id, None)
+            self._renew_held()
+        except CONNECTION_ERRORS as error:
+            logger.warning("leases not renewed: %s; %d held, %d owed", error, len(self._held), len(self._owed))
+
+    def reap(self) -> int:
+        """Puts back the messages of workers that fell silent, whoever they were."""
+        if self._clock() < self._reap_from:
+            return 0
+        self._renew_if_late()
+        reaped: int = self._reap(keys=_KEYS, args=[_REAPED_AT_ONCE])
+        if reaped:
+            logger.warning("put back %d message(s) whose lease had run out", reaped)
+        return reaped
+
+    def pause_reaping(self) -> None:
+        """After an outage every lease may look expired: first give the other workers time to come back and renew."""
+        self._reap_from = self._clock() + self.lease_seconds
+
+    def _settle(self, lease_id: str, settle: Callable[[], None]) -> None:
+        self._held.pop(lease_id, None)
+        try:
+            settle()
+        except CONNECTION_ERRORS as error:
+            self._owed[lease_id] = settle
+            logger.warning("lease %s not settled yet: %s; %d owed", lease_id, error, len(self._owed))
+
+    def _expect_owned(self, owned: int, action: str) -> None:
+        if not owned:
+            logger.warning("%s of a lease that was lost: another worker has the message", action)
+
+    def _renew_if_late(self) -> None:
+        # This process may have been stopped or stuck for long: see what it has lost before it takes or reaps anything.
+        if self._clock() - self._renewed_at > self.lease_seconds / 2:
+            self._renew_held()
+
+    def _renew_held(self) -> None:
+        if self._held:
+            for lease_id in self._renew(keys=_KEYS, args=[self.owner, self.lease_seconds, *self._held]):
+                self._drop_lost(lease_id.decode())
+        self._renewed_at = self._clock()
+
+    def _drop_lost(self, lease_id: str) -> None:
+        if lease_id in self._held:
+            logger.warning("lease %s was lost: another worker may have the message", lease_id)
+            self.on_lost(self._held.pop(lease_id))
+
+    def _report_dead(self, letter: DeadLetter) -> None:
+        logger.error("dead letter in %s after %d deliveries: %s", letter.queue, letter.deliveries, letter.reason)
+        self.on_dead_letter(letter)

@@ -1,0 +1,45 @@
+-- Shared by the lease scripts. A lease id is the SHA-1 of its message, so a message keeps its id, and with it its
+-- count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
+
+local LEASES, BODIES, META, DELIVERIES, DEAD = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local DEAD_LETTERS_KEPT = 1000
+
+local function now()
+  local time = redis.call('TIME')
+  return time[1] + time[2] / 1000000
+end
+
+-- The list that the owner's message came from; nil where the lease is not, or no longer, the owner's.
+local function owned_list(id, owner)
+  local meta = redis.call('HGET', META, id)
+  if meta and string.sub(meta, 1, #owner + 1) == owner .. '|' then return string.sub(meta, #owner + 2) end
+end
+
+local function grant(id, owner, list, body, seconds)
+  redis.call('ZADD', LEASES, now() + seconds, id)
+  redis.call('HSET', BODIES, id, body)
+  redis.call('HSET', META, id, owner .. '|' .. list)
+end
+
+local function revoke(id)
+  redis.call('ZREM', LEASES, id)
+  redis.call('HDEL', BODIES, id)
+  redis.call('HDEL', META, id)
+end
+
+-- Back to the end of the list that is popped next.
+local function put_back(id, list)
+  local body = redis.call('HGET', BODIES, id)
+  revoke(id)
+  if body then redis.call('RPUSH', list, body) end
+end
+
+local function take_back_strike(id)
+  if redis.call('HINCRBY', DELIVERIES, id, -1) <= 0 then redis.call('HDEL', DELIVERIES, id) end
+end
+
+local function bury(body, list, deliveries, reason)
+  local letter = {body = body, list = list, deliveries = deliveries, reason = reason, at = now()}
+  redis.call('LPUSH', DEAD, cmsgpack.pack(letter))
+  redis.call('LTRIM', DEAD, 0, DEAD_LETTERS_KEPT - 1)
+end

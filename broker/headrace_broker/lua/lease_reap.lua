@@ -1,0 +1,11 @@
+-- Puts back the messages of silent workers. KEYS: the five lease keys. ARGV: how many at most. Returns how many.
+local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, ARGV[1])
+for i = #expired, 1, -1 do
+  local meta = redis.call('HGET', META, expired[i])
+  if meta then
+    put_back(expired[i], string.sub(meta, string.find(meta, '|', 1, true) + 1))
+  else
+    revoke(expired[i])
+  end
+end
+return #expired

@@ -1,0 +1,11 @@
+-- KEYS: the five lease keys. ARGV: owner, seconds of the lease, ids. Returns the ids that the owner has lost.
+local owner, expires = ARGV[1], now() + tonumber(ARGV[2])
+local lost = {}
+for i = 3, #ARGV do
+  if owned_list(ARGV[i], owner) then
+    redis.call('ZADD', LEASES, expires, ARGV[i])
+  else
+    lost[#lost + 1] = ARGV[i]
+  end
+end
+return lost

@@ -1,0 +1,8 @@
+-- Ends a stream from outside: whoever writes to it is fenced, and a claim finds it ended.
+-- KEYS: stream. ARGV: data of the end entry, seconds to live, seconds to live of a stream that did not exist.
+-- Returns nothing, or the data of the end entry that was there already.
+local last, attempt, tokens = tail(KEYS[1])
+if last and field(last, 'type') == 'end' then return field(last, 'data') end
+append(KEYS[1], attempt + 1, tokens + 1, 'end', ARGV[1])
+redis.call('EXPIRE', KEYS[1], last and ARGV[2] or ARGV[3])
+return false

@@ -1,0 +1,36 @@
+-- Appends entries to many streams in one call. Redis itself rejects every id that is not above the stream's last.
+-- KEYS: the stream of each write. ARGV: seconds to live; then id, type, data of each write.
+-- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
+
+-- Why an id was rejected: false where this very attempt wrote it before and only the reply was lost.
+local function rejection(key, id)
+  local last = last_entry(key, '+')
+  if not last then return 'fenced' end -- the entries were deleted by hand
+  local mine = split_id(id)
+  if split_id(last[1]) == mine then return false end
+  if field(last, 'type') == 'end' then
+    local ok, data = pcall(cmsgpack.unpack, field(last, 'data'))
+    if ok and type(data) == 'table' and data.finish_reason == 'cancelled' then return 'cancelled' end
+  end
+  return 'fenced'
+end
+
+local failed = {}
+for i, key in ipairs(KEYS) do
+  local id, kind, data = ARGV[3 * i - 1], ARGV[3 * i], ARGV[3 * i + 1]
+  local reply = redis.pcall('XADD', key, 'NOMKSTREAM', id, 'type', kind, 'data', data)
+  local outcome = false
+  if not reply then
+    outcome = 'gone'
+  elseif type(reply) == 'table' and reply.err then
+    if not string.find(reply.err, 'equal or smaller', 1, true) then return reply end
+    outcome = rejection(key, id)
+  else
+    redis.call('EXPIRE', key, ARGV[1])
+  end
+  if outcome then
+    failed[#failed + 1] = i - 1
+    failed[#failed + 1] = outcome
+  end
+end
+return failed

@@ -1,0 +1,144 @@
+"""The request as it travels in the queue: a public contract. Results are in `results.py`, chunks in `streams.py`.
+
+The engine checks sampling parameters again at its own door; here a producer learns of its mistakes before anything is
+sent, and a worker refuses what other producers send.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from headrace_broker.errors import InvalidRequestError
+from headrace_broker.sampling_rules import is_unicode, sampling_problems, shown, token_id_problem
+
+TASK_NAME: Final = "headrace.generate"
+
+MAX_TEXT_BYTES: Final = 4 * 2**20
+MAX_PROMPT_TOKENS: Final = 2**20
+MAX_MESSAGES: Final = 4096
+MAX_NAME_CHARS: Final = 200
+
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
+_KEYS: Final = (*_PROMPT_KEYS, "sampling_params", "model", "lora")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request: exactly one of `prompt`, `prompt_token_ids` and `messages` is set. `parse` builds a checked one.
+
+    `repr` leaves everything out that a user wrote, so a request may appear in a log.
+    """
+
+    prompt: str | None = field(default=None, repr=False)
+    prompt_token_ids: list[int] | None = field(default=None, repr=False)
+    messages: list[dict[str, str]] | None = field(default=None, repr=False)
+    sampling_params: dict[str, Any] = field(default_factory=dict, repr=False)
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, kwargs: Mapping[str, Any]) -> Self:
+        """Checks the keyword arguments of the task `headrace.generate`; null counts as absent.
+
+        Raises InvalidRequestError, which names every problem at once. Its code is `unsupported` where the request
+        would be fine without what is unsupported.
+        """
+        if not isinstance(kwargs, Mapping):
+            raise InvalidRequestError([f"the request must be a map, not {shown(kwargs)}"])
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        problems = _request_problems(given)
+        if "lora" in given:
+            code = "invalid_request" if problems else "unsupported"
+            raise InvalidRequestError([*problems, "lora is not supported"], code=code)
+        if problems:
+            raise InvalidRequestError(problems)
+        return cls(
+            prompt=given.get("prompt"),
+            prompt_token_ids=list(given["prompt_token_ids"]) if "prompt_token_ids" in given else None,
+            messages=[dict(message) for message in given["messages"]] if "messages" in given else None,
+            sampling_params={
+                name: value for name, value in given.get("sampling_params", {}).items() if value is not None
+            },
+            model=given.get("model"),
+        )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The task's keyword arguments; parsing them gives an equal request."""
+        kwargs: dict[str, Any] = {}
+        for key in (*_PROMPT_KEYS, "model"):
+            value = getattr(self, key)
+            if value is not None:
+                kwargs[key] = value
+        if self.sampling_params:
+            kwargs["sampling_params"] = self.sampling_params
+        return kwargs
+
+
+def _request_problems(given: Mapping[str, Any]) -> list[str]:
+    problems = [f"unknown key {str(key)[:40]!r}" for key in given if key not in _KEYS]
+    prompts = [key for key in _PROMPT_KEYS if key in given]
+    if len(prompts) != 1:
+        found = " and ".join(prompts) or "none"
+        problems.append(f"exactly one of {', '.join(_PROMPT_KEYS)} must be given, not {found}")
+    if "prompt" in given:
+        problems += _text_problems("prompt", given["prompt"])
+    if "prompt_token_ids" in given:
+        problems += _token_ids_problems(given["prompt_token_ids"])
+    if "messages" in given:
+        problems += _messages_problems(given["messages"])
+    if "model" in given:
+        problems += name_problems("model", given["model"])
+    params = given.get("sampling_params", {})
+    if isinstance(params, Mapping):
+        problems += sampling_problems(params)
+    else:
+        problems.append(f"sampling_params must be a map, not {shown(params)}")
+    return problems
+
+
+def _text_problems(key: str, text: object) -> list[str]:
+    if not isinstance(text, str):
+        return [f"{key} must be a string, not {shown(text)}"]
+    if not text:
+        return [f"{key} must not be empty"]
+    return _size_problems(key, text)
+
+
+def _size_problems(key: str, text: str) -> list[str]:
+    if not is_unicode(text):
+        return [f"{key} must be valid Unicode text, without lone surrogates"]
+    size = len(text.encode())
+    if size > MAX_TEXT_BYTES:
+        return [f"{key} must be at most {MAX_TEXT_BYTES} bytes of UTF-8, not {size}"]
+    return []
+
+
+def _token_ids_problems(token_ids: object) -> list[str]:
+    if not isinstance(token_ids, (list, tuple)):
+        return [f"prompt_token_ids must be a list of token ids, not {shown(token_ids)}"]
+    if not 1 <= len(token_ids) <= MAX_PROMPT_TOKENS:
+        return [f"prompt_token_ids must hold 1 to {MAX_PROMPT_TOKENS} token ids, not {len(token_ids)}"]
+    complaint = token_id_problem(token_ids)
+    return [f"prompt_token_ids {complaint}"] if complaint else []
+
+
+def _messages_problems(messages: object) -> list[str]:
+    if not isinstance(messages, (list, tuple)):
+        return [f"messages must be a list of chat messages, not {shown(messages)}"]
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        return [f"messages must hold 1 to {MAX_MESSAGES} chat messages, not {len(messages)}"]
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            return [f"messages must hold maps of role and content only; the one at position {position} is not"]
+        if not isinstance(message["content"], str):
+            return [f"the content of message {position} must be a string, not {shown(message['content'])}"]
+        problems = name_problems(f"the role of message {position}", message["role"])
+        if problems:
+            return problems
+    return _size_problems("the text of all messages", "".join(message["content"] for message in messages))
+
+
+def name_problems(key: str, name: object) -> list[str]:
+    """What is wrong with a short name that travels with a request, such as that of its model or tenant."""
+    if isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable():
+        return []
+    return [f"{key} must be a printable string of 1 to {MAX_NAME_CHARS} characters, not {shown(name)}"]

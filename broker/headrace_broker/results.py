@@ -1,0 +1,155 @@
+"""The final result of a request as it is stored for Celery: a public contract. Chunks are in `streams.py`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
+
+from headrace_broker.errors import MalformedEntryError
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "expired", "error", "rejected"]
+ErrorCode: TypeAlias = Literal[
+    "invalid_request",
+    "model_not_found",
+    "context_length_exceeded",
+    "unsupported",
+    "engine_error",
+    "cancelled",
+    "expired",
+    "dead_letter",
+]
+
+
+class Logprob(NamedTuple):
+    """One candidate for a position; on the wire a list of these four."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    decoded_text: str
+
+
+TokenLogprobs: TypeAlias = list[list[Logprob]]
+"""One list a generated token, the sampled token first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request; completion tokens are those of all choices."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    def to_wire(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        with _Shape("usage"):
+            return cls(int(wire["prompt_tokens"]), int(wire["cached_tokens"]), int(wire["completion_tokens"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """Why a request brought no, or not the whole, answer."""
+
+    code: str  # an ErrorCode, or one that a newer worker knows
+    message: str
+
+    def to_wire(self) -> dict[str, str]:
+        return {"code": self.code, "message": self.message}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        with _Shape("error"):
+            return cls(str(wire["code"]), str(wire["message"]))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One choice. `repr` leaves out what was generated, so an output may appear in a log."""
+
+    index: int
+    text: str = field(repr=False)
+    token_ids: list[int] = field(repr=False)
+    logprobs: TokenLogprobs | None = field(default=None, repr=False)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = field(default=None, repr=False)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "logprobs": logprobs_to_wire(self.logprobs),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        with _Shape("output"):
+            return cls(
+                index=int(wire["index"]),
+                text=wire["text"],
+                token_ids=list(wire["token_ids"]),
+                logprobs=logprobs_from_wire(wire["logprobs"]),
+                finish_reason=wire["finish_reason"],
+                stop_reason=wire["stop_reason"],
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """All choices of a request, or the error that ended it (then `outputs` may be empty or partial)."""
+
+    request_id: str
+    outputs: list[CompletionOutput]
+    usage: Usage | None = None
+    error: ErrorInfo | None = None
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "outputs": [output.to_wire() for output in self.outputs],
+            "usage": self.usage.to_wire() if self.usage else None,
+            "error": self.error.to_wire() if self.error else None,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Self:
+        with _Shape("result"):
+            return cls(
+                request_id=str(wire["request_id"]),
+                outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
+                usage=Usage.from_wire(wire["usage"]) if wire["usage"] is not None else None,
+                error=ErrorInfo.from_wire(wire["error"]) if wire["error"] is not None else None,
+            )
+
+
+def logprobs_to_wire(logprobs: TokenLogprobs | None) -> list[list[list[Any]]] | None:
+    return None if logprobs is None else [[list(candidate) for candidate in position] for position in logprobs]
+
+
+def logprobs_from_wire(wire: Sequence[Sequence[Sequence[Any]]] | None) -> TokenLogprobs | None:
+    if wire is None:
+        return None
+    return [[Logprob(*candidate) for candidate in position] for position in wire]
+
+
+class _Shape:
+    """Turns the errors of reading a foreign map into one that says what was being read."""
+
+    def __init__(self, noun: str) -> None:
+        self._noun: Final = noun
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, MalformedEntryError):
+            raise MalformedEntryError(f"malformed {self._noun} on the wire: {type(error).__name__}: {error}") from error

@@ -1,0 +1,78 @@
+"""What a producer, a subscriber and a worker must know about the queue. Engine settings are not here."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Final, Self
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from headrace_broker.errors import SettingsError
+
+DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379/0"
+
+# redis-py's names work everywhere; Celery's documentation uses the names of the ssl module.
+_CERT_REQS: Final = {"CERT_REQUIRED": "required", "CERT_OPTIONAL": "optional", "CERT_NONE": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerSettings:
+    """Where the queue is and how long things live in it. All times are seconds."""
+
+    redis_url: str = field(default=DEFAULT_REDIS_URL, repr=False)
+    lease_seconds: float = 15.0
+    """A worker that is silent for so long loses its messages to the others."""
+    result_ttl_seconds: int = 600
+    """How long a stream lives after its last entry, and a result after it was stored."""
+    delivery_limit: int = 5
+    """A message is handed to workers so often before it becomes a dead letter."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "redis_url", _normalised_url(self.redis_url))
+        _check_range("lease_seconds", self.lease_seconds, 0.1, 3600)
+        _check_range("result_ttl_seconds", self.result_ttl_seconds, 1, 30 * 86400)
+        _check_range("delivery_limit", self.delivery_limit, 1, 1000)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self:
+        """Reads `HEADRACE_REDIS_URL`, `HEADRACE_LEASE_SECONDS` and so on; what is not set keeps its default."""
+        values: dict[str, str | float | int] = {}
+        for setting in fields(cls):
+            variable = f"HEADRACE_{setting.name.upper()}"
+            text = environ.get(variable, "").strip()
+            if text:
+                values[setting.name] = _parse(variable, text, type(setting.default))
+        return cls(**values)  # type: ignore[arg-type]  # _parse gave each its field's own type
+
+    @property
+    def safe_url(self) -> str:
+        """The URL without its password and options: fit for logs and error messages."""
+        parts = urlsplit(self.redis_url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _parse(variable: str, text: str, kind: type) -> str | float | int:
+    try:
+        return kind(text)
+    except ValueError:
+        raise SettingsError(f"{variable} must be a number, not {text!r}") from None
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise SettingsError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
+
+
+def _normalised_url(url: str) -> str:
+    """One spelling that Celery, kombu and redis-py all understand."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        # the URL itself may hold a password, so only its scheme is shown
+        raise SettingsError(f"redis_url must look like redis://host:port/db or rediss://..., not {parts.scheme}://...")
+    database = parts.path.lstrip("/")
+    if database and not database.isdigit():
+        raise SettingsError(f"redis_url must end in the number of a database, not in {database!r}")
+    options = dict(parse_qsl(parts.query))
+    if parts.scheme == "rediss":
+        reqs = options.get("ssl_cert_reqs", "required")
+        options["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
+    return urlunsplit((parts.scheme, parts.netloc, f"/{database or 0}", urlencode(options), ""))

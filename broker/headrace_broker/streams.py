@@ -1,0 +1,153 @@
+"""The writing side of a request's stream: claim, publish, end. The reading side is in `subscriber.py`.
+
+Redis accepts an entry only if its ID is above the stream's last, and the ID is `<attempt>-<tokens after this entry>`.
+So it rejects by itself every duplicate and everything that a fenced worker still sends, whether that worker is behind
+its successor or ahead of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
+from headrace_broker.keys import stream_key
+from headrace_broker.results import ErrorInfo, TokenLogprobs, Usage, logprobs_to_wire
+from headrace_broker.scripts import lua
+
+if TYPE_CHECKING:
+    import redis
+
+
+class WriteOutcome(StrEnum):
+    """Why a write was not accepted. In each case the writer must stop generating and write no more."""
+
+    FENCED = "fenced"  # another worker has taken the request over, or has ended it
+    CANCELLED = "cancelled"  # a client ended it
+    GONE = "gone"  # the stream has expired or was deleted
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWrite:
+    """One entry to publish; `chunk` and `end` build it with the right offset and data."""
+
+    request_id: str
+    attempt: int
+    offset: int
+    type: Literal["chunk", "end"]
+    data: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def chunk(
+        cls,
+        request_id: str,
+        attempt: int,
+        offset: int,
+        *,
+        index: int,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: TokenLogprobs | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> Self:
+        """`offset` counts the tokens of all choices and attempts up to and including these.
+
+        Within an attempt every chunk needs an offset of its own: text without a token goes with the next token, or
+        with the choice's last chunk.
+        """
+        data: dict[str, Any] = {
+            "index": index,
+            "token_ids": list(token_ids),
+            "text": text,
+            "logprobs": logprobs_to_wire(logprobs),
+        }
+        if finish_reason is not None:
+            data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
+        return cls(request_id, attempt, offset, "chunk", data)
+
+    @classmethod
+    def end(
+        cls,
+        request_id: str,
+        attempt: int,
+        tokens: int,
+        *,
+        finish_reason: str,
+        usage: Usage | None = None,
+        error: ErrorInfo | None = None,
+    ) -> Self:
+        """`tokens` counts those of all choices and attempts; the attempt must write nothing after it."""
+        return cls(request_id, attempt, tokens + 1, "end", end_data(finish_reason, usage, error))
+
+
+def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -> dict[str, Any]:
+    """The data of an end entry."""
+    return {
+        "finish_reason": finish_reason,
+        "usage": usage.to_wire() if usage else None,
+        "error": error.to_wire() if error else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to write to a stream as `attempt`, and everything that earlier attempts wrote.
+
+    Where `ended` is set the request was already over: nothing was claimed and nothing may be written.
+    """
+
+    attempt: int
+    entries: list[StreamEvent] = field(repr=False)
+    ended: EndEvent | None
+
+
+class StreamWriter:
+    """Writes the streams of a worker's requests.
+
+    `client` must return bytes (`connections.connect`). Every method may be repeated when its reply was lost, except
+    that a repeated claim counts as one more attempt. Redis's errors pass through.
+    """
+
+    def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
+        self._ttl_seconds: Final = ttl_seconds
+        self._claim: Final = client.register_script(lua("stream_claim", prelude="stream_prelude"))
+        self._publish: Final = client.register_script(lua("stream_publish", prelude="stream_prelude"))
+        self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
+
+    def claim(self, request_id: str, worker_name: str) -> Claim:
+        """Takes the request over from whoever had it. A stream that has ended is left as it is."""
+        attempt, ended, raw = self._claim(
+            keys=[stream_key(request_id)], args=[pack({"worker": worker_name}), self._ttl_seconds]
+        )
+        entries = [read_flat_entry(entry) for entry in raw]
+        last = entries[-1] if ended else None
+        return Claim(attempt, entries, last if isinstance(last, EndEvent) else None)
+
+    def publish(self, writes: Iterable[StreamWrite]) -> dict[str, WriteOutcome]:
+        """Appends all entries in one round trip and returns the requests of which one was not accepted.
+
+        A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish the very same writes
+        again before any newer ones: what Redis has already is then ignored. Merged into other writes it would not be
+        recognised.
+        """
+        request_ids: list[str] = []
+        keys: list[str] = []
+        args: list[Any] = [self._ttl_seconds]
+        for write in writes:
+            request_ids.append(write.request_id)
+            keys.append(stream_key(write.request_id))
+            args += (f"{write.attempt}-{write.offset}", write.type, pack(write.data))
+        if not keys:
+            return {}
+        failed = self._publish(keys=keys, args=args)
+        outcomes: dict[str, WriteOutcome] = {}
+        for position, outcome in zip(failed[::2], failed[1::2], strict=True):
+            outcomes.setdefault(request_ids[position], WriteOutcome(outcome.decode()))
+        return outcomes
+
+    def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None) -> bool:
+        """Ends a stream that this worker never claimed, or that is no longer its own. False where it had ended."""
+        data = pack(end_data(finish_reason, None, error))
+        found = self._end(keys=[stream_key(request_id)], args=[data, self._ttl_seconds, self._ttl_seconds])
+        return found is None

@@ -1,0 +1,189 @@
+"""What a client sends and how it reads what comes back: everything that the two kinds of client share, free of I/O."""
+
+import math
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Literal, TypedDict
+
+from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
+from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
+from headrace_broker.messages import GenerateRequest, name_problems
+from headrace_broker.results import ErrorInfo, GenerateResult
+from headrace_broker.sampling_rules import is_integer, shown
+from headrace_broker.streams import end_data
+
+LOWEST_PRIORITY: Final = 9
+QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
+"""How long a cancellation waits for its request, which may be far back in the queue."""
+
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_EXPIRES_LIMIT: Final = timedelta(days=365)
+
+RequestState = Literal["pending", "running", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """Where a request is. `pending`: no worker has begun it, or nobody knows it (any more)."""
+
+    state: RequestState
+    attempt: int = 0
+    tokens: int = 0  # generated so far, of all choices
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One request on its way into the queue, with what the queue acts on: all checked."""
+
+    request: GenerateRequest
+    model: str
+    request_id: str
+    priority: int
+    expires: datetime | None
+    headers: Mapping[str, Any] = field(repr=False)
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What may be said about a request besides its prompt and sampling parameters."""
+
+    messages: Sequence[Mapping[str, str]] | None  # chat, instead of a prompt
+    prompt_token_ids: Sequence[int] | None  # instead of a prompt
+    model: str | None  # served name; the client's own unless given
+    priority: int  # 0 is served first, 9 last
+    expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
+    tenant: str | None
+    idempotency_key: str | None  # travels with the request; nothing acts on it yet
+    request_id: str | None  # a new one unless given
+
+
+class SubmitRequest(SubmitOptions, total=False):
+    """One request of many."""
+
+    prompt: str | None
+    sampling_params: Mapping[str, Any] | None
+
+
+_OPTIONS: Final = SubmitRequest.__annotations__.keys()
+_CONTENT: Final = ("prompt", "messages", "prompt_token_ids", "sampling_params")
+
+
+def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[[], float] = time.time) -> Submission:
+    """Checks everything, and raises InvalidRequestError with all that is wrong."""
+    problems = [f"unknown option {str(name)[:40]!r}" for name in options if name not in _OPTIONS]
+    request = GenerateRequest()
+    try:
+        request = GenerateRequest.parse({key: value for key, value in options.items() if key in _CONTENT})
+    except InvalidRequestError as error:
+        problems += error.problems
+    model = options.get("model") or default_model
+    if model is None:
+        problems.append("model must be given, here or when the client is made")
+    else:
+        problems += name_problems("model", model)
+    priority = options.get("priority", 0)
+    if not (is_integer(priority) and 0 <= priority <= LOWEST_PRIORITY):
+        problems.append(f"priority must be an integer from 0 (first) to {LOWEST_PRIORITY}, not {shown(priority)}")
+    request_id = options.get("request_id") or uuid.uuid4().hex
+    if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
+        problems.append("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
+    headers: dict[str, Any] = {"enqueued_at": now()}
+    for header in ("tenant", "idempotency_key"):
+        value = options.get(header)
+        if value is not None:
+            problems += name_problems(header, value)
+            headers[header] = value
+    deadline = _deadline(options.get("expires"), headers["enqueued_at"], problems)
+    if problems or model is None:
+        raise InvalidRequestError(problems)
+    return Submission(request, model, request_id, priority, deadline, headers)
+
+
+def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:
+    """Checks all of them, so that either all are sent or none."""
+    submissions, problems = [], []
+    for position, options in enumerate(many):
+        try:
+            submissions.append(prepare(options, default_model=default_model))
+        except InvalidRequestError as error:
+            problems += [f"request {position}: {problem}" for problem in error.problems]
+    if problems:
+        raise InvalidRequestError(problems)
+    return submissions
+
+
+def _deadline(expires: float | datetime | None, now: float, problems: list[str]) -> datetime | None:
+    if expires is None:
+        return None
+    if isinstance(expires, datetime):
+        if expires.tzinfo is None:
+            problems.append("expires must be seconds from now or a datetime with a time zone, not a naive datetime")
+            return None
+        seconds = expires.timestamp() - now
+    elif isinstance(expires, (int, float)) and not isinstance(expires, bool) and math.isfinite(expires):
+        seconds = float(expires)
+    else:
+        problems.append(f"expires must be seconds from now or a datetime, not {shown(expires)}")
+        return None
+    if not 0 < seconds <= _EXPIRES_LIMIT.total_seconds():
+        problems.append(f"expires must lie within the next {_EXPIRES_LIMIT.days} days, not {seconds:g} s from now")
+        return None
+    return datetime.fromtimestamp(now + seconds, UTC)
+
+
+def cancel_data() -> bytes:
+    """The end entry with which a client cancels."""
+    return pack(end_data("cancelled", None, ErrorInfo("cancelled", "the client cancelled the request")))
+
+
+def was_cancelled(found: bytes | None) -> bool:
+    """Reads the reply of `stream_end.lua`: whether the stream is cancelled now, by us or before."""
+    return found is None or unpack(found).get("finish_reason") == "cancelled"
+
+
+def read_status(reply: Sequence[Any] | None) -> RequestStatus:
+    """Reads the reply of `stream_status.lua`."""
+    if reply is None:
+        return RequestStatus("pending")
+    attempt, tokens, kind, data = reply
+    if kind != b"end":
+        return RequestStatus("running", attempt, tokens)
+    return RequestStatus("finished", attempt, tokens, str(unpack(data).get("finish_reason")))
+
+
+def chunk_of(request_id: str, event: StreamEvent) -> ChunkEvent | None:
+    """The event if it carries tokens. Raises RequestFailedError for an end without success."""
+    if isinstance(event, EndEvent) and event.error is not None:
+        raise RequestFailedError(request_id, event.error.code, event.error.message)
+    return event if isinstance(event, ChunkEvent) else None
+
+
+def read_result(request_id: str, meta: bytes) -> GenerateResult | None:
+    """Reads what Celery's result backend stored; None where the task is not finished yet."""
+    stored = unpack(meta)
+    status, value = stored.get("status"), stored.get("result")
+    if status == "SUCCESS":
+        if not isinstance(value, Mapping):
+            raise MalformedEntryError(f"the result of request {request_id} is not a map but {type(value).__name__}")
+        result = GenerateResult.from_wire(value)
+        if result.error is not None:
+            raise RequestFailedError(request_id, result.error.code, result.error.message, result=result)
+        return result
+    if status == "REVOKED":
+        reason = _celery_message(value, "the task was revoked")
+        raise RequestFailedError(request_id, "expired" if reason.endswith("expired") else "cancelled", reason)
+    if status == "FAILURE":
+        raise RequestFailedError(request_id, "engine_error", _celery_message(value, "the task failed"))
+    return None
+
+
+def _celery_message(value: Any, otherwise: str) -> str:
+    if not isinstance(value, Mapping):
+        return otherwise
+    message = value.get("exc_message")
+    text = " ".join(map(str, message)) if isinstance(message, (list, tuple)) else str(message or "")
+    return f"{value.get('exc_type', otherwise)}: {text}" if text else otherwise

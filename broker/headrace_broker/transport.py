@@ -1,0 +1,275 @@
+"""kombu's Redis transport with leases: select it on the worker by `broker_transport`; producers stay stock.
+
+Stock kombu pops a message first and records it later, renews nothing, and restores by each worker's own clock. Here a
+queue is fetched with `leases.py` instead. Only queues whose name begins with `headrace.`, or that the transport option
+`lease_queues` names, are leased; replies and control messages keep kombu's own way, and are delivered at most once.
+
+Everything runs on the thread of kombu's event loop. Leases are renewed by a timer of that loop, so whatever blocks it
+for longer than the lease loses the messages.
+"""
+
+import logging
+import time
+import traceback
+from queue import Empty
+from typing import Any, ClassVar, Final
+
+import redis
+from kombu.exceptions import OperationalError
+from kombu.transport import redis as kombu_redis
+from kombu.transport import virtual
+from kombu.utils.json import loads
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.errors import TransportConfigurationError
+from headrace_broker.keys import QUEUE_PREFIX
+from headrace_broker.leases import LeasedMessage, Leases
+
+logger = logging.getLogger(__name__)
+
+_GLANCE_SECONDS: Final = 0.02
+"""A queue is one list for each priority step, and Redis can wait for a list without popping from it only one at a time.
+So the most urgent list, which is the default one, wakes the worker at once; the others are looked at this often. The
+server's own timeouts would not do: an idle server notices them ten times a second."""
+
+_COMMAND_TIMEOUT: Final = 5.0
+_DEFAULT_CREDIT: Final = 16
+
+
+class LeaseRegistry:
+    """The leases of this process, one `Leases` a Redis database. They outlive channels, transports and connections."""
+
+    def __init__(self) -> None:
+        self._leases: Final[dict[tuple[Any, ...], Leases]] = {}
+        self._timers: Final[dict[Leases, Any]] = {}
+
+    def of_channel(self, channel: "Channel") -> Leases:
+        parameters = channel._connparams()
+        database = tuple(parameters.get(name) for name in ("host", "port", "path", "db", "username"))
+        if database not in self._leases:
+            parameters |= {"socket_timeout": _COMMAND_TIMEOUT, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
+            client = redis.Redis(connection_pool=redis.ConnectionPool(**parameters))
+            self._leases[database] = Leases(
+                client, lease_seconds=channel.lease_seconds, delivery_limit=channel.delivery_limit
+            )
+        return self._leases[database]
+
+    def keep_alive(self, leases: Leases, loop: Any) -> None:
+        """Renews now, and from now on by a timer of this event loop."""
+        timer = self._timers.pop(leases, None)
+        if timer is not None:  # this is a new connection after a loss
+            timer.cancel()
+            leases.pause_reaping()
+        leases.tick()
+        self._timers[leases] = loop.call_repeatedly(leases.lease_seconds / 3, leases.tick)
+
+
+class QoS(virtual.QoS):
+    """Sends acknowledgements to the leases. A channel that closes gives nothing back: its messages stay held."""
+
+    restore_at_shutdown = False
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        if self.channel.leased:
+            self.channel.leases.hold(delivery_tag, message)
+        else:
+            super().append(message, delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        if self.channel.leased:
+            self.channel.leases.ack(delivery_tag)
+        else:
+            super().ack(delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        if not self.channel.leased:
+            super().reject(delivery_tag, requeue=requeue)
+        elif requeue:
+            self.channel.leases.release(delivery_tag)
+        else:
+            self.channel.leases.bury(delivery_tag, "rejected")
+
+    def can_consume(self) -> bool:
+        if self.channel.leased:
+            return bool(self.channel.credit() > 0)
+        return bool(super().can_consume())
+
+    def restore_unacked(self) -> list[Any]:
+        return []
+
+    def restore_unacked_once(self, stderr: Any = None) -> None:  # noqa: ARG002  # kombu's signature
+        self._on_collect.cancel()
+
+    def restore_visible(self, *_args: Any, **_kwargs: Any) -> None:
+        # kombu's timer calls this on any one channel, so it must not depend on that channel's queues
+        self.channel.leases.reap()
+
+
+class Channel(kombu_redis.Channel):
+    """A channel whose task queues are leased.
+
+    `credit` says how many messages may be fetched now; set it to the engine's free capacity. It is asked often, and
+    anew on the channel of each connection.
+    """
+
+    QoS = QoS
+
+    lease_seconds = 15.0
+    delivery_limit = 5
+    lease_queues: tuple[str, ...] = ()
+    from_transport_options = (
+        *kombu_redis.Channel.from_transport_options,
+        "lease_seconds",
+        "delivery_limit",
+        "lease_queues",
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.leased = False
+        self.credit = self._prefetch_credit
+        self._rings = 0
+        self._awaits_doorbell = False
+        super().__init__(*args, **kwargs)
+        if self.global_keyprefix:
+            raise TransportConfigurationError(
+                f"global_keyprefix is {self.global_keyprefix!r}, but the lease transport needs an empty one"
+            )
+        self.leases: Leases = self.connection.lease_registry.of_channel(self)
+
+    def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
+        if queue not in self._fanout_queues:
+            leased = self._is_leased(queue)
+            if self.active_queues and leased != self.leased:
+                raise TransportConfigurationError(
+                    f"the queues {', '.join([*self.active_queues, queue])} cannot share a channel, as only some of them"
+                    f" are leased: give all of them the prefix {QUEUE_PREFIX!r}, or name them in lease_queues"
+                )
+            if leased and no_ack:
+                raise TransportConfigurationError(f"queue {queue} is leased, so its messages must be acknowledged")
+            self.leased = leased
+        return super().basic_consume(queue, no_ack, *args, **kwargs)
+
+    def _is_leased(self, queue: str) -> bool:
+        return queue.startswith(QUEUE_PREFIX) or queue in self.lease_queues
+
+    def _prefetch_credit(self) -> int:
+        """Without an engine: Celery's prefetch count."""
+        return (self.qos.prefetch_count or _DEFAULT_CREDIT) - len(self.leases)
+
+    def _get(self, queue: str) -> Any:
+        if self._is_leased(queue):
+            raise TransportConfigurationError(f"queue {queue} is leased: it is consumed, not asked for single messages")
+        return super()._get(queue)
+
+    # kombu's poller calls the two methods below around its wait for BRPOP; a leased channel waits for its doorbell.
+
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        self._awaits_doorbell = self.leased
+        if not self.leased:
+            super()._brpop_start(timeout)
+            return
+        queues = self.active_queues
+        if not queues:
+            return
+        self._rings += 1
+        queue = queues[self._rings % len(queues)]
+        connection = self.client.connection
+        self._in_poll = connection
+        self._brpop_sent_at = time.monotonic()
+        # Moving a list's last element to where it is waits for a message and leaves it there for the fetch.
+        connection.send_command("BLMOVE", queue, queue, "RIGHT", "RIGHT", timeout or self.brpop_timeout)
+
+    def _brpop_read(self, **options: Any) -> bool:
+        if not self._awaits_doorbell:
+            return bool(super()._brpop_read(**options))
+        try:
+            self.client.parse_response(self.client.connection, "BLMOVE")
+        except self.connection_errors:
+            self.client.connection.disconnect()
+            raise
+        finally:
+            self._in_poll = None
+            self._flush_brpop_reauth()
+        if not self.fetch():
+            raise Empty
+        return True
+
+    def fetch(self) -> bool:
+        """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none."""
+        if not self.leased or self._closing or not self.active_queues:
+            return False
+        count = self.credit()
+        if count <= 0:
+            return False
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        lists = [self._q_for_pri(queue, step) for step in self.priority_steps for queue in queues]
+        messages = self.leases.fetch(lists, count)
+        for position, message in enumerate(messages):
+            try:
+                self._hand_over(message)
+            except BaseException:
+                for undelivered in reversed(messages[position + 1 :]):
+                    self.leases.release(undelivered.lease_id)
+                raise
+        return bool(messages)
+
+    def _hand_over(self, message: LeasedMessage) -> None:
+        """Hands one message to its consumer. No message, whatever is in it, may end the worker."""
+        queue = message.list_name.partition(self.sep)[0]
+        try:
+            payload = self._payload(message)
+        except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
+            self.leases.bury(message.lease_id, f"undecodable: {type(error).__name__}")
+            return
+        consume = self.connection._callbacks.get(queue)
+        if consume is None:  # the consumer was cancelled in the meantime
+            self.leases.release(message.lease_id)
+            return
+        try:
+            consume(payload)
+        except (*CONNECTION_ERRORS, OperationalError):
+            self.leases.release(message.lease_id, strike=True)
+            raise
+        except Exception as error:  # noqa: BLE001  # one bad message must not end the worker
+            # the error's own text may quote the message, and with it a prompt
+            trace = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("a message of queue %s could not be delivered: %s\n%s", queue, type(error).__name__, trace)
+            self.leases.bury(message.lease_id, f"undeliverable: {type(error).__name__}")
+
+    def _payload(self, message: LeasedMessage) -> dict[str, Any]:
+        payload: dict[str, Any] = loads(message.body.decode())
+        properties = payload["properties"]
+        # The tag that the producer chose may be anyone's; the lease's is unique among the messages in flight.
+        properties["delivery_tag"] = message.lease_id
+        properties["delivery_info"]["redelivered"] = message.deliveries > 1
+        self.Message(payload, channel=self)
+        if not isinstance(payload["headers"], dict):
+            raise TypeError("headers must be a map")
+        return payload
+
+
+class Transport(kombu_redis.Transport):
+    """Selected by `broker_transport='headrace_broker.transport:Transport'` with an ordinary redis:// URL."""
+
+    Channel = Channel
+    lease_registry: ClassVar[LeaseRegistry] = LeaseRegistry()
+
+    _glances: Any = None
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
+        for leases in {channel.leases for channel in self.channels}:
+            self.lease_registry.keep_alive(leases, loop)
+        super().register_with_event_loop(connection, loop)
+        self._glances = loop.call_repeatedly(_GLANCE_SECONDS, self._glance)
+
+    def close_connection(self, connection: Any) -> None:
+        if self._glances is not None:
+            self._glances.cancel()
+        super().close_connection(connection)
+
+    def _glance(self) -> None:
+        for channel in list(self.channels):
+            channel.fetch()

@@ -1,0 +1,19 @@
+"""Every error this package raises."""
+
+
+class HeadraceMonitoringError(Exception):
+    """Base of all errors of headrace_monitoring."""
+
+
+class HealthAddressError(HeadraceMonitoringError):
+    """The health server cannot listen where it was told to."""
+
+    def __init__(self, host: str, port: int, reason: str) -> None:
+        super().__init__(f"cannot serve metrics and health on {host}:{port}: {reason}")
+
+
+class LogLevelError(HeadraceMonitoringError):
+    """The log level is not one of the standard names."""
+
+    def __init__(self, level: str, known: tuple[str, ...]) -> None:
+        super().__init__(f"unknown log level {level!r}; use one of {', '.join(known)}")

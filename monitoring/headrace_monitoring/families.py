@@ -1,0 +1,179 @@
+"""Every metric family of Headrace, declared once: name, help, labels, buckets.
+
+Names follow the conventions of Prometheus: prefix `headrace_`, base units (seconds, tokens, ratios between 0 and 1),
+counters end in `_total`. Every family carries `model`, those of the queue also `queue`. What feeds a family is in
+`metrics.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from headrace_monitoring import buckets, labels
+
+PREFIX = "headrace_"
+
+
+class FamilyFactory:
+    """Declares families with constant labels, and creates all their children at once."""
+
+    def __init__(self, registry: CollectorRegistry, **constant_labels: str) -> None:
+        self._registry = registry
+        self._names = tuple(constant_labels)
+        self._values = tuple(constant_labels.values())
+
+    def counter(self, name: str, documentation: str) -> Counter:
+        family = Counter(PREFIX + name, documentation, self._names, registry=self._registry)
+        return family.labels(*self._values)
+
+    def counters(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
+        family = Counter(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
+        return {value: family.labels(*self._values, value) for value in values}
+
+    def gauge(self, name: str, documentation: str) -> Gauge:
+        family = Gauge(PREFIX + name, documentation, self._names, registry=self._registry)
+        return family.labels(*self._values)
+
+    def gauges(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Gauge]:
+        family = Gauge(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
+        return {value: family.labels(*self._values, value) for value in values}
+
+    def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
+        family = Histogram(PREFIX + name, documentation, self._names, registry=self._registry, buckets=bounds)
+        return family.labels(*self._values)
+
+    def histograms(
+        self, name: str, documentation: str, bounds: Sequence[float], label: str, values: Sequence[str]
+    ) -> dict[str, Histogram]:
+        names = (*self._names, label)
+        family = Histogram(PREFIX + name, documentation, names, registry=self._registry, buckets=bounds)
+        return {value: family.labels(*self._values, value) for value in values}
+
+
+class QueueFamilies:
+    """The backlog in Redis, and what this worker took from it."""
+
+    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
+        self.messages = make.gauges("queue_messages", "Messages of the queue by state.", "state", labels.MESSAGE_STATES)
+        self.oldest_age = make.gauge(
+            "queue_oldest_message_age_seconds", "Age of the oldest ready message; 0 when none is ready."
+        )
+        self.wait = make.histograms(
+            "queue_wait_seconds",
+            "Time from the enqueue of a message until a worker took it.",
+            buckets.QUEUE_WAIT,
+            "priority",
+            [str(step) for step in sets.priority_steps],
+        )
+        self.received = make.counter("queue_received_messages_total", "Messages this worker took from the queue.")
+        self.redelivered = make.counter(
+            "queue_redelivered_messages_total", "Messages received that an earlier worker had not finished."
+        )
+        self.dead_lettered = make.counters(
+            "queue_dead_lettered_messages_total",
+            "Messages moved to the dead letters.",
+            "reason",
+            (*sets.dead_letter_reasons, labels.OTHER),
+        )
+
+
+class RequestFamilies:
+    """What happened to requests, as their subscribers see it."""
+
+    def __init__(self, make: FamilyFactory) -> None:
+        self.finished = make.counters(
+            "requests_total", "Requests whose stream ended, by outcome.", "outcome", labels.OUTCOMES
+        )
+        self.in_flight = make.gauge("requests_in_flight", "Requests this worker started and has not finished.")
+        self.time_to_first_token = make.histogram(
+            "time_to_first_token_seconds",
+            "Time from the enqueue of a request until its first token was published.",
+            buckets.TIME_TO_FIRST_TOKEN,
+        )
+        self.engine_time_to_first_token = make.histogram(
+            "engine_time_to_first_token_seconds",
+            "Time from the start of a request in the engine until its first token.",
+            buckets.TIME_TO_FIRST_TOKEN,
+        )
+        self.inter_token_latency = make.histogram(
+            "inter_token_latency_seconds",
+            "Time between two tokens of a request as published.",
+            buckets.INTER_TOKEN_LATENCY,
+        )
+        self.duration = make.histogram(
+            "request_duration_seconds",
+            "Time from the enqueue of a request until its stream ended; outcomes stop and length only.",
+            buckets.REQUEST_DURATION,
+        )
+        self.prompt_length = make.histogram(
+            "request_prompt_tokens", "Prompt tokens of a request; outcomes stop and length.", buckets.REQUEST_TOKENS
+        )
+        self.generation_length = make.histogram(
+            "request_generation_tokens",
+            "Generated tokens of a request; outcomes stop and length.",
+            buckets.REQUEST_TOKENS,
+        )
+        self.prompt_tokens = make.counters(
+            "prompt_tokens_total",
+            "Prompt tokens of finished requests, by whether they were computed or came from the prefix cache.",
+            "source",
+            labels.PROMPT_SOURCES,
+        )
+        self.generation_tokens = make.counter("generation_tokens_total", "Tokens published by this worker.")
+
+
+class EngineFamilies:
+    """The step loop and its memory, told by the engine once a step."""
+
+    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
+        self.up = make.gauge("engine_up", "1 while the engine process runs and answers.")
+        self.restarts = make.counters(
+            "engine_restarts_total",
+            "Engine processes started to replace one that was lost.",
+            "reason",
+            (*sets.restart_reasons, labels.OTHER),
+        )
+        self.requests = make.gauges(
+            "engine_requests", "Requests inside the engine by state.", "state", labels.ENGINE_REQUEST_STATES
+        )
+        self.step_seconds = make.histograms(
+            "engine_step_seconds", "Duration of a step.", buckets.STEP_SECONDS, "kind", labels.STEP_KINDS
+        )
+        self.step_tokens = make.histogram("engine_step_tokens", "Tokens computed in a step.", buckets.STEP_TOKENS)
+        self.step_requests = make.histogram(
+            "engine_step_requests", "Requests that took part in a step.", buckets.STEP_REQUESTS
+        )
+        self.phase_seconds = make.counters(
+            "engine_phase_seconds_total", "Time the step loop spent in each phase.", "phase", labels.STEP_PHASES
+        )
+        self.last_step = make.gauge(
+            "engine_last_step_timestamp_seconds", "Unix time of the last step, or of the engine's start before it."
+        )
+        self.preemptions = make.counter(
+            "engine_preemptions_total", "Requests that gave up their KV blocks to another one."
+        )
+        self.kv_usage = make.gauge("kv_cache_usage_ratio", "Share of the KV blocks that requests hold, 0 to 1.")
+        self.kv_blocks = make.gauges("kv_cache_blocks", "KV blocks by state.", "state", labels.BLOCK_STATES)
+        self.prefix_queried = make.counter(
+            "prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."
+        )
+        self.prefix_hit = make.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
+
+
+class WorkerFamilies:
+    """The worker process itself, and its connection to Redis."""
+
+    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
+        commands = (*sets.redis_commands, labels.OTHER)
+        self.state = make.gauges("worker_state", "1 for the state the worker is in.", "state", labels.WORKER_STATES)
+        self.slots = make.gauges("worker_slots", "Request slots of the worker.", "state", labels.SLOT_STATES)
+        self.heartbeat = make.gauge(
+            "worker_heartbeat_timestamp_seconds", "Unix time of the last turn of the worker's loop."
+        )
+        self.redis_up = make.gauge("redis_up", "1 while the worker reaches Redis.")
+        self.redis_seconds = make.histograms(
+            "redis_command_seconds", "Round trip of a Redis command.", buckets.REDIS_SECONDS, "command", commands
+        )
+        self.redis_errors = make.counters("redis_errors_total", "Redis commands that failed.", "command", commands)

@@ -1,0 +1,49 @@
+"""The closed sets of label values.
+
+A label value never comes from a request: each set below is known before the first observation, so every child of a
+family exists from the first scrape on and `increase()` sees the first event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Outcome = Literal["stop", "length", "cancelled", "expired", "error", "rejected"]
+StepKind = Literal["prefill", "decode", "mixed"]
+WorkerState = Literal["loading", "ready", "draining"]
+
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+WORKER_STATES: tuple[WorkerState, ...] = get_args(WorkerState)
+
+STEP_PHASES = ("schedule", "prepare", "forward", "sample", "update")
+MESSAGE_STATES = ("ready", "unacked", "scheduled", "dead")
+ENGINE_REQUEST_STATES = ("running", "waiting")
+BLOCK_STATES = ("used", "cached", "free")
+SLOT_STATES = ("used", "free")
+PROMPT_SOURCES = ("computed", "cached")
+
+# where a value outside its set is counted: a new reason must not become a new series
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class LabelSets:
+    """The sets whose words belong to the broker and the workers, which may pass their own."""
+
+    priority_steps: tuple[int, ...] = (0, 3, 6, 9)
+    dead_letter_reasons: tuple[str, ...] = (
+        "undecodable",
+        "undeliverable",
+        "rejected",
+        "duplicate",
+        "delivery_limit",
+        "poison",
+    )
+    restart_reasons: tuple[str, ...] = ("crash", "stall", "out_of_memory")
+    redis_commands: tuple[str, ...] = ("fetch", "renew", "ack", "claim", "publish", "end", "register", "depth")
+
+    def priority_step(self, priority: int) -> int:
+        """The queue list a priority lands in: the highest step not above it."""
+        return max((step for step in self.priority_steps if step <= priority), default=self.priority_steps[0])

@@ -1,0 +1,154 @@
+"""One format for every log line: ours, Celery's and the libraries', as JSON or for a terminal.
+
+structlog sits on the standard library's root logger, so whoever logs comes out here. What a request says never does:
+prompts, generated text and token ids are removed by name, whatever way they came in, and objects are shown by their
+type only, since a repr may hold a prompt.
+
+Context is structlog's: `structlog.contextvars.bind_contextvars(worker=...)` once at the start, and
+`structlog.contextvars.bound_contextvars(request_id=...)` around the work for a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from headrace_monitoring.errors import LogLevelError
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+# Keys under which the message, the engine and Celery carry what a request says.
+PRIVATE_KEYS = frozenset(
+    {
+        "args",
+        "argsrepr",
+        "body",
+        "content",
+        "kwargs",
+        "kwargsrepr",
+        "messages",
+        "output_token_ids",
+        "outputs",
+        "prompt",
+        "prompt_token_ids",
+        "prompts",
+        "result",
+        "return_value",
+        "text",
+        "token_ids",
+    }
+)
+REMOVED = "[removed]"
+MAX_DEPTH = 6
+
+# Where a sentence of Celery's starts to quote a message, its arguments or its result; what follows is cut.
+CELERY_QUOTES = (
+    "The full contents of the message body was:",
+    "Can't decode message body:",
+    "before the worker was lost:",
+    "(args:",
+    "Task: %r",
+)
+
+
+def configure_logging(level: str = "INFO", json: bool | None = None, *, stream: TextIO | None = None) -> None:
+    """Send every log line to `stream` (stderr) in one format. Calling it again replaces the first call.
+
+    Args:
+        level: DEBUG, INFO, WARNING, ERROR or CRITICAL, in any case. Raises LogLevelError for another.
+        json: one JSON object a line; None means JSON unless `stream` is a terminal.
+    """
+    if level.upper() not in LEVELS:
+        raise LogLevelError(level, LEVELS)
+    stream = sys.stderr if stream is None else stream
+    as_json = not stream.isatty() if json is None else json
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        # a cached logger would keep the processors of an earlier call
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(remove_private_arguments)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                # plain tracebacks: the richer ones print local variables, and those hold prompts
+                structlog.processors.StackInfoRenderer(),
+                structlog.processors.format_exc_info,
+                remove_private_keys,
+                _renderer(as_json),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def _renderer(as_json: bool) -> Processor:
+    if as_json:
+        return structlog.processors.JSONRenderer()
+    return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+
+
+def remove_private_keys(_: WrappedLogger, __: str, event_dict: EventDict) -> EventDict:
+    """Drop what a request says from an event, at any depth, and name the keys that were dropped."""
+    dropped: set[str] = set()
+    event: EventDict = {key: _plain(value, dropped, 0) for key, value in _public(event_dict, dropped).items()}
+    if dropped:
+        event["dropped_keys"] = sorted(dropped)
+    return event
+
+
+def _public(values: Mapping[str, object], dropped: set[str]) -> dict[str, object]:
+    dropped.update(key for key in values if key in PRIVATE_KEYS)
+    return {str(key): value for key, value in values.items() if key not in PRIVATE_KEYS}
+
+
+def _plain(value: object, dropped: set[str], depth: int) -> object:
+    """The value if it is plain, its type otherwise."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if depth < MAX_DEPTH:
+        if isinstance(value, Mapping):
+            return {key: _plain(inner, dropped, depth + 1) for key, inner in _public(value, dropped).items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [_plain(inner, dropped, depth + 1) for inner in value]
+    return f"<{type(value).__name__}>"
+
+
+def remove_private_arguments(record: logging.LogRecord) -> bool:
+    """A filter that drops nothing and takes what a request says out of a record before it becomes a sentence.
+
+    Celery logs a finished task with its return value as a named argument, and dumps messages it cannot read.
+    """
+    if isinstance(record.args, Mapping):
+        record.args = {key: REMOVED if key in PRIVATE_KEYS else value for key, value in record.args.items()}
+    if record.name.startswith("celery"):
+        template = str(record.msg)
+        starts = [start for quote in CELERY_QUOTES if (start := template.find(quote)) >= 0]
+        if starts and isinstance(record.args, tuple):
+            before = template[: min(starts)]
+            record.msg = before % record.args[: before.count("%")] + REMOVED
+            record.args = record.exc_info = None
+    return True

@@ -1,0 +1,227 @@
+"""`Metrics`: what the workers tell Prometheus, in verbs that take plain numbers.
+
+The process that owns the registry observes; the engine process sends plain numbers with its results. So there is no
+multiprocess mode, no directory of counters to wipe, and the caller holds no Prometheus code. What is declared where:
+`families.py`, `labels.py`, `buckets.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, generate_latest
+
+from headrace_monitoring.families import (
+    PREFIX,
+    EngineFamilies,
+    FamilyFactory,
+    QueueFamilies,
+    RequestFamilies,
+    WorkerFamilies,
+)
+from headrace_monitoring.labels import OTHER, LabelSets, Outcome, WorkerState
+
+Child = TypeVar("Child")
+
+# Enqueue times come from producers' clocks. One that is years off must not spoil a histogram's sum for ever.
+LONGEST_SECONDS = 30 * 24 * 3600.0
+
+# The outcomes whose durations and lengths say something about the service: a refusal is fast, a cancellation short.
+SERVED: frozenset[Outcome] = frozenset({"stop", "length"})
+
+
+class Metrics:
+    """All metrics of one worker, on one registry.
+
+    Args:
+        registry: where the families go; a fresh registry when None.
+        model: the served model name.
+        queue: the name of the model's queue.
+        version: of Headrace, shown by `headrace_build_info`.
+        label_sets: the reasons and commands that get a series of their own; anything else is counted as "other".
+        clock: unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        model: str,
+        queue: str,
+        version: str = "unknown",
+        label_sets: LabelSets | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        # a `_created` series beside each child doubles the exposition, and no panel reads it
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._sets = LabelSets() if label_sets is None else label_sets
+        self._clock = clock
+        make = FamilyFactory(self.registry, model=model)
+        self._queue = QueueFamilies(FamilyFactory(self.registry, model=model, queue=queue), self._sets)
+        self._requests = RequestFamilies(make)
+        self._engine = EngineFamilies(make, self._sets)
+        self._worker = WorkerFamilies(make, self._sets)
+        build_info = Gauge(
+            PREFIX + "build_info", "Version of the worker.", ("model", "version"), registry=self.registry
+        )
+        build_info.labels(model, version).set(1)
+        ProcessCollector(registry=self.registry)
+        self.worker_state("loading")
+        self.heartbeat()
+        self._engine.last_step.set(clock())
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    # The queue
+
+    def message_received(self, priority: int, wait_seconds: float | None) -> None:
+        """A message was taken from the queue. `wait_seconds` is None when it says not when it was enqueued."""
+        self._queue.received.inc()
+        if (wait := _elapsed(wait_seconds)) is not None:
+            self._queue.wait[str(self._sets.priority_step(priority))].observe(wait)
+
+    def message_redelivered(self) -> None:
+        """The message just received had been with a worker before."""
+        self._queue.redelivered.inc()
+
+    def dead_lettered(self, reason: str) -> None:
+        """A message was given up. Of "undecodable: ValueError" the word before the colon is counted."""
+        _child(self._queue.dead_lettered, reason.partition(":")[0].replace(" ", "_")).inc()
+
+    def queue_depth(
+        self, ready: int, unacked: int, scheduled: int, dead: int, oldest_age_seconds: float | None
+    ) -> None:
+        """Levels read from Redis; a key that is not there counts 0, and no ready message is age None."""
+        for state, count in {"ready": ready, "unacked": unacked, "scheduled": scheduled, "dead": dead}.items():
+            self._queue.messages[state].set(count)
+        self._queue.oldest_age.set(_elapsed(oldest_age_seconds) or 0.0)
+
+    # Requests
+
+    def request_started(self) -> None:
+        """A request went to the engine. One of `request_finished` and `request_handed_back` must follow."""
+        self._requests.in_flight.inc()
+
+    def first_token(self, seconds_since_enqueue: float | None, engine_seconds: float) -> None:
+        """The first token of a request was published, `engine_seconds` after the engine got it."""
+        if (since_enqueue := _elapsed(seconds_since_enqueue)) is not None:
+            self._requests.time_to_first_token.observe(since_enqueue)
+        if (in_engine := _elapsed(engine_seconds)) is not None:
+            self._requests.engine_time_to_first_token.observe(in_engine)
+
+    def tokens_published(self, count: int, seconds_since_last: float | None) -> None:
+        """One chunk of a request was published. `seconds_since_last` is None for its first chunk.
+
+        A chunk of several tokens counts as that many equal gaps, so that a mean is a mean per token.
+        """
+        self._requests.generation_tokens.inc(count)
+        gap = _elapsed(seconds_since_last)
+        if gap is not None:
+            for _ in range(count):
+                self._requests.inter_token_latency.observe(gap / count)
+
+    def request_finished(
+        self,
+        outcome: Outcome,
+        duration_seconds: float,
+        prompt_tokens: int,
+        cached_tokens: int,
+        generation_tokens: int,
+    ) -> None:
+        """A started request ended, `duration_seconds` after its enqueue (after its receipt when that is unknown)."""
+        self._requests.in_flight.dec()
+        self._requests.finished[outcome].inc()
+        self._requests.prompt_tokens["cached"].inc(cached_tokens)
+        self._requests.prompt_tokens["computed"].inc(prompt_tokens - cached_tokens)
+        if outcome in SERVED:
+            if (duration := _elapsed(duration_seconds)) is not None:
+                self._requests.duration.observe(duration)
+            self._requests.prompt_length.observe(prompt_tokens)
+            self._requests.generation_length.observe(generation_tokens)
+
+    def request_refused(self, outcome: Outcome) -> None:
+        """A request ended that never went to the engine: rejected, expired or cancelled in the queue."""
+        self._requests.finished[outcome].inc()
+
+    def request_handed_back(self) -> None:
+        """A started request went back to the queue unfinished, for another worker to continue."""
+        self._requests.in_flight.dec()
+
+    # The engine
+
+    def step(self, stats: Mapping[str, Any]) -> None:
+        """One step of the engine. Counts are those of this step, levels are as they stand after it.
+
+        Keys: step_seconds, kind ("prefill" | "decode" | "mixed"), num_tokens, num_requests, running, waiting,
+        kv_blocks_used, kv_blocks_cached, kv_blocks_free, kv_blocks_total, prefix_queried_tokens, prefix_hit_tokens,
+        preemptions, phase_seconds (map of schedule, prepare, forward, sample, update).
+        """
+        engine = self._engine
+        engine.last_step.set(self._clock())
+        if stats["num_tokens"]:  # a step that only ends requests computes nothing and has no kind
+            engine.step_seconds[stats["kind"]].observe(stats["step_seconds"])
+            engine.step_tokens.observe(stats["num_tokens"])
+            engine.step_requests.observe(stats["num_requests"])
+        for phase, seconds in stats["phase_seconds"].items():
+            engine.phase_seconds[phase].inc(seconds)
+        for state, gauge in engine.requests.items():
+            gauge.set(stats[state])
+        for state, gauge in engine.kv_blocks.items():
+            gauge.set(stats[f"kv_blocks_{state}"])
+        engine.kv_usage.set(stats["kv_blocks_used"] / max(stats["kv_blocks_total"], 1))
+        engine.prefix_queried.inc(stats["prefix_queried_tokens"])
+        engine.prefix_hit.inc(stats["prefix_hit_tokens"])
+        engine.preemptions.inc(stats["preemptions"])
+
+    def engine_up(self, up: bool) -> None:
+        """The engine process is ready for its first step, or is gone with all it held."""
+        self._engine.up.set(up)
+        if up:
+            self._engine.last_step.set(self._clock())
+            return
+        for gauge in (*self._engine.requests.values(), *self._engine.kv_blocks.values(), self._engine.kv_usage):
+            gauge.set(0)
+
+    def engine_restarted(self, reason: str) -> None:
+        _child(self._engine.restarts, reason).inc()
+
+    # The worker
+
+    def worker_state(self, state: WorkerState) -> None:
+        for name, gauge in self._worker.state.items():
+            gauge.set(name == state)
+
+    def slots(self, used: int, total: int) -> None:
+        self._worker.slots["used"].set(used)
+        self._worker.slots["free"].set(total - used)
+
+    def heartbeat(self) -> None:
+        """One turn of the loop that does the work. Called from any other thread it would prove nothing."""
+        self._worker.heartbeat.set(self._clock())
+
+    def redis_up(self, up: bool) -> None:
+        self._worker.redis_up.set(up)
+
+    def redis_command(self, command: str, seconds: float) -> None:
+        _child(self._worker.redis_seconds, command).observe(seconds)
+
+    def redis_error(self, command: str) -> None:
+        _child(self._worker.redis_errors, command).inc()
+
+
+def _child(children: Mapping[str, Child], value: str) -> Child:
+    """The series of a label value, or that of "other": an unforeseen value must not grow the exposition."""
+    return children.get(value, children[OTHER])
+
+
+def _elapsed(seconds: float | None) -> float | None:
+    """A time span fit for a histogram; None if there is none. Two clocks can make it negative, or absurd."""
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    return min(max(seconds, 0.0), LONGEST_SECONDS)

@@ -1,0 +1,30 @@
+"""A real server for every test that wants one: started once, empty for each test, never a server of the user's."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from headrace_broker.connections import connect
+from headrace_broker.embedded import EmbeddedServer
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[EmbeddedServer]:
+    # without HEADRACE_REDIS_URL, since the tests empty the server
+    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(shared_server: EmbeddedServer) -> EmbeddedServer:
+    with connect(shared_server.url) as client:
+        client.flushall()
+    return shared_server
+
+
+@pytest.fixture
+def redis_client(redis_server: EmbeddedServer) -> Iterator["redis.Redis"]:
+    with connect(redis_server.url) as client:
+        yield client

@@ -1,0 +1,118 @@
+"""Results and stream entries on the wire."""
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_broker.errors import MalformedEntryError
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, pack, read_entry
+from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, Usage
+from headrace_broker.streams import StreamWrite
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
+COUNTS = st.integers(0, 2**31)
+LOGPROBS = st.none() | st.lists(
+    st.lists(st.builds(Logprob, COUNTS, st.floats(-100, 0), st.integers(1, 9), TEXT), min_size=1, max_size=3),
+    max_size=3,
+)
+USAGES = st.none() | st.builds(Usage, COUNTS, COUNTS, COUNTS)
+ERRORS = st.none() | st.builds(ErrorInfo, st.sampled_from(["cancelled", "engine_error"]), TEXT)
+OUTPUTS = st.builds(
+    CompletionOutput,
+    index=st.integers(0, 63),
+    text=TEXT,
+    token_ids=st.lists(COUNTS, max_size=5),
+    logprobs=LOGPROBS,
+    finish_reason=st.none() | st.sampled_from(["stop", "length"]),
+    stop_reason=st.none() | COUNTS | TEXT,
+)
+RESULTS = st.builds(GenerateResult, TEXT, st.lists(OUTPUTS, max_size=3), USAGES, ERRORS)
+
+
+@given(RESULTS)
+def test_a_result_survives_the_wire(result: GenerateResult) -> None:
+    assert GenerateResult.from_wire(msgpack.unpackb(msgpack.packb(result.to_wire()))) == result
+
+
+@given(st.integers(1, 9), COUNTS, OUTPUTS)
+def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: CompletionOutput) -> None:
+    write = StreamWrite.chunk(
+        "r",
+        attempt,
+        offset,
+        index=output.index,
+        token_ids=output.token_ids,
+        text=output.text,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )
+    event = read_entry(f"{attempt}-{offset}".encode(), {b"type": write.type.encode(), b"data": pack(write.data)})
+    assert event == ChunkEvent(
+        entry_id=f"{attempt}-{offset}",
+        attempt=attempt,
+        offset=offset,
+        index=output.index,
+        token_ids=output.token_ids,
+        text=output.text,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason if output.finish_reason else None,
+    )
+
+
+def test_the_end_of_a_stream_lies_one_above_its_tokens() -> None:
+    write = StreamWrite.end("r", 2, 30, finish_reason="error", error=ErrorInfo("engine_error", "it broke"))
+    assert write.offset == 31
+    event = read_entry(b"2-31", {b"type": b"end", b"data": pack(write.data)})
+    assert event == EndEvent("2-31", 2, 30, "error", None, ErrorInfo("engine_error", "it broke"))
+
+
+def test_a_start_names_its_worker() -> None:
+    assert read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w"})}) == StartEvent("3-0", 3, "w")
+
+
+@pytest.mark.parametrize(
+    ("entry_id", "fields"),
+    [
+        (b"nonsense", {b"type": b"start", b"data": pack({"worker": "w"})}),
+        (b"1-0", {b"data": pack({"worker": "w"})}),
+        (b"1-0", {b"type": b"start"}),
+        (b"1-0", {b"type": b"start", b"data": b"\xc1"}),
+        (b"1-0", {b"type": b"start", b"data": b""}),
+        (b"1-0", {b"type": b"start", b"data": msgpack.packb([1])}),
+        (b"1-0", {b"type": b"start", b"data": pack({})}),
+        (b"1-1", {b"type": b"chunk", b"data": pack({"index": 0})}),
+        (b"1-1", {b"type": b"end", b"data": pack({"finish_reason": "stop", "usage": 3, "error": None})}),
+        (b"1-1", {b"type": b"poem", b"data": pack({})}),
+    ],
+)
+def test_an_entry_that_breaks_the_contract_is_named(entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+    with pytest.raises(MalformedEntryError):
+        read_entry(entry_id, fields)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {},
+        {"request_id": "r", "outputs": 3, "usage": None, "error": None},
+        {"request_id": "r", "outputs": [{}], "usage": None, "error": None},
+        {"request_id": "r", "outputs": [], "usage": {"prompt_tokens": "x"}, "error": None},
+        {"request_id": "r", "outputs": [], "usage": None, "error": {"code": 1}},
+    ],
+)
+def test_a_result_that_breaks_the_contract_is_named(wire: dict[str, Any]) -> None:
+    with pytest.raises(MalformedEntryError, match="on the wire"):
+        GenerateResult.from_wire(wire)
+
+
+def test_no_repr_shows_generated_text() -> None:
+    secret = "generated secret"
+    output = CompletionOutput(0, secret, [1], [[Logprob(1, -0.1, 1, secret)]], "stop", secret)
+    write = StreamWrite.chunk("r", 1, 1, index=0, token_ids=[1], text=secret)
+    event = read_entry(b"1-1", {b"type": b"chunk", b"data": pack(write.data)})
+    assert secret not in repr(output) + repr(GenerateResult("r", [output])) + repr(write) + repr(event)

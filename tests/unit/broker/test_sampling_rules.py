@@ -1,0 +1,77 @@
+"""The limits of every sampling parameter, at their edges."""
+
+import math
+from typing import Any
+
+import pytest
+
+from headrace_broker.sampling_rules import SAMPLING_RULES, sampling_problems
+
+ACCEPTED: dict[str, list[Any]] = {
+    "n": [1, 64],
+    "temperature": [0, 0.0, 1, 100.5],
+    "top_p": [1e-9, 1, 1.0],
+    "top_k": [-1, 0, 50],
+    "min_p": [0, 0.5, 1],
+    "seed": [None, 0, -(2**63), 2**63 - 1],
+    "max_tokens": [1, 2**31 - 1],
+    "min_tokens": [0, 16],
+    "stop": [None, "x", [], ["a"] * 16, ["x" * 256], ("a", "b")],
+    "stop_token_ids": [None, [], [0, 2**31 - 1], (1, 2)],
+    "ignore_eos": [True, False],
+    "logprobs": [None, 0, 20],
+    "presence_penalty": [-2, 0.0, 2],
+    "frequency_penalty": [-2.0, 2],
+    "repetition_penalty": [1e-9, 2],
+    "skip_special_tokens": [True, False],
+    "include_stop_str_in_output": [True, False],
+}
+REFUSED: dict[str, list[Any]] = {
+    "n": [0, 65, 1.0, True, "1", None],
+    "temperature": [-0.1, math.inf, math.nan, "1", True, None],
+    "top_p": [0, 1.1, math.nan, None],
+    "top_k": [-2, 1.5, None],
+    "min_p": [-0.1, 1.1],
+    "seed": [2**63, -(2**63) - 1, 1.5, "1"],
+    "max_tokens": [0, -1, 2.0, 2**31, None],
+    "min_tokens": [-1, None],
+    "stop": ["", [""], ["a"] * 17, ["x" * 257], [1], 5, {"a": 1}, "\ud800"],
+    "stop_token_ids": [[-1], [2**31], ["1"], 5, [0] * 1025],
+    "ignore_eos": [0, 1, "true", None],
+    "logprobs": [-1, 21, True],
+    "presence_penalty": [-2.1, 2.1, math.nan],
+    "frequency_penalty": [-2.1, 2.1],
+    "repetition_penalty": [0, -1, 2.1],
+    "skip_special_tokens": [1],
+    "include_stop_str_in_output": ["yes"],
+}
+
+
+def test_every_parameter_is_tried_at_its_edges() -> None:
+    assert ACCEPTED.keys() == REFUSED.keys() == SAMPLING_RULES.keys()
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ACCEPTED.items() for value in values])
+def test_a_value_inside_the_limits_is_accepted(name: str, value: Any) -> None:
+    assert sampling_problems({name: value}) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+def test_a_value_outside_the_limits_is_refused_by_name(name: str, value: Any) -> None:
+    (problem,) = sampling_problems({name: value})
+    assert problem.startswith(f"{name} must ")
+
+
+def test_an_unknown_parameter_is_refused_by_name() -> None:
+    assert sampling_problems({"temprature": 1}) == ["unknown sampling parameter 'temprature'"]
+
+
+def test_min_tokens_may_not_exceed_max_tokens_or_its_default() -> None:
+    assert sampling_problems({"min_tokens": 17, "max_tokens": 17}) == []
+    assert sampling_problems({"min_tokens": 17}) == ["min_tokens must be at most max_tokens (16), not 17"]
+
+
+def test_several_choices_need_randomness() -> None:
+    assert sampling_problems({"n": 2}) == []
+    (problem,) = sampling_problems({"n": 2, "temperature": 0})
+    assert "n must be 1 when temperature is 0" in problem

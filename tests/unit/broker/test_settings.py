@@ -1,0 +1,69 @@
+"""Settings come from arguments or the environment, and refuse what could not work."""
+
+import pytest
+
+from headrace_broker.errors import SettingsError
+from headrace_broker.settings import DEFAULT_REDIS_URL, BrokerSettings
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert BrokerSettings.from_env({}) == BrokerSettings(DEFAULT_REDIS_URL, 15, 600, 5)
+    assert BrokerSettings.from_env({"HEADRACE_LEASE_SECONDS": " "}) == BrokerSettings()
+
+
+def test_the_environment_is_read() -> None:
+    settings = BrokerSettings.from_env(
+        {
+            "HEADRACE_REDIS_URL": "redis://queue:6380/3",
+            "HEADRACE_LEASE_SECONDS": "2.5",
+            "HEADRACE_RESULT_TTL_SECONDS": "60",
+            "HEADRACE_DELIVERY_LIMIT": "2",
+            "UNRELATED": "x",
+        }
+    )
+    assert settings == BrokerSettings("redis://queue:6380/3", 2.5, 60, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "complaint"),
+    [
+        ({"HEADRACE_LEASE_SECONDS": "soon"}, "HEADRACE_LEASE_SECONDS must be a number, not 'soon'"),
+        ({"HEADRACE_RESULT_TTL_SECONDS": "1.5"}, "HEADRACE_RESULT_TTL_SECONDS must be a number"),
+        ({"HEADRACE_LEASE_SECONDS": "nan"}, "lease_seconds must be between 0.1 and 3600"),
+        ({"HEADRACE_LEASE_SECONDS": "0"}, "lease_seconds must be between"),
+        ({"HEADRACE_RESULT_TTL_SECONDS": "0"}, "result_ttl_seconds must be between 1"),
+        ({"HEADRACE_DELIVERY_LIMIT": "0"}, "delivery_limit must be between 1"),
+        ({"HEADRACE_REDIS_URL": "http://queue"}, "redis_url must look like"),
+        ({"HEADRACE_REDIS_URL": "queue:6379"}, "redis_url must look like"),
+        ({"HEADRACE_REDIS_URL": "redis://"}, "redis_url must look like"),
+        ({"HEADRACE_REDIS_URL": "redis://queue/zero"}, "not in 'zero'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(environ: dict[str, str], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        BrokerSettings.from_env(environ)
+
+
+def test_the_password_is_never_shown() -> None:
+    settings = BrokerSettings("redis://user:hunter2@queue:6379/1")
+    assert "hunter2" not in repr(settings)
+    assert settings.safe_url == "redis://queue:6379/1"
+    with pytest.raises(SettingsError) as refusal:
+        BrokerSettings("amqp://user:hunter2@queue")
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        ("redis://queue", "redis://queue/0"),
+        ("rediss://queue/1", "rediss://queue/1?ssl_cert_reqs=required"),
+        ("rediss://queue/1?ssl_cert_reqs=CERT_NONE", "rediss://queue/1?ssl_cert_reqs=none"),
+        (
+            "rediss://queue/1?ssl_ca_certs=/etc/ca.pem&ssl_cert_reqs=required",
+            "rediss://queue/1?ssl_ca_certs=%2Fetc%2Fca.pem&ssl_cert_reqs=required",
+        ),
+    ],
+)
+def test_a_url_is_spelled_so_that_all_three_libraries_understand_it(given: str, understood: str) -> None:
+    assert BrokerSettings(given).redis_url == understood

@@ -1,0 +1,252 @@
+"""A runner without a model that holds the core to its contract.
+
+Every KV slot remembers which prefix was written into it, and every scheduled request reads all its earlier slots back.
+So a block that two requests write, that is read before it is written, or that changes hands too early fails the step.
+The next token is a hash of the seed and the whole token list: what a request must produce can be told without an
+engine (`tokens_alone`), and no batch-mate, chunk, cache hit or preemption may change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace_engine.errors import ModelLoadError
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, NewRequest, StepBatch, StepOutput
+
+VOCAB_SIZE = 61
+EOS = 7
+MAX_MODEL_LEN = 32
+BYTES_PER_BLOCK = 1000
+IMPORT_PATH = "unit.engine.fake_runner:create_runner"
+
+
+def extend_digest(digest: bytes, token_id: int) -> bytes:
+    return hashlib.blake2b(digest + token_id.to_bytes(8, "big"), digest_size=8).digest()
+
+
+def digests(token_ids: Sequence[int]) -> list[bytes]:
+    """The identity of every prefix, which is what the K/V of a position depend on."""
+    chain, digest = [], b""
+    for token_id in token_ids:
+        digest = extend_digest(digest, token_id)
+        chain.append(digest)
+    return chain
+
+
+def draw(prefix: bytes, seed: int, suppressed: Sequence[int]) -> int:
+    for attempt in range(1000):
+        word = hashlib.blake2b(prefix + f"{seed}:{attempt}".encode(), digest_size=4).digest()
+        token_id = int.from_bytes(word, "big") % VOCAB_SIZE
+        if token_id not in suppressed:
+            return token_id
+    raise AssertionError("everything is suppressed")
+
+
+def tokens_alone(request: EngineCoreRequest, max_model_len: int = MAX_MODEL_LEN) -> list[int]:
+    """All output tokens that this request gets when it is the only one."""
+    params = request.sampling_params
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)}
+    suppressed = {*params.stop_token_ids, *request.eos_token_ids}
+    output = list(request.output_token_ids)
+    digest = digests([*request.prompt_token_ids, *output])[-1]
+    while True:
+        output.append(draw(digest, request.seed, sorted(suppressed) if len(output) < params.min_tokens else ()))
+        digest = extend_digest(digest, output[-1])
+        if len(output) >= params.min_tokens and output[-1] in ends:
+            return output
+        if params.max_tokens is not None and len(output) >= params.max_tokens:
+            return output
+        if len(request.prompt_token_ids) + len(output) >= max_model_len:
+            return output
+
+
+@dataclass
+class Known:
+    """A request as the runner remembers it."""
+
+    arrival: NewRequest
+    token_ids: list[int]
+    chain: list[bytes]
+    table: list[int]
+    num_computed: int
+
+    @property
+    def missing(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass
+class FakeRunner:
+    """Implements `ModelRunner`. `max_tokens_per_step` and `max_requests` are the limits that it enforces."""
+
+    caps: Capabilities = field(default_factory=Capabilities)
+    block_size: int = 4
+    max_model_len: int = MAX_MODEL_LEN
+    max_tokens_per_step: int = 1 << 30
+    max_requests: int = 1 << 30
+    fail_on_token: int | None = None
+    """Raise when a request with this token in its prompt arrives."""
+    known: dict[str, Known] = field(default_factory=dict)
+    batches: list[StepBatch] = field(default_factory=list)
+    slots: list[bytes | None] = field(default_factory=list)
+    num_blocks: int = 0
+    is_shut_down: bool = False
+
+    def load_model(self) -> ModelInfo:
+        return ModelInfo(
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self.max_model_len,
+            eos_token_ids=[EOS],
+            architecture="Fake",
+            dtype="float32",
+            device="none",
+            attention="none",
+            num_parameters=0,
+        )
+
+    def capabilities(self) -> Capabilities:
+        return self.caps
+
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(block_size=self.block_size, bytes_per_block=BYTES_PER_BLOCK, default_memory=64 * BYTES_PER_BLOCK)
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.slots = [None] * (num_blocks * self.block_size)
+
+    def warm_up(self) -> None:
+        pass
+
+    def health(self) -> dict[str, Any]:
+        return {}
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def execute_model(self, batch: StepBatch) -> StepOutput:
+        self.batches.append(batch)
+        new = self._update(batch)
+        self._check_limits(batch, new)
+        self._write(batch, new)
+        sampled: dict[str, list[int]] = {}
+        for request_id, count in batch.num_scheduled_tokens.items():
+            request = self.known[request_id]
+            request.num_computed += count
+            self._read(request)
+            if not request.missing:
+                sampled[request_id] = [self._sample(request)]
+        return StepOutput(sampled_token_ids=sampled, phase_seconds={"forward": 0.0})
+
+    def _update(self, batch: StepBatch) -> set[str]:
+        for request_id in batch.removed_request_ids:
+            assert request_id in self.known, f"{request_id} is removed but was never here"
+            del self.known[request_id]
+        for arrival in batch.new_requests:
+            assert arrival.request_id not in self.known, f"{arrival.request_id} arrives twice"
+            assert arrival.request_id in batch.num_scheduled_tokens, "arrives without anything to compute"
+            if self.fail_on_token is not None and self.fail_on_token in arrival.token_ids:
+                raise RuntimeError("the fake device failed")
+            self.known[arrival.request_id] = Known(
+                arrival,
+                list(arrival.token_ids),
+                digests(arrival.token_ids),
+                list(arrival.block_ids),
+                arrival.num_computed_tokens,
+            )
+        for request_id, block_ids in batch.new_block_ids.items():
+            assert request_id in batch.num_scheduled_tokens, f"{request_id} gets blocks but computes nothing"
+            self.known[request_id].table += block_ids
+        for request_id, request in self.known.items():
+            assert 0 not in request.table, f"{request_id} was given the null block"
+            assert len(set(request.table)) == len(request.table)
+            assert all(0 < block < self.num_blocks for block in request.table)
+        return {arrival.request_id for arrival in batch.new_requests}
+
+    def _check_limits(self, batch: StepBatch, new: set[str]) -> None:
+        counts = batch.num_scheduled_tokens
+        assert batch.num_tokens <= self.max_tokens_per_step, "over the token budget"
+        assert len(self.known) <= self.max_requests, "more requests than the runner has rows for"
+        assert len(counts) <= (self.caps.max_batch or len(counts)), "over max_batch"
+        for request_id, count in counts.items():
+            request = self.known[request_id]
+            assert 1 <= count <= request.missing, "computes nothing, or tokens that do not exist"
+            needed = -(-(request.num_computed + count) // self.block_size)
+            assert needed <= len(request.table) <= -(-self.max_model_len // self.block_size)
+            if self.caps.chunk_sizes:
+                assert count <= max(self.caps.chunk_sizes), "a chunk longer than the runner can take"
+        prefills = {i for i in counts if i in new or self.known[i].missing > 1}
+        if self.caps.max_prefills_per_step is not None:
+            assert len(prefills) <= self.caps.max_prefills_per_step
+        if not self.caps.mixed_batches:
+            assert not prefills or prefills == set(counts), "prefill and decode share a step"
+
+    def _write(self, batch: StepBatch, new: set[str]) -> None:
+        writer: dict[int, str] = {}
+        for request_id, count in batch.num_scheduled_tokens.items():
+            request = self.known[request_id]
+            for position in range(request.num_computed, request.num_computed + count):
+                block = request.table[position // self.block_size]
+                assert writer.setdefault(block, request_id) == request_id, f"block {block} has two writers"
+                self.slots[block * self.block_size + position % self.block_size] = request.chain[position]
+        for request_id, request in self.known.items():
+            if request_id not in new:  # a new one may share what a batch-mate writes in this very step
+                computed = request.table[: -(-request.num_computed // self.block_size)]
+                overwritten = [block for block in computed if writer.get(block, request_id) != request_id]
+                assert not overwritten, f"blocks {overwritten} of {request_id} were written by another request"
+
+    def _read(self, request: Known) -> None:
+        for position in range(request.num_computed):
+            block = request.table[position // self.block_size]
+            content = self.slots[block * self.block_size + position % self.block_size]
+            assert content == request.chain[position], f"position {position} of {request.arrival.request_id} is not there"
+
+    def _sample(self, request: Known) -> int:
+        arrival = request.arrival
+        short = len(request.token_ids) - arrival.num_prompt_tokens < arrival.sampling_params.min_tokens
+        token_id = draw(request.chain[-1], arrival.seed, arrival.suppressed_token_ids if short else ())
+        request.token_ids.append(token_id)
+        request.chain.append(extend_digest(request.chain[-1], token_id))
+        return token_id
+
+
+def fake_config(
+    *,
+    num_blocks: int | None = 64,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    policy: str = "fcfs",
+    prefix_caching: bool = True,
+    max_num_queued_requests: int | None = None,
+    model: str = "fake",
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=model),
+        cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            policy=policy,  # type: ignore[arg-type]
+            max_num_queued_requests=max_num_queued_requests,
+        ),
+        runner=IMPORT_PATH,
+    )
+
+
+def create_runner(config: EngineConfig) -> FakeRunner:
+    """What a child process imports; the model's name chooses a misbehaviour."""
+    name = config.model.model
+    if name == "missing":
+        raise ModelLoadError("model 'missing' cannot be read")
+    if name == "dies":
+        os._exit(3)
+    return FakeRunner(
+        max_model_len=1 << 20 if name == "long" else MAX_MODEL_LEN,
+        block_size=1 << 16 if name == "long" else 4,
+        fail_on_token=13 if name == "fails" else None,
+    )

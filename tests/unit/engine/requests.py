@@ -1,0 +1,78 @@
+"""Short ways to make the core's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.request import EngineCoreRequest, FinishReason, Request
+from headrace_engine.sampling_params import SamplingParams
+from unit.engine.fake_runner import EOS
+
+
+def core_request(
+    request_id: str = "a",
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    output: Sequence[int] = (),
+    seed: int = 0,
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    cache_salt: str = "",
+    **params: Any,
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        output_token_ids=list(output),
+        sampling_params=SamplingParams(**params),
+        seed=seed,
+        eos_token_ids=[EOS],
+        priority=priority,
+        arrival_time=arrival_time,
+        cache_salt=cache_salt,
+    )
+
+
+def request(request_id: str = "a", prompt: Sequence[int] = (1, 2, 3), *, block_size: int = 4, **more: Any) -> Request:
+    return Request(core_request(request_id, prompt, **more), block_size)
+
+
+class Results:
+    """What came out of a core, by request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.stop_reasons: dict[str, int | str | None] = {}
+        self.errors: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+        self.preemptions = 0
+        self.hit_tokens = 0
+        self.kinds: list[str] = []
+
+    def step(self, core: EngineCore) -> None:
+        result = core.step()
+        core.check_integrity()
+        self.preemptions += result.stats.preemptions
+        self.hit_tokens += result.stats.prefix_hit_tokens
+        if result.stats.num_requests:
+            self.kinds.append(result.stats.kind)
+        for news in result.outputs:
+            assert news.request_id not in self.finished, f"{news.request_id} goes on after its end"
+            self.tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
+            self.cached[news.request_id] = news.num_cached_tokens
+            if news.error is not None:
+                self.errors[news.request_id] = news.error
+            if news.finish_reason is not None:
+                self.finished[news.request_id] = news.finish_reason
+                self.stop_reasons[news.request_id] = news.stop_reason
+
+    def drain(self, core: EngineCore, most_steps: int = 2000) -> Results:
+        steps = 0
+        while core.has_work():
+            assert steps < most_steps, "no progress"
+            self.step(core)
+            steps += 1
+        return self

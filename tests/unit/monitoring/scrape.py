@@ -1,0 +1,59 @@
+"""A parsed exposition, a clock that the test sets, and the stats of one step."""
+
+from __future__ import annotations
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace_monitoring.metrics import Metrics
+
+STEP = {
+    "step_seconds": 0.02,
+    "kind": "mixed",
+    "num_tokens": 120,
+    "num_requests": 4,
+    "running": 4,
+    "waiting": 2,
+    "kv_blocks_used": 30,
+    "kv_blocks_cached": 10,
+    "kv_blocks_free": 60,
+    "kv_blocks_total": 100,
+    "prefix_queried_tokens": 100,
+    "prefix_hit_tokens": 48,
+    "preemptions": 1,
+    "phase_seconds": {"schedule": 0.001, "prepare": 0.002, "forward": 0.015, "sample": 0.001, "update": 0.001},
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scrape:
+    """A parsed exposition."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        text = metrics.exposition().decode()
+        self.families: list[Metric] = list(text_string_to_metric_families(text))
+        self.samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families
+            for sample in family.samples
+        }
+
+    @property
+    def names(self) -> set[str]:
+        return {name for name, _ in self.samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        """The one sample with this name and, among others, these labels."""
+        wanted = labels.items()
+        values = [
+            value for (found, have), value in self.samples.items() if found == name and wanted <= dict(have).items()
+        ]
+        assert len(values) == 1, f"{len(values)} samples match {name} {labels}"
+        return values[0]

@@ -1,0 +1,168 @@
+"""One log format, and no prompt in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import structlog
+from celery.app import trace
+from celery.concurrency.base import BasePool
+from celery.worker.consumer import consumer
+
+from headrace_monitoring.errors import LogLevelError
+from headrace_monitoring.logging import PRIVATE_KEYS, configure_logging
+
+SECRET = "the butler did it"
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def lines(stream: io.StringIO) -> Lines:
+    configure_logging("debug", json=True, stream=stream)
+    return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_our_loggers_and_the_standard_ones_come_out_alike(lines: Lines) -> None:
+    structlog.get_logger("headrace_workers").info("engine ready", slots=8)
+    logging.getLogger("celery.worker").warning("lost %s", "contact")
+    ours, theirs = lines()
+    assert (ours["event"], ours["level"], ours["logger"], ours["slots"]) == (
+        "engine ready",
+        "info",
+        "headrace_workers",
+        8,
+    )
+    assert (theirs["event"], theirs["level"], theirs["logger"]) == ("lost contact", "warning", "celery.worker")
+    assert ours["timestamp"].endswith("Z")
+    assert theirs["timestamp"].endswith("Z")
+
+
+def test_context_is_on_every_line(lines: Lines) -> None:
+    structlog.contextvars.bind_contextvars(worker="w1")
+    with structlog.contextvars.bound_contextvars(request_id="r1"):
+        logging.getLogger("redis").error("timeout")
+    structlog.get_logger().info("idle")
+    inside, outside = lines()
+    assert (inside["worker"], inside["request_id"]) == ("w1", "r1")
+    assert outside["worker"] == "w1"
+    assert "request_id" not in outside
+
+
+@pytest.mark.parametrize("key", sorted(PRIVATE_KEYS))
+def test_private_keys_are_dropped_and_named(lines: Lines, stream: io.StringIO, key: str) -> None:
+    structlog.get_logger().info("received", **{key: SECRET}, size=17)
+    structlog.get_logger().info("received", message={"deep": [{key: SECRET}]})
+    assert SECRET not in stream.getvalue()
+    flat, deep = lines()
+    assert (flat["dropped_keys"], flat["size"]) == ([key], 17)
+    assert deep["dropped_keys"] == [key]
+
+
+def test_an_object_is_shown_by_its_type(lines: Lines, stream: io.StringIO) -> None:
+    class Request:
+        def __repr__(self) -> str:
+            return SECRET
+
+    structlog.get_logger().info("refused", request=Request(), body_bytes=SECRET.encode())
+    assert SECRET not in stream.getvalue()
+    assert lines()[0]["request"] == "<Request>"
+
+
+def test_a_traceback_shows_no_local_variables(stream: io.StringIO) -> None:
+    for as_json in (True, False):
+        configure_logging("INFO", json=as_json, stream=stream)
+        prompt = SECRET.upper()
+        try:
+            raise ValueError(f"prompt of {len(prompt)} characters is too long")
+        except ValueError:
+            structlog.get_logger().exception("refused")
+            logging.getLogger("kombu").exception("refused")
+    assert SECRET.upper() not in stream.getvalue()
+    assert stream.getvalue().count("prompt of 17 characters is too long") == 4
+
+
+def test_celery_cannot_log_a_result(lines: Lines, stream: io.StringIO) -> None:
+    values = {"name": "headrace.generate", "id": "r1", "runtime": 1.5, "return_value": SECRET, "args": SECRET}
+    logging.getLogger("celery.app.trace").info(trace.LOG_SUCCESS, values)
+    assert SECRET not in stream.getvalue()
+    assert lines()[0]["event"] == "Task headrace.generate[r1] succeeded in 1.5s: [removed]"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "kept"),
+    [
+        (consumer.UNKNOWN_TASK_ERROR, ("other.task", SECRET, SECRET, SECRET, "queue"), "type other.task"),
+        (consumer.UNKNOWN_FORMAT, (SECRET,), "Received and deleted unknown message"),
+        (consumer.INVALID_TASK_ERROR, ("no id", SECRET), "Received invalid task message: no id"),
+        (consumer.MESSAGE_DECODE_ERROR, (ValueError(SECRET), "t", "e", SECRET, SECRET), ""),
+    ],
+)
+def test_celery_cannot_dump_a_message(
+    lines: Lines, stream: io.StringIO, template: str, arguments: tuple[object, ...], kept: str
+) -> None:
+    logging.getLogger("celery.worker.consumer.consumer").error(template, *arguments)
+    assert SECRET not in stream.getvalue()
+    assert kept in lines()[0]["event"]
+    assert lines()[0]["event"].endswith("[removed]")
+
+
+def test_celery_cannot_debug_arguments(lines: Lines, stream: io.StringIO) -> None:
+    pool = BasePool()
+    pool._does_debug = True
+    pool.on_apply = lambda *_, **__: None
+    pool.apply_async(print, (SECRET,), {"prompt": SECRET})
+    assert SECRET not in stream.getvalue()
+    assert lines()[0]["event"].startswith("TaskPool: Apply")
+
+
+def test_a_level_below_the_chosen_one_is_silent(stream: io.StringIO) -> None:
+    configure_logging("WARNING", json=True, stream=stream)
+    structlog.get_logger().info("quiet")
+    logging.getLogger("celery").info("quiet")
+    assert stream.getvalue() == ""
+
+
+def test_configuring_twice_does_not_log_twice(stream: io.StringIO) -> None:
+    configure_logging(json=True, stream=io.StringIO())
+    configure_logging(json=True, stream=stream)
+    structlog.get_logger().info("once")
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_gets_readable_lines_and_anything_else_json() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, is_json in ((Terminal(), False), (io.StringIO(), True)):
+        configure_logging(stream=stream)
+        structlog.get_logger().info("hello", prompt=SECRET)
+        assert stream.getvalue().startswith("{") is is_json
+        assert SECRET not in stream.getvalue()
+
+
+def test_an_unknown_level_is_refused_by_name() -> None:
+    with pytest.raises(LogLevelError, match="unknown log level 'loud'; use one of DEBUG, INFO"):
+        configure_logging("loud")

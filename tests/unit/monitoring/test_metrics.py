@@ -1,0 +1,221 @@
+"""What the verbs of `Metrics` do to the exposition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from headrace_monitoring import buckets
+from headrace_monitoring.labels import OUTCOMES, LabelSets
+from headrace_monitoring.metrics import Metrics
+from unit.monitoring.scrape import STEP, Clock, Scrape
+
+
+def test_every_family_has_its_children_before_anything_happened(metrics: Metrics) -> None:
+    scrape = Scrape(metrics)
+    assert [family.name for family in scrape.families if not family.samples] == []
+    for outcome in OUTCOMES:
+        assert scrape.value("headrace_requests_total", model="tiny", outcome=outcome) == 0
+    for reason in ("crash", "stall", "out_of_memory", "other"):
+        assert scrape.value("headrace_engine_restarts_total", reason=reason) == 0
+
+
+def test_no_series_appears_that_the_first_scrape_did_not_have(metrics: Metrics) -> None:
+    before = set(Scrape(metrics).samples)
+    metrics.message_received(priority=5, wait_seconds=0.3)
+    metrics.message_redelivered()
+    metrics.dead_lettered("a reason nobody foresaw")
+    metrics.request_started()
+    metrics.first_token(0.4, 0.1)
+    metrics.tokens_published(1, None)
+    metrics.tokens_published(2, 0.05)
+    metrics.step(STEP)
+    metrics.request_finished("stop", 1.5, prompt_tokens=20, cached_tokens=8, generation_tokens=3)
+    metrics.request_refused("rejected")
+    metrics.engine_up(True)
+    metrics.engine_restarted("cosmic ray")
+    metrics.worker_state("ready")
+    metrics.slots(3, 8)
+    metrics.redis_command("an unheard-of command", 0.001)
+    metrics.redis_error("an unheard-of command")
+    metrics.redis_up(True)
+    metrics.heartbeat()
+    metrics.queue_depth(5, 3, 0, 1, 12.5)
+    assert set(Scrape(metrics).samples) == before
+
+
+def test_families_follow_the_naming_rules(metrics: Metrics) -> None:
+    for family in Scrape(metrics).families:
+        assert family.documentation, family.name
+        if not family.name.startswith("headrace_"):
+            assert family.name.startswith("process_")
+            continue
+        assert all("model" in sample.labels for sample in family.samples), family.name
+        assert not any(sample.name.endswith("_created") for sample in family.samples), family.name
+        if family.type == "histogram":
+            assert family.name.endswith(("_seconds", "_tokens", "_requests")), family.name
+
+
+def test_objectives_are_bucket_bounds() -> None:
+    assert buckets.TIME_TO_FIRST_TOKEN_OBJECTIVE in buckets.TIME_TO_FIRST_TOKEN
+    assert buckets.INTER_TOKEN_LATENCY_OBJECTIVE in buckets.INTER_TOKEN_LATENCY
+    assert buckets.QUEUE_WAIT_OBJECTIVE in buckets.QUEUE_WAIT
+
+
+def test_the_registry_passed_in_is_the_one_that_is_fed() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry, model="m", queue="q", version="9")
+    assert registry.get_sample_value("headrace_build_info", {"model": "m", "version": "9"}) == 1
+
+
+@pytest.mark.parametrize(("priority", "step"), [(0, "0"), (2, "0"), (3, "3"), (5, "3"), (9, "9"), (-1, "0"), (99, "9")])
+def test_a_priority_counts_on_the_queue_list_it_lands_in(metrics: Metrics, priority: int, step: str) -> None:
+    metrics.message_received(priority, 0.2)
+    assert Scrape(metrics).value("headrace_queue_wait_seconds_count", priority=step) == 1
+
+
+def test_a_message_without_an_enqueue_time_is_counted_but_not_timed(metrics: Metrics) -> None:
+    metrics.message_received(0, None)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_queue_received_messages_total") == 1
+    assert scrape.value("headrace_queue_wait_seconds_count", priority="0") == 0
+
+
+@given(seconds=st.floats())
+def test_no_enqueue_time_can_spoil_a_sum(seconds: float) -> None:
+    metrics = Metrics(model="m", queue="q")
+    metrics.first_token(seconds, 0.1)
+    total = Scrape(metrics).value("headrace_time_to_first_token_seconds_sum")
+    assert math.isfinite(total)
+    assert 0 <= total <= 30 * 24 * 3600
+
+
+def test_requests_in_flight_are_those_started_and_neither_finished_nor_handed_back(metrics: Metrics) -> None:
+    for _ in range(4):
+        metrics.request_started()
+    metrics.request_finished("cancelled", 1.0, prompt_tokens=5, cached_tokens=0, generation_tokens=1)
+    metrics.request_handed_back()
+    metrics.request_refused("rejected")
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_requests_in_flight") == 2
+    assert scrape.value("headrace_requests_total", outcome="cancelled") == 1
+    assert scrape.value("headrace_requests_total", outcome="rejected") == 1
+
+
+def test_only_served_requests_enter_the_duration_and_length_histograms(metrics: Metrics) -> None:
+    for outcome in OUTCOMES:
+        metrics.request_started()
+        metrics.request_finished(outcome, 2.0, prompt_tokens=10, cached_tokens=4, generation_tokens=7)
+    scrape = Scrape(metrics)
+    for histogram in ("request_duration_seconds", "request_prompt_tokens", "request_generation_tokens"):
+        assert scrape.value(f"headrace_{histogram}_count") == 2  # stop and length
+    assert scrape.value("headrace_prompt_tokens_total", source="cached") == 4 * len(OUTCOMES)
+    assert scrape.value("headrace_prompt_tokens_total", source="computed") == 6 * len(OUTCOMES)
+
+
+def test_a_chunk_of_several_tokens_counts_as_equal_gaps(metrics: Metrics) -> None:
+    metrics.tokens_published(1, None)
+    metrics.tokens_published(4, 0.2)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_generation_tokens_total") == 5
+    assert scrape.value("headrace_inter_token_latency_seconds_count") == 4
+    assert scrape.value("headrace_inter_token_latency_seconds_bucket", le="0.05") == 4
+    assert scrape.value("headrace_inter_token_latency_seconds_sum") == pytest.approx(0.2)
+
+
+def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clock) -> None:
+    clock.now = 2000.0
+    metrics.step(STEP)
+    metrics.step(STEP | {"running": 1, "waiting": 0})
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_engine_step_seconds_count", kind="mixed") == 2
+    assert scrape.value("headrace_engine_step_tokens_sum") == 240
+    assert scrape.value("headrace_engine_step_requests_sum") == 8
+    assert scrape.value("headrace_engine_phase_seconds_total", phase="forward") == pytest.approx(0.03)
+    assert scrape.value("headrace_engine_requests", state="running") == 1
+    assert scrape.value("headrace_kv_cache_blocks", state="cached") == 10
+    assert scrape.value("headrace_kv_cache_usage_ratio") == 0.3
+    assert scrape.value("headrace_prefix_cache_queried_tokens_total") == 200
+    assert scrape.value("headrace_prefix_cache_hit_tokens_total") == 96
+    assert scrape.value("headrace_engine_preemptions_total") == 2
+    assert scrape.value("headrace_engine_last_step_timestamp_seconds") == 2000.0
+
+
+def test_a_step_without_tokens_is_no_batch(metrics: Metrics) -> None:
+    metrics.step(STEP | {"num_tokens": 0, "num_requests": 0, "kind": "decode"})
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_engine_step_seconds_count", kind="decode") == 0
+    assert scrape.value("headrace_engine_step_tokens_count") == 0
+    assert scrape.value("headrace_engine_requests", state="waiting") == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "counted"),
+    [("undecodable: ValueError", "undecodable"), ("delivery limit", "delivery_limit"), ("bad luck", "other")],
+)
+def test_a_dead_letter_counts_under_its_kind_of_reason(metrics: Metrics, reason: str, counted: str) -> None:
+    metrics.dead_lettered(reason)
+    assert Scrape(metrics).value("headrace_queue_dead_lettered_messages_total", reason=counted) == 1
+
+
+def test_an_engine_that_is_gone_holds_nothing(metrics: Metrics) -> None:
+    metrics.engine_up(True)
+    metrics.step(STEP)
+    metrics.engine_up(False)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_engine_up") == 0
+    assert scrape.value("headrace_engine_requests", state="running") == 0
+    assert scrape.value("headrace_kv_cache_blocks", state="used") == 0
+    assert scrape.value("headrace_kv_cache_usage_ratio") == 0
+
+
+def test_an_engine_that_just_came_up_does_not_look_stalled(metrics: Metrics, clock: Clock) -> None:
+    clock.now = 5000.0
+    metrics.engine_up(True)
+    assert Scrape(metrics).value("headrace_engine_last_step_timestamp_seconds") == 5000.0
+
+
+def test_a_worker_is_in_one_state_at_a_time(metrics: Metrics) -> None:
+    for state in ("loading", "ready", "draining"):
+        metrics.worker_state(state)
+        scrape = Scrape(metrics)
+        states = {name: scrape.value("headrace_worker_state", state=name) for name in ("loading", "ready", "draining")}
+        assert states == {name: float(name == state) for name in states}
+
+
+def test_slots_are_used_or_free(metrics: Metrics) -> None:
+    metrics.slots(3, 8)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_worker_slots", state="used") == 3
+    assert scrape.value("headrace_worker_slots", state="free") == 5
+
+
+def test_an_empty_queue_is_shown_as_zero(metrics: Metrics) -> None:
+    metrics.queue_depth(7, 1, 2, 3, 60.0)
+    metrics.queue_depth(0, 0, 0, 0, None)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_queue_messages", queue="headrace.tiny", state="ready") == 0
+    assert scrape.value("headrace_queue_oldest_message_age_seconds") == 0
+
+
+def test_words_of_another_package_get_series_of_their_own() -> None:
+    metrics = Metrics(model="m", queue="q", label_sets=LabelSets(dead_letter_reasons=("bad_body",)))
+    metrics.dead_lettered("bad_body")
+    metrics.dead_lettered("poison")
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_queue_dead_lettered_messages_total", reason="bad_body") == 1
+    assert scrape.value("headrace_queue_dead_lettered_messages_total", reason="other") == 1
+
+
+def test_redis_round_trips_and_errors_are_told_by_command(metrics: Metrics) -> None:
+    metrics.redis_command("publish", 0.002)
+    metrics.redis_error("publish")
+    metrics.redis_up(True)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_redis_command_seconds_count", command="publish") == 1
+    assert scrape.value("headrace_redis_errors_total", command="publish") == 1
+    assert scrape.value("headrace_redis_up") == 1

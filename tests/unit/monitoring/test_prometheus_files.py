@@ -1,0 +1,109 @@
+"""The files that Prometheus and Grafana read."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace_monitoring import buckets, dashboards
+from headrace_monitoring.metrics import Metrics
+from unit.monitoring.scrape import Scrape
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMETHEUS = ROOT / "monitoring" / "prometheus"
+PROVISIONING = ROOT / "monitoring" / "grafana" / "provisioning"
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in load(PROMETHEUS / "rules.yml")["groups"] for rule in group["rules"]]
+
+
+def test_every_metric_in_the_rules_is_exposed(metrics: Metrics, rules: list[dict[str, Any]]) -> None:
+    exposed = Scrape(metrics).names
+    for rule in rules:
+        assert set(re.findall(r"(?<!model:)\bheadrace_\w+", rule["expr"])) - exposed == set(), rule
+
+
+def test_every_recorded_series_that_an_alert_reads_is_recorded(rules: list[dict[str, Any]]) -> None:
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    read = {name for rule in rules for name in re.findall(r"model:\w+:\w+", rule["expr"])}
+    assert recorded == read
+
+
+def test_thresholds_in_the_rules_are_the_objectives(metrics: Metrics, rules: list[dict[str, Any]]) -> None:
+    objectives = {
+        "headrace_time_to_first_token_seconds_bucket": buckets.TIME_TO_FIRST_TOKEN_OBJECTIVE,
+        "headrace_inter_token_latency_seconds_bucket": buckets.INTER_TOKEN_LATENCY_OBJECTIVE,
+        "headrace_queue_wait_seconds_bucket": buckets.QUEUE_WAIT_OBJECTIVE,
+    }
+    seen = set()
+    for rule in rules:
+        for name, bound in re.findall(r'(headrace_\w+_bucket)\{le="([^"]+)"\}', rule["expr"]):
+            assert bound == str(objectives[name])
+            assert any(found == name and ("le", bound) in labels for found, labels in Scrape(metrics).samples)
+            seen.add(name)
+    assert seen == set(objectives)
+
+
+def test_every_alert_says_how_bad_it_is_and_what_happened(rules: list[dict[str, Any]]) -> None:
+    for rule in rules:
+        if "alert" in rule:
+            assert rule["labels"]["severity"] in {"page", "ticket"}
+            assert rule["annotations"]["summary"]
+
+
+def test_every_alert_is_in_the_handbook(rules: list[dict[str, Any]]) -> None:
+    handbook = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    assert [rule["alert"] for rule in rules if "alert" in rule and f"`{rule['alert']}`" not in handbook] == []
+
+
+def test_every_metric_is_in_the_handbook(metrics: Metrics) -> None:
+    handbook = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    names = {f"{family.name}_total" if family.type == "counter" else family.name for family in Scrape(metrics).families}
+    assert [name for name in sorted(names) if name.startswith("headrace_") and f"`{name}`" not in handbook] == []
+
+
+def test_the_scraped_job_is_the_one_that_the_rules_name(rules: list[dict[str, Any]]) -> None:
+    jobs = {scrape["job_name"] for scrape in load(PROMETHEUS / "prometheus.yml")["scrape_configs"]}
+    assert {job for rule in rules for job in re.findall(r'job="([^"]+)"', rule["expr"])} == jobs
+
+
+def test_grafana_finds_the_data_source_and_the_dashboards(rules: list[dict[str, Any]]) -> None:
+    (source,) = load(PROVISIONING / "datasources" / "prometheus.yml")["datasources"]
+    assert (source["uid"], source["type"], source["isDefault"]) == ("headrace-prometheus", "prometheus", True)
+    assert source["jsonData"]["timeInterval"] == load(PROMETHEUS / "prometheus.yml")["global"]["scrape_interval"]
+    (provider,) = load(PROVISIONING / "dashboards" / "headrace.yml")["providers"]
+    compose = load(ROOT / "docker-compose.yml")
+    mounts = dict(volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"])
+    assert mounts["./monitoring/grafana/dashboards"] == provider["options"]["path"]
+    assert ROOT / "monitoring" / "grafana" / "dashboards" == dashboards.DASHBOARDS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "rules", "--lint=all", "rules.yml"),
+        ("test", "rules", "rules_test.yml"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_agrees(arguments: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not on PATH (it comes with Prometheus)")
+    done = subprocess.run(
+        [promtool, *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,43 @@
+"""The worker's Celery application, configured by the environment: `celery -A headrace_workers.app worker`."""
+
+import logging
+from typing import Any
+
+from celery import Celery
+from celery.signals import setup_logging
+
+from headrace_broker.app import make_app
+from headrace_monitoring.logging import configure_logging
+from headrace_workers.bootsteps import EngineConsumerStep, EngineStep
+from headrace_workers.settings import WorkerSettings
+from headrace_workers.task import GenerateTask
+
+
+def create_app(settings: WorkerSettings) -> Celery:
+    """A Celery application whose worker serves one model.
+
+    Raises:
+        WorkerSettingsError: the broker's settings are wrong.
+    """
+    app = make_app(settings.broker(), worker=True, models=[settings.served_name])
+    app.worker_settings = settings
+    # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
+    app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
+    app.register_task(GenerateTask())
+    app.steps["worker"].add(EngineStep)
+    app.steps["consumer"].add(EngineConsumerStep)
+
+    def configure(**_: Any) -> None:
+        configure_logging(settings.log_level, settings.log_json)
+        logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # a line a request, with nothing new in it
+
+    setup_logging.connect(configure, weak=False)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """`app` is made from the environment when Celery's command line asks for it, not when this module is imported."""
+    if name in ("app", "celery"):
+        globals()[name] = create_app(WorkerSettings.from_env())
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

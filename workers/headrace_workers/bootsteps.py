@@ -1,0 +1,138 @@
+"""How the engine lives inside a Celery worker: two bootsteps.
+
+The worker's step owns what lives as long as the process: engine, dispatcher, metrics server. The consumer's step is
+run again at every reconnect and ties them to the new connection and its event loop.
+"""
+
+import logging
+import socket
+import time
+from importlib.metadata import version
+from typing import Any
+
+from celery import bootsteps
+from celery.worker import state as worker_state
+
+from headrace_broker.connections import connect
+from headrace_broker.keys import queue_name
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_monitoring.health import HealthServer
+from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.queue_gauges import QueueGauges
+from headrace_workers.supervisor import EngineSupervisor
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+REGISTER_SECONDS = 60.0
+_EXIT_ENGINE_GIVEN_UP = 1
+
+
+class EngineStep(bootsteps.StartStopStep):
+    """Worker blueprint: from the engine's start to its end. Reachable as `worker.headrace`."""
+
+    requires = ("celery.worker.components:Hub", "celery.worker.components:Pool")
+
+    def __init__(self, worker: Any, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        worker.headrace = self
+
+    def create(self, worker: Any) -> "EngineStep":
+        settings = worker.app.worker_settings
+        broker = settings.broker()
+        config = settings.engine_config()
+        queue = queue_name(settings.served_name)
+        self._grace_seconds: float = settings.grace_seconds
+        self.metrics = Metrics(model=settings.served_name, queue=queue, version=version("headrace"))
+        self._health = WorkerHealth()
+        self._server = HealthServer(
+            exposition=self.metrics.exposition,
+            not_ready=self._health.not_ready,
+            not_alive=self._health.not_alive,
+            host=settings.metrics_host,
+            port=settings.metrics_port,
+        )
+        client = connect(broker.redis_url)
+        self.dispatcher = Dispatcher(
+            client=client,
+            stream_ttl_seconds=broker.result_ttl_seconds,
+            served_name=settings.served_name,
+            worker_name=worker.hostname or socket.gethostname(),
+            tokenizer=lambda: ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            metrics=self.metrics,
+            health=self._health,
+            on_given_up=self._stop_worker,
+        )
+        self._supervisor = EngineSupervisor(config, self.dispatcher)
+        self.dispatcher.supervisor = self._supervisor
+        self._gauges = QueueGauges(client, queue, self.metrics)
+        return self
+
+    def start(self, worker: Any) -> None:
+        self._server.start()
+        logger.info("metrics on %s/metrics, health on %s/health/ready", self._server.url, self._server.url)
+        self._supervisor.start()
+        hub = worker.hub
+        hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
+        hub.call_repeatedly(REGISTER_SECONDS, self._register)
+        hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
+
+    def attach(self, consumer: Any, hub: Any) -> None:
+        """Tie the engine to a new connection."""
+        channel = consumer.task_consumer.channel
+        channel.credit = self.dispatcher.credit
+        channel.leases.on_lost = self.dispatcher.lease_lost
+        channel.leases.on_dead_letter = lambda letter: self.metrics.dead_lettered(letter.reason)
+        self.dispatcher.attach(hub)
+        self._supervisor.attach(hub)
+
+    def stop(self, worker: Any) -> None:
+        """Warm shutdown: nothing more is consumed, but the loop still turns; requests finish, within the grace."""
+        self.dispatcher.drain()
+        deadline = time.monotonic() + self._grace_seconds
+        while not self.dispatcher.is_idle and self._supervisor.is_ready and time.monotonic() < deadline:
+            worker.hub.run_once()  # renews leases, publishes, acknowledges
+        self._end(worker)
+
+    def terminate(self, worker: Any) -> None:
+        """Cold shutdown: hand everything back now."""
+        self.dispatcher.drain()
+        self._end(worker)
+
+    def _end(self, worker: Any) -> None:
+        handed_back = self.dispatcher.hand_back()
+        if handed_back:
+            logger.warning("%d request(s) handed back to the queue", handed_back)
+        deadline = time.monotonic() + 5.0
+        turns = 0  # acknowledgements and hand-backs are calls that wait for the loop's next turns
+        while (turns < 3 or not self.dispatcher.is_idle) and time.monotonic() < deadline:
+            worker.hub.call_soon(_nothing)
+            worker.hub.run_once()
+            turns += 1
+        self._supervisor.stop()
+        self.dispatcher.stop()
+        self._server.stop()
+
+    def _register(self) -> None:
+        if self._supervisor.is_ready:
+            self.dispatcher.register_model()
+
+    def _stop_worker(self, reason: str) -> None:
+        logger.critical("the worker stops: %s", reason)
+        worker_state.should_stop = _EXIT_ENGINE_GIVEN_UP
+
+
+class EngineConsumerStep(bootsteps.StartStopStep):
+    """Consumer blueprint: run again at each reconnect."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
+        consumer.controller.headrace.attach(consumer, hub)
+
+
+def _nothing() -> None:
+    """Gives the event loop a reason to turn."""

@@ -1,0 +1,66 @@
+"""The command group, and how errors look: one sentence, no traceback, exit code 1 (2 for wrong usage)."""
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+
+import click
+
+_COMMANDS = {
+    "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
+    "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
+    "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
+    "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
+    "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),
+    "model": ("headrace_workers.cli.model", "model", "Fetch the default model into the cache and print its folder."),
+}
+_NEEDS = "needs the extra headrace[worker]: pip install 'headrace[worker]'"
+
+
+class _Group(click.Group):
+    """Loads a command's module only when the command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module, name, _ = _COMMANDS[cmd_name]
+        try:
+            command: click.Command = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"`headrace {cmd_name}` {_NEEDS} (module {error.name} is missing)") from error
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("headrace"), prog_name="headrace")
+def _headrace() -> None:
+    """Message-queue-driven LLM inference: Celery and Redis in front of a continuous-batching engine.
+
+    Start with `headrace demo`. A service consists of a Redis, one or more `headrace worker`s, and anything that sends
+    Celery tasks, such as `headrace generate`.
+    """
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    from headrace_broker.errors import HeadraceBrokerError
+    from headrace_workers.errors import HeadraceWorkerError
+
+    try:
+        _headrace()
+    except (HeadraceBrokerError, HeadraceWorkerError) as error:
+        click.echo(f"headrace: {error}", err=True)
+        sys.exit(1)
+    except Exception as error:
+        # The engine's errors live in a package that a client may not have installed in full.
+        if type(error).__module__ != "headrace_engine.errors":
+            raise
+        click.echo(f"headrace: {error}", err=True)
+        sys.exit(1)

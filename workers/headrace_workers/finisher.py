@@ -1,0 +1,47 @@
+"""`Finisher`: the thread on which Celery's end-of-task work runs.
+
+Storing a result is a round trip, and minutes of retries while Redis is away. The hub thread renews leases, so it must
+not wait for that. Acknowledgements hop back to the hub by themselves (Celery's consumer arranges it).
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Finisher:
+    """Runs jobs one after the other; `busy` counts those that have not ended."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> int:
+        return self._busy
+
+    def submit(self, finish: Callable[[], None]) -> None:
+        with self._lock:
+            self._busy += 1
+        self._queue.put(finish)
+
+    def stop(self) -> None:
+        """End the thread when all that was submitted has run; does not wait."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (finish := self._queue.get()) is not None:
+            try:
+                finish()
+            except Exception:
+                # The message stays leased and comes back; the stream's end entry then says that it is done.
+                logger.exception("a request could not be finished; its message will be delivered again")
+            finally:
+                with self._lock:
+                    self._busy -= 1

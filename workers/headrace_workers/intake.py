@@ -1,0 +1,139 @@
+"""`Intake`: what a message says, and whether the engine can serve it. Nothing here has an effect."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from headrace_broker import errors as broker_errors
+from headrace_broker.messages import GenerateRequest
+from headrace_broker.results import ErrorInfo
+from headrace_broker.streams import Claim
+from headrace_engine import errors as engine_errors
+from headrace_engine.input_processor import InputProcessor, ProcessedRequest
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_workers.errors import HeadraceWorkerError
+from headrace_workers.job import Job, recorded_choices
+
+
+class RefusedError(HeadraceWorkerError):
+    """The request cannot be served, and never will be."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.error = ErrorInfo(code, message)
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """A message as Celery received it."""
+
+    request_id: str
+    args: Any = field(repr=False)
+    kwargs: Any = field(repr=False)
+    priority: int
+    redelivered: bool
+    enqueued_at: float | None
+    """Unix seconds by the producer's clock."""
+    deadline: float | None
+    """Unix seconds."""
+
+    @classmethod
+    def read(cls, celery_request: Any) -> "Incoming":
+        """From a celery.worker.request.Request; odd values of optional headers count as absent."""
+        headers = celery_request.request_dict
+        delivery = celery_request.delivery_info
+        enqueued_at = headers.get("enqueued_at")
+        expires = celery_request.expires
+        priority = delivery.get("priority")
+        return cls(
+            request_id=celery_request.id,
+            args=celery_request.args,
+            kwargs=celery_request.kwargs,
+            priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
+            redelivered=bool(delivery.get("redelivered")),
+            enqueued_at=float(enqueued_at) if isinstance(enqueued_at, int | float) else None,
+            deadline=expires.timestamp() if isinstance(expires, datetime) else None,
+        )
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds since the message was sent, as far as the two clocks agree."""
+        return None if self.enqueued_at is None else time.time() - self.enqueued_at
+
+
+class Intake:
+    """The worker's door.
+
+    Raises:
+        RefusedError: from `process`, with the code and the sentence that the client gets.
+    """
+
+    def __init__(self, processor: InputProcessor, served_name: str) -> None:
+        self._processor = processor
+        self._served_name = served_name
+
+    def process(self, incoming: Incoming) -> ProcessedRequest:
+        """Check the message and tokenise its prompt."""
+        if incoming.args:
+            raise RefusedError("invalid_request", "positional arguments are not allowed; use keyword arguments")
+        try:
+            request = GenerateRequest.parse(incoming.kwargs)
+        except broker_errors.InvalidRequestError as error:
+            raise RefusedError(error.code, str(error)) from error
+        if request.model is not None and request.model != self._served_name:
+            raise RefusedError(
+                "model_not_found", f"model {request.model!r} is not served here; this queue serves {self._served_name}"
+            )
+        try:
+            return self._tokenize(incoming, request)
+        except engine_errors.InvalidRequestError as error:
+            raise RefusedError(error.code, str(error)) from error
+
+    def _tokenize(self, incoming: Incoming, request: GenerateRequest) -> ProcessedRequest:
+        given = dict(request.sampling_params)
+        # Without a seed of its own a request draws by its id, so that another worker draws the same numbers.
+        given.setdefault("seed", seed_of(incoming.request_id))
+        params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
+        arrival_time = incoming.enqueued_at if incoming.enqueued_at is not None else time.time()
+        if request.messages is not None:
+            return self._processor.process_chat(
+                incoming.request_id,
+                request.messages,
+                params,
+                priority=incoming.priority,
+                arrival_time=arrival_time,
+            )
+        prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
+        assert prompt is not None
+        return self._processor.process(
+            incoming.request_id, prompt, params, priority=incoming.priority, arrival_time=arrival_time
+        )
+
+    def job(
+        self,
+        incoming: Incoming,
+        request: ProcessedRequest,
+        claim: Claim,
+        celery_request: Any,
+        run_task: Callable[[dict[str, Any]], None],
+    ) -> Job:
+        """The job of a claimed request, with all that earlier attempts have generated."""
+        job = Job(
+            celery_request=celery_request,
+            run_task=run_task,
+            request=request,
+            attempt=claim.attempt,
+            choices=recorded_choices(claim.entries, request.params.n),
+            enqueued_at=incoming.enqueued_at,
+        )
+        job.num_resumed_tokens = job.num_tokens
+        job.core_requests()  # tells the engine's requests which tokens they have already
+        return job
+
+
+def seed_of(request_id: str) -> int:
+    """The seed of a request that names none: a 64-bit digest of its id."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big", signed=True)

@@ -1,0 +1,146 @@
+"""`Job`: one message in this worker's hands, from its claim to its acknowledgement."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent
+from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, TokenLogprobs, Usage
+from headrace_broker.streams import StreamWrite
+from headrace_engine.input_processor import ProcessedRequest
+from headrace_engine.outputs import CompletionOutput as EngineOutput
+from headrace_engine.request import EngineCoreRequest
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    """What one choice has published so far, all attempts together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, token_ids: Sequence[int], text: str, logprobs: TokenLogprobs | None) -> None:
+        self.token_ids += token_ids
+        self.text += text
+        if logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *logprobs]
+
+    def to_output(self, index: int) -> CompletionOutput:
+        return CompletionOutput(index, self.text, self.token_ids, self.logprobs, self.finish_reason, self.stop_reason)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The bridge between a Celery request, an engine request and a stream."""
+
+    celery_request: Any
+    """celery.worker.request.Request: acknowledges, stores, announces."""
+    run_task: Any
+    """Runs Celery's tracer around the task; called when the outcome is known."""
+    request: ProcessedRequest
+    attempt: int
+    choices: list[ChoiceRecord]
+    enqueued_at: float | None
+    """Unix seconds by the producer's clock; None when the message does not say."""
+    received_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    num_cached_tokens: int = 0
+    num_resumed_tokens: int = 0
+    """Tokens of earlier attempts."""
+    engine_losses: int = 0
+    """How many engine processes died with this request in them."""
+    timers: list[Any] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(choice.finish_reason is None for choice in self.choices)
+
+    def core_requests(self) -> list[EngineCoreRequest]:
+        """What the engine still has to do, from the next token of each choice on."""
+        todo = []
+        for choice, core_request in zip(self.choices, self.request.choices, strict=True):
+            if choice.finish_reason is None:
+                core_request.output_token_ids = list(choice.token_ids)
+                todo.append(core_request)
+        return todo
+
+    def take(self, output: EngineOutput) -> StreamWrite:
+        """Record news of one choice and return the chunk that publishes it."""
+        choice = self.choices[output.index]
+        logprobs = _to_wire_logprobs(output)
+        choice.add(output.token_ids, output.text, logprobs)
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        return StreamWrite.chunk(
+            self.request_id,
+            self.attempt,
+            self.num_tokens,
+            index=output.index,
+            token_ids=output.token_ids,
+            text=output.text,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
+
+    def end(self, finish_reason: str, error: ErrorInfo | None = None) -> StreamWrite:
+        return StreamWrite.end(
+            self.request_id,
+            self.attempt,
+            self.num_tokens,
+            finish_reason=finish_reason,
+            usage=self.usage(),
+            error=error,
+        )
+
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt_token_ids), self.num_cached_tokens, self.num_tokens)
+
+    def result(self, error: ErrorInfo | None = None) -> GenerateResult:
+        outputs = [choice.to_output(index) for index, choice in enumerate(self.choices)]
+        return GenerateResult(self.request_id, outputs, self.usage(), error)
+
+    def cancel_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
+
+
+def recorded_choices(entries: Sequence[StreamEvent], count: int) -> list[ChoiceRecord]:
+    """The choices as earlier attempts left them in the stream."""
+    choices = [ChoiceRecord() for _ in range(count)]
+    for entry in entries:
+        if isinstance(entry, ChunkEvent) and 0 <= entry.index < count:
+            choice = choices[entry.index]
+            choice.add(entry.token_ids, entry.text, entry.logprobs)
+            choice.finish_reason, choice.stop_reason = entry.finish_reason, entry.stop_reason
+    return choices
+
+
+def recorded_result(request_id: str, entries: Sequence[StreamEvent], ended: EndEvent) -> GenerateResult:
+    """The result of a request whose stream has ended, read back from it."""
+    count = 1 + max((entry.index for entry in entries if isinstance(entry, ChunkEvent)), default=-1)
+    choices = recorded_choices(entries, count)
+    outputs = [choice.to_output(index) for index, choice in enumerate(choices)]
+    return GenerateResult(request_id, outputs, ended.usage, ended.error)
+
+
+def _to_wire_logprobs(output: EngineOutput) -> TokenLogprobs | None:
+    if output.logprobs is None:
+        return None
+    return [
+        [Logprob(token_id, entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in candidates.items()]
+        for candidates in output.logprobs
+    ]

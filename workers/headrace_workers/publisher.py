@@ -1,0 +1,51 @@
+"""`Publisher`: the chunks of a step into Redis, in one call, and again until Redis has them."""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
+from headrace_monitoring.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Holds what is not written yet.
+
+    While Redis is away the writes of later steps queue up behind; sending an entry twice is harmless, because its ID
+    says what it is. Memory is bounded by the tokens of the requests in flight.
+    """
+
+    def __init__(self, writer: StreamWriter, metrics: Metrics) -> None:
+        self._writer = writer
+        self._metrics = metrics
+        self._pending: list[StreamWrite] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, writes: Iterable[StreamWrite]) -> None:
+        self._pending += writes
+
+    def drop(self, request_id: str) -> None:
+        """Forget what is not written yet of a request that is no longer ours."""
+        self._pending = [write for write in self._pending if write.request_id != request_id]
+
+    def flush(self) -> dict[str, WriteOutcome] | None:
+        """Write everything. Returns the requests whose stream refused an entry; None when Redis was not reached."""
+        if not self._pending:
+            return {}
+        started = time.perf_counter()
+        try:
+            refused = self._writer.publish(self._pending)
+        except CONNECTION_ERRORS as error:
+            self._metrics.redis_error("publish")
+            self._metrics.redis_up(False)
+            logger.warning("%d stream entries wait for Redis: %s", len(self._pending), error)
+            return None
+        self._metrics.redis_command("publish", time.perf_counter() - started)
+        self._metrics.redis_up(True)
+        self._pending.clear()
+        return refused

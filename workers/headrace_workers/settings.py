@@ -1,0 +1,82 @@
+"""What an operator sets on a worker: environment variables `HEADRACE_*`, of the same names as the CLI's flags."""
+
+import os
+from pathlib import Path
+
+from pydantic import ByteSize, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from headrace_broker.errors import SettingsError
+from headrace_broker.settings import BrokerSettings
+from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_workers import default_model
+from headrace_workers.errors import WorkerSettingsError
+
+
+class WorkerSettings(BaseSettings):
+    """One worker: its model, its engine's limits, its place in the service.
+
+    The broker's own settings (`HEADRACE_REDIS_URL`, lease and TTL times) are read by `BrokerSettings`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="HEADRACE_", extra="ignore", env_ignore_empty=True)
+
+    model: str
+    """Model folder or hub name; `smollm2-135m-instruct` is fetched on demand."""
+    served_model_name: str | None = None
+    """Name in the queue; the last part of the model's path unless given."""
+    device: str = "auto"
+    dtype: str = "auto"
+    max_num_seqs: int = Field(64, ge=1)
+    max_num_batched_tokens: int = Field(2048, ge=1)
+    max_model_len: int | None = Field(None, ge=1)
+    kv_cache_memory: ByteSize | None = None
+    """Bytes, or with a unit: 4GiB."""
+    attention_backend: str = "auto"
+    trust_remote_code: bool = False
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(9464, ge=0, le=65535)
+    """0 takes a free port."""
+    grace_seconds: float = Field(30.0, ge=0)
+    """How long running requests may go on after SIGTERM."""
+    log_level: str = "INFO"
+    log_json: bool | None = None
+    """None: JSON unless the log goes to a terminal."""
+
+    @classmethod
+    def from_env(cls) -> "WorkerSettings":
+        """Raises WorkerSettingsError, which names every variable that is wrong."""
+        try:
+            return cls()  # type: ignore[call-arg]  # pydantic-settings fills the fields from the environment
+        except ValidationError as error:
+            problems = [
+                f"HEADRACE_{str(problem['loc'][0]).upper()}: {problem['msg']}"
+                + (f", got {problem['input']!r}" if problem["type"] != "missing" else "")
+                for problem in error.errors()
+            ]
+            raise WorkerSettingsError("; ".join(problems)) from error
+
+    @property
+    def served_name(self) -> str:
+        return self.served_model_name or Path(self.model.rstrip("/")).name
+
+    def broker(self) -> BrokerSettings:
+        try:
+            return BrokerSettings.from_env(os.environ)
+        except SettingsError as error:
+            raise WorkerSettingsError(str(error)) from error
+
+    def engine_config(self) -> EngineConfig:
+        """Fetches the default model where it is asked for. Raises ConfigError, ModelFetchError."""
+        return EngineArgs(
+            model=str(default_model.resolve(self.model, self.dtype)),
+            device=self.device,
+            dtype=self.dtype,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
+            attention_backend=self.attention_backend,
+            trust_remote_code=self.trust_remote_code,
+            scheduling_policy="priority",
+        ).create_engine_config()

@@ -1,0 +1,72 @@
+"""How a message of `headrace.generate` gets from Celery's consumer into the engine.
+
+Celery's own strategy does everything else (revoked, expired, ETA, events); it is only handed a pool that is the engine.
+No slot of Celery's real pool is taken, so one worker process holds as many requests as the engine has room for.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery.exceptions import InvalidTaskError
+from celery.worker.strategy import default as default_strategy
+from kombu.exceptions import ContentDisallowed, DecodeError
+
+from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.task import OUTCOME, EngineRequest
+
+
+class EnginePool:
+    """The one method of Celery's pools that a request calls."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def apply_async(
+        self, target: Callable[..., Any], args: tuple[Any, ...] = (), *, callback: Callable[..., Any], **_: Any
+    ) -> None:
+        celery_request = callback.__self__  # type: ignore[attr-defined]  # the bound Request.on_success
+        received = time.monotonic()
+
+        def run_task(outcome: dict[str, Any]) -> None:
+            token = OUTCOME.set(outcome)
+            try:
+                failed, result, _ = target(*args)
+            finally:
+                OUTCOME.reset(token)
+            # A success is announced without its text.
+            callback((failed, result if failed else "", time.monotonic() - received))
+
+        self._dispatcher.accept(celery_request, run_task)
+
+
+class ConsumerProxy:
+    """Celery's consumer with another pool."""
+
+    def __init__(self, consumer: Any, pool: EnginePool) -> None:
+        self._consumer = consumer
+        self.pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+
+def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
+    """The `Strategy` of `GenerateTask`; `consumer.controller.headrace` is the worker's own step."""
+    dispatcher: Dispatcher = consumer.controller.headrace.dispatcher
+    task.Request = type("BoundEngineRequest", (EngineRequest,), {"dispatcher": dispatcher})
+    handler = default_strategy(task, app, ConsumerProxy(consumer, EnginePool(dispatcher)), **options)
+
+    def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
+        try:
+            return handler(message, body, ack, reject, callbacks, **rest)
+        except Exception as error:
+            request_id = message.headers.get("id")
+            if isinstance(request_id, str):
+                dispatcher.refuse_malformed(request_id, task.backend)
+            if isinstance(error, InvalidTaskError | ContentDisallowed | DecodeError):
+                raise
+            # Celery answers this error by rejecting the message; any other one would end the worker.
+            raise InvalidTaskError(f"malformed message: {type(error).__name__}") from None
+
+    return handle

@@ -1,0 +1,152 @@
+"""`EngineSupervisor`: keeps one engine process alive beside the worker's event loop."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+RESTART_LIMIT = 5
+"""Engine deaths in a row, without a finished step between them, after which the worker gives up."""
+FIRST_BACK_OFF_SECONDS = 0.5
+LONGEST_BACK_OFF_SECONDS = 30.0
+
+
+class EngineEvents(Protocol):
+    """Who is told what happens to the engine; all calls come on the event loop's thread."""
+
+    def on_engine_ready(self, model_info: ModelInfo) -> None: ...
+
+    def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None: ...
+
+    def on_engine_lost(self, reason: str) -> None: ...
+
+    def on_engine_given_up(self, reason: str) -> None: ...
+
+
+class EngineSupervisor:
+    """Starts the engine process, reads from it when the loop says so, starts it again when it dies.
+
+    A model or an option that can never work is not retried. Where the requests of a dead engine go is the events'
+    business: `on_engine_ready` is the moment to send them again.
+    """
+
+    def __init__(self, config: EngineConfig, events: EngineEvents) -> None:
+        self._config = config
+        self._events = events
+        self._process: EngineCoreProcess | None = None
+        self._hub: Any = None
+        self._deaths_in_a_row = 0
+        self._started_at = 0.0
+        self._ready = False
+        self._stopped = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start a process; must be called on the main thread, with which the process dies."""
+        self._started_at = time.monotonic()
+        self._process = EngineCoreProcess(self._config)
+        logger.info("engine process %d is loading %s", self._process.pid, self._config.model.model)
+        if self._hub is not None:
+            self.attach(self._hub)
+
+    def attach(self, hub: Any) -> None:
+        """Read from the engine in this event loop; again after each reconnect, which empties the loop."""
+        self._hub = hub
+        if self._process is not None:
+            hub.add_reader(self._process.fileno(), self._on_readable)
+
+    def send(self, requests: Iterable[EngineCoreRequest]) -> None:
+        """To a ready engine. When it is just dying, nothing is lost: its death is about to be reported."""
+        assert self._process is not None
+        try:
+            for request in requests:
+                self._process.add_request(request)
+        except EngineDeadError:
+            logger.warning("a request could not be sent: the engine is gone")
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        if self._ready and self._process is not None and request_ids:
+            try:
+                self._process.abort_requests(request_ids)
+            except EngineDeadError:
+                logger.warning("an abort could not be sent: the engine is gone")
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """End the engine process for good."""
+        self._stopped = True
+        self._ready = False
+        if self._process is not None:
+            self._forget_reader(self._process)
+            self._process.shutdown(timeout)
+            self._process.close()
+            self._process = None
+
+    def _on_readable(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        try:
+            steps = process.receive()
+        except (ConfigError, ModelLoadError) as error:
+            self._bury(process)
+            self._give_up(str(error))
+            return
+        except EngineDeadError as error:
+            self._bury(process)
+            self._on_death(str(error))
+            return
+        if process.is_ready and not self._ready:
+            self._ready = True
+            logger.info("engine ready after %.1f s", time.monotonic() - self._started_at)
+            self._events.on_engine_ready(process.model_info)
+        for step in steps:
+            self._deaths_in_a_row = 0
+            self._events.on_engine_outputs(step)
+
+    def _on_death(self, reason: str) -> None:
+        if self._stopped:
+            return
+        self._deaths_in_a_row += 1
+        logger.error("engine lost (%d in a row): %s", self._deaths_in_a_row, reason)
+        self._events.on_engine_lost(reason)
+        if self._deaths_in_a_row >= RESTART_LIMIT:
+            self._give_up(f"the engine died {self._deaths_in_a_row} times in a row: {reason}")
+            return
+        delay = min(FIRST_BACK_OFF_SECONDS * 2 ** (self._deaths_in_a_row - 1), LONGEST_BACK_OFF_SECONDS)
+        self._hub.call_later(delay, self._restart)
+
+    def _restart(self) -> None:
+        if not self._stopped:
+            self.start()
+
+    def _bury(self, process: EngineCoreProcess) -> None:
+        self._ready = False
+        self._process = None
+        self._forget_reader(process)
+        process.kill()
+        process.close()
+
+    def _forget_reader(self, process: EngineCoreProcess) -> None:
+        if self._hub is not None:
+            self._hub.remove(process.fileno())
+
+    def _give_up(self, reason: str) -> None:
+        self._stopped = True
+        logger.critical("the engine is given up: %s", reason)
+        self._events.on_engine_given_up(reason)

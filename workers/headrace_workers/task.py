@@ -1,0 +1,51 @@
+"""The Celery task `headrace.generate`, and what Celery holds of one received message."""
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+from celery.worker.request import Request
+
+from headrace_broker.messages import TASK_NAME
+
+if TYPE_CHECKING:
+    from headrace_workers.dispatcher import Dispatcher
+
+OUTCOME: ContextVar[dict[str, Any]] = ContextVar("headrace_outcome")
+"""The result of the request whose task is being run; set around the run by `strategy.run_task`."""
+
+
+class EngineRequest(Request):
+    """A received message whose work is done by the engine, not by Celery's pool."""
+
+    dispatcher: "Dispatcher"
+    """Set by the strategy, on a subclass for each worker."""
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:  # noqa: ARG002  # Celery's signature
+        """Celery's revoke with terminate=True."""
+        self.dispatcher.terminate(self.id)
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # noqa: ARG002
+        """Celery's cold shutdown: the worker's own step hands the request back, so nothing is announced."""
+        self._already_cancelled = True
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        if not terminated:  # dropped before the engine ever saw it: nobody else would end its stream
+            self.dispatcher.revoked_in_queue(self.id, reason)
+        super()._announce_revoked(reason, terminated, signum, expired)
+
+
+class GenerateTask(Task):
+    """Runs when the engine is done with the request: Celery then stores the result and fires links and signals."""
+
+    name = TASK_NAME
+    Strategy = "headrace_workers.strategy:engine_strategy"
+    Request = EngineRequest
+    acks_late = True
+    ignore_result = False
+    track_started = False
+    # Celery would write the beginning of the result, which is somebody's text, into log and events.
+    resultrepr_maxsize = 0
+
+    def run(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        return OUTCOME.get()

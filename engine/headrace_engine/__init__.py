@@ -7,6 +7,8 @@ Knows no queue, no Redis and no Prometheus. The names below are loaded on first 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from headrace_engine.openmp import limit_spinning
+
 if TYPE_CHECKING:
     from headrace_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from headrace_engine.config import AsyncEngineArgs as AsyncEngineArgs
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from headrace_engine.outputs import CompletionOutput as CompletionOutput
     from headrace_engine.outputs import RequestOutput as RequestOutput
     from headrace_engine.sampling_params import SamplingParams as SamplingParams
+
+limit_spinning()  # before anything imports torch
 
 _HOMES = {
     "LLM": "llm",

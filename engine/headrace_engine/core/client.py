@@ -11,6 +11,7 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.errors import EngineDeadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
@@ -43,6 +44,7 @@ class InProcessCore:
         self.model_info = self.core.model_info
         self._commands: queue.SimpleQueue[EngineCoreRequest | list[str] | None] = queue.SimpleQueue()
         self._stopped = False
+        self._failure: str | None = None
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._commands.put(request)
@@ -51,6 +53,8 @@ class InProcessCore:
         self._commands.put(list(request_ids))
 
     def get_outputs(self) -> EngineCoreOutputs | None:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
         while not self._stopped:
             while not self._commands.empty() or not self.core.has_work():
                 command = self._commands.get()
@@ -61,7 +65,11 @@ class InProcessCore:
                     self.core.add_request(command)
                 else:
                     self.core.abort_requests(command)
-            outputs = self.core.step()
+            try:
+                outputs = self.core.step()
+            except Exception as error:
+                self._failure = f"the engine core failed: {type(error).__name__}: {error}"
+                raise EngineDeadError(self._failure) from error
             if outputs.outputs or outputs.stats.num_requests:
                 return outputs
         return None

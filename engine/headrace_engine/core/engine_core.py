@@ -40,24 +40,29 @@ class EngineCore:
             runner.capabilities(),
             self.model_info.max_model_len,
         )
-        self._refused: list[EngineCoreOutput] = []
+        self._answers: list[EngineCoreOutput] = []
+        """News that no step has to be computed for."""
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. One that the scheduler refuses is answered with an error by the next step."""
-        try:
-            self.scheduler.add_request(Request(message, self.scheduler.kv.block_size))
-        except HeadraceEngineError as error:
-            self._refused.append(
-                EngineCoreOutput(
-                    request_id=message.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=str(error)
-                )
-            )
+        """Queue a request. One that is refused, or complete already, is answered by the next step."""
+        request = Request(message, self.scheduler.kv.block_size)
+        answer = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
+        if message.output_token_ids:
+            # An earlier attempt may have died between its last token and the news that it was the last.
+            answer.finish_reason, answer.stop_reason = self.scheduler.check_stop(request, request.token_ids[-1])
+        if answer.finish_reason is None:
+            try:
+                self.scheduler.add_request(request)
+                return
+            except HeadraceEngineError as error:
+                answer.finish_reason, answer.error = FinishReason.ERROR, str(error)
+        self._answers.append(answer)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self.scheduler.abort_requests(request_ids)
 
     def has_work(self) -> bool:
-        return bool(self._refused) or self.scheduler.has_work()
+        return bool(self._answers) or self.scheduler.has_work()
 
     def step(self) -> EngineCoreOutputs:
         """Compute one step and return its news. Call only while `has_work()`."""
@@ -79,8 +84,8 @@ class EngineCore:
             **output.phase_seconds,
             "update": ended - executed,
         }
-        refused, self._refused = self._refused, []
-        return EngineCoreOutputs(outputs=refused + news, stats=stats)
+        answers, self._answers = self._answers, []
+        return EngineCoreOutputs(outputs=answers + news, stats=stats)
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

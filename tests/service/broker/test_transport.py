@@ -1,0 +1,293 @@
+"""The lease transport inside kombu, with stock producers on the other side and no Celery worker."""
+
+import base64
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from kombu import Connection, Consumer, Queue
+
+from headrace_broker.app import LEASE_TRANSPORT
+from headrace_broker.dead_letters import dead_letters
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import TransportConfigurationError
+from headrace_broker.keys import LEASES_KEY
+from headrace_broker.transport import Transport
+
+pytestmark = pytest.mark.redis
+
+QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
+
+
+class Inbox:
+    """A consumer of the lease transport that keeps what it is given."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.connection = Connection(url, transport=LEASE_TRANSPORT, transport_options={"lease_seconds": 60, **options})
+        self.channel = self.connection.channel()
+        self.messages: list[Any] = []
+        self.consumer = Consumer(self.channel, [QUEUE], on_message=self.receive, accept=["msgpack"])
+        self.consumer.consume()
+
+    def receive(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def drain(self) -> list[Any]:
+        """What has arrived by now: a fetch without waiting for the doorbell."""
+        self.messages.clear()
+        while self.channel.fetch():
+            pass
+        return list(self.messages)
+
+
+@pytest.fixture
+def inbox(redis_server: EmbeddedServer) -> Iterator[Inbox]:
+    inbox = Inbox(redis_server.url)
+    inbox.channel.credit = lambda: 100
+    yield inbox
+    for message in inbox.messages:
+        if not message.acknowledged:
+            message.ack()
+    inbox.connection.close()
+
+
+@pytest.fixture
+def producer(redis_server: EmbeddedServer) -> Iterator[Any]:
+    with Connection(redis_server.url) as connection:
+        yield connection.Producer(serializer="msgpack")
+
+
+def send(producer: Any, body: Any, priority: int = 0) -> None:
+    producer.publish(body, routing_key=QUEUE.name, exchange="", priority=priority)
+
+
+def test_messages_of_a_stock_producer_arrive_and_are_acknowledged(
+    inbox: Inbox, producer: Any, redis_client: "redis.Redis"
+) -> None:
+    send(producer, {"number": 1}, priority=9)
+    send(producer, {"number": 0})
+    messages = inbox.drain()
+    assert [message.decode() for message in messages] == [{"number": 0}, {"number": 1}]
+    assert redis_client.zcard(LEASES_KEY) == 2
+    for message in messages:
+        message.ack()
+    assert redis_client.keys("headrace*") == []
+
+
+def test_a_waiting_consumer_hears_the_doorbell(inbox: Inbox, producer: Any) -> None:
+    with pytest.raises(socket.timeout):
+        inbox.connection.drain_events(timeout=0.01)  # now the doorbell is waited for
+    send(producer, "ding")
+    inbox.connection.drain_events(timeout=5)
+    assert [message.decode() for message in inbox.messages] == ["ding"]
+
+
+def test_without_credit_messages_stay_in_the_queue(inbox: Inbox, producer: Any, redis_client: "redis.Redis") -> None:
+    for number in range(3):
+        send(producer, number)
+    inbox.channel.credit = lambda: 0
+    assert inbox.drain() == []
+    assert not inbox.channel.qos.can_consume()
+    inbox.channel.credit = lambda: 2 - len(inbox.messages)
+    assert len(inbox.drain()) == 2
+    assert redis_client.llen(QUEUE.name) == 1
+
+
+def test_without_an_engine_the_prefetch_count_is_the_credit(redis_server: EmbeddedServer, producer: Any) -> None:
+    inbox = Inbox(redis_server.url)
+    inbox.channel.basic_qos(0, 2, False)
+    for number in range(3):
+        send(producer, number)
+    messages = inbox.drain()
+    assert [message.decode() for message in messages] == [0, 1]
+    messages[0].ack()
+    assert [message.decode() for message in inbox.drain()] == [2]
+    for message in (messages[1], *inbox.messages):
+        message.ack()
+    inbox.connection.close()
+
+
+def test_a_requeued_message_comes_again_and_a_rejected_one_is_a_dead_letter(
+    inbox: Inbox, producer: Any, redis_client: "redis.Redis"
+) -> None:
+    send(producer, "again")
+    (message,) = inbox.drain()
+    assert message.delivery_info["redelivered"] is False
+    message.requeue()
+    (message,) = inbox.drain()
+    message.reject()
+    assert inbox.drain() == []
+    assert [letter.reason for letter in dead_letters(redis_client)] == ["rejected"]
+
+
+def test_a_message_whose_worker_fell_silent_is_marked_as_redelivered(
+    inbox: Inbox, producer: Any, redis_client: "redis.Redis"
+) -> None:
+    send(producer, "x")
+    (message,) = inbox.drain()
+    inbox.channel.leases.release(message.delivery_tag, strike=True)
+    (again,) = inbox.drain()
+    assert again.delivery_info["redelivered"] is True
+
+
+def envelope(**changes: Any) -> bytes:
+    message: dict[str, Any] = {
+        "body": base64.b64encode(msgpack.packb("fine")).decode(),
+        "content-type": "application/x-msgpack",
+        "content-encoding": "binary",
+        "headers": {"task": "headrace.generate", "id": "request-1"},
+        "properties": {"delivery_tag": "1", "delivery_info": {}, "body_encoding": "base64"},
+    }
+    return json.dumps({key: value for key, value in (message | changes).items() if value is not None}).encode()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"",
+        b"\xff\xfe",
+        b"5",
+        b"[1]",
+        b"null",
+        b"{}",
+        b"[" * 100_000,
+        envelope(properties=None),
+        envelope(properties=5),
+        envelope(properties={"delivery_tag": "1"}),
+        envelope(properties={"delivery_info": {}, "body_encoding": "rot13"}),
+        envelope(headers=None),
+        envelope(headers=[1]),
+        envelope(body="not base64!"),
+        envelope(body=5),
+    ],
+)
+def test_garbage_becomes_a_dead_letter_and_the_next_message_arrives(
+    inbox: Inbox, redis_client: "redis.Redis", garbage: bytes
+) -> None:
+    redis_client.lpush(QUEUE.name, garbage, envelope())
+    (message,) = inbox.drain()
+    assert message.decode() == "fine"
+    (letter,) = dead_letters(redis_client)
+    assert letter.reason.startswith("undecodable: ")
+    assert letter.body == garbage
+
+
+def test_two_messages_with_one_delivery_tag_are_acknowledged_separately(
+    inbox: Inbox, redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(QUEUE.name, envelope(), envelope(headers={"id": "request-2"}))
+    first, second = inbox.drain()
+    first.ack()
+    assert [message.delivery_tag.encode() for message in (second,)] == redis_client.zrange(LEASES_KEY, 0, -1)
+
+
+def test_a_consumer_that_fails_on_one_message_gets_the_others(
+    inbox: Inbox, producer: Any, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
+    def receive(message: Any) -> None:
+        text = message.decode()
+        if text != "fine":
+            raise TypeError(f"cannot work on {text}")
+        inbox.messages.append(message)
+
+    inbox.consumer.on_message = receive
+    send(producer, "secret prompt")
+    send(producer, "fine")
+    assert [message.decode() for message in inbox.drain()] == ["fine"]
+    assert [letter.reason for letter in dead_letters(redis_client)] == ["undeliverable: TypeError"]
+    assert "secret" not in caplog.text
+
+
+def test_a_broken_connection_while_delivering_loses_nothing(
+    inbox: Inbox, producer: Any, redis_client: "redis.Redis"
+) -> None:
+    def receive(_message: Any) -> None:
+        raise ConnectionResetError("the event connection broke")
+
+    inbox.consumer.on_message = receive
+    for number in range(3):
+        send(producer, number)
+    with pytest.raises(ConnectionResetError):
+        inbox.drain()
+    assert len(inbox.channel.leases) == 0
+    inbox.consumer.on_message = inbox.receive
+    messages = inbox.drain()
+    assert [(message.decode(), message.delivery_info["redelivered"]) for message in messages] == [
+        (1, False),
+        (2, False),
+        (0, True),
+    ]
+
+
+def test_leases_outlive_the_connection_that_fetched_them(
+    redis_server: EmbeddedServer, producer: Any, redis_client: "redis.Redis"
+) -> None:
+    send(producer, "x")
+    first = Inbox(redis_server.url)
+    (message,) = first.drain()
+    first.connection.close()
+    assert redis_client.llen(QUEUE.name) == 0  # closing gave nothing back
+    second = Inbox(redis_server.url)
+    assert second.channel.leases is first.channel.leases
+    assert len(second.channel.leases) == 1
+    message.ack()
+    assert redis_client.keys("headrace*") == []
+    second.connection.close()
+
+
+def test_each_database_has_leases_of_its_own(redis_server: EmbeddedServer) -> None:
+    one = Connection(redis_server.url, transport=Transport)
+    two = Connection(redis_server.url.replace("/0", "/1"), transport=Transport)
+    with one, two:
+        assert one.channel().leases is not two.channel().leases
+        assert one.channel().leases is one.channel().leases
+
+
+def test_a_channel_is_leased_wholly_or_not_at_all(inbox: Inbox) -> None:
+    plain = Consumer(inbox.channel, [Queue("celery", exchange="", routing_key="celery")])
+    with pytest.raises(TransportConfigurationError, match=r"headrace\.m, celery cannot share a channel"):
+        plain.consume()
+
+
+def test_a_queue_may_be_leased_by_name(redis_server: EmbeddedServer) -> None:
+    with Connection(
+        redis_server.url, transport=Transport, transport_options={"lease_queues": ["celery"]}
+    ) as connection:
+        channel = connection.channel()
+        Consumer(channel, [Queue("celery", exchange="", routing_key="celery")]).consume()
+        assert channel.leased
+
+
+def test_a_leased_queue_demands_acknowledgement(inbox: Inbox) -> None:
+    careless = Consumer(inbox.connection.channel(), [QUEUE], no_ack=True)
+    with pytest.raises(TransportConfigurationError, match="must be acknowledged"):
+        careless.consume()
+
+
+def test_a_leased_queue_is_not_popped_from(inbox: Inbox) -> None:
+    with pytest.raises(TransportConfigurationError):
+        inbox.channel.basic_get(QUEUE.name)
+
+
+def test_a_global_key_prefix_is_refused(redis_server: EmbeddedServer) -> None:
+    options = {"global_keyprefix": "x:"}
+    connection = Connection(redis_server.url, transport=Transport, transport_options=options)
+    with connection, pytest.raises(TransportConfigurationError, match="global_keyprefix"):
+        connection.channel()
+
+
+def test_other_queues_keep_kombus_own_way(redis_server: EmbeddedServer, producer: Any) -> None:
+    replies: list[Any] = []
+    with Connection(redis_server.url, transport=Transport) as connection:
+        queue = Queue("reply", exchange="", routing_key="reply")
+        consumer = Consumer(connection.channel(), [queue], on_message=replies.append, accept=["msgpack"])
+        consumer.consume()
+        producer.publish("pong", routing_key="reply", exchange="")
+        connection.drain_events(timeout=5)
+        replies[0].ack()
+        assert replies[0].decode() == "pong"
+        assert len(connection.default_channel.leases) == 0

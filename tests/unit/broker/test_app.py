@@ -1,0 +1,38 @@
+"""What the Celery application promises, and what importing the package costs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from headrace_broker.app import LEASE_TRANSPORT, make_app
+from headrace_broker.settings import BrokerSettings
+
+
+@pytest.mark.parametrize("worker", [False, True])
+def test_nothing_but_msgpack_is_spoken(worker: bool) -> None:
+    conf = make_app(BrokerSettings(), worker=worker).conf
+    assert conf.accept_content == conf.result_accept_content == ["msgpack"]
+    assert conf.task_serializer == conf.result_serializer == conf.event_serializer == "msgpack"
+
+
+def test_only_a_worker_leases() -> None:
+    settings = BrokerSettings(lease_seconds=3, delivery_limit=2, result_ttl_seconds=99)
+    producer, worker = make_app(settings).conf, make_app(settings, worker=True, models=["m"]).conf
+    assert producer.broker_transport is None
+    assert worker.broker_transport == LEASE_TRANSPORT
+    assert worker.broker_transport_options["lease_seconds"] == 3
+    assert worker.broker_transport_options["delivery_limit"] == 2
+    assert [queue.name for queue in worker.task_queues] == ["headrace.m"]
+    assert producer.result_expires == worker.result_expires == 99
+    assert worker.task_acks_late
+    assert worker.worker_soft_shutdown_timeout == 0
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    program = "import headrace_broker, json, sys; print(json.dumps(sorted(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    loaded = {name.partition(".")[0] for name in json.loads(output)}
+    assert loaded.isdisjoint({"torch", "transformers", "tokenizers", "numpy", "pydantic", "rich", "structlog"})
+    assert "headrace_broker" in loaded

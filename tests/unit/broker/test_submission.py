@@ -1,0 +1,143 @@
+"""What a client checks before it sends, and how it reads what it gets."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgpack
+import pytest
+
+from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
+from headrace_broker.events import pack
+from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Usage
+from headrace_broker.submission import (
+    RequestStatus,
+    Submission,
+    SubmitRequest,
+    cancel_data,
+    prepare,
+    prepare_all,
+    read_result,
+    read_status,
+    was_cancelled,
+)
+
+NOW = 1_800_000_000.0
+
+
+def prepared(**options: Any) -> Submission:
+    return prepare({"prompt": "x", "model": "m", **options}, default_model=None, now=lambda: NOW)  # type: ignore[typeddict-item]
+
+
+def problems_of(**options: Any) -> tuple[str, ...]:
+    with pytest.raises(InvalidRequestError) as refusal:
+        prepared(**options)
+    return refusal.value.problems
+
+
+def test_a_submission_carries_what_the_queue_acts_on() -> None:
+    submission = prepared(priority=9, tenant="t", idempotency_key="k", request_id="r", expires=60)
+    assert (submission.model, submission.request_id, submission.priority) == ("m", "r", 9)
+    assert submission.headers == {"enqueued_at": NOW, "tenant": "t", "idempotency_key": "k"}
+    assert submission.expires == datetime.fromtimestamp(NOW + 60, UTC)
+
+
+def test_absent_options_are_not_sent_and_each_request_gets_its_own_id() -> None:
+    first, second = prepared(), prepared()
+    assert first.headers == {"enqueued_at": NOW}
+    assert first.expires is None
+    assert first.request_id != second.request_id
+    assert len(first.request_id) == 32
+
+
+def test_a_deadline_may_be_a_moment() -> None:
+    moment = datetime.fromtimestamp(NOW + 5, UTC)
+    assert prepared(expires=moment).expires == moment
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"model": None}, "model must be given"),
+        ({"model": "a\nb"}, "model must be a printable string"),
+        ({"priority": 10}, "priority must be an integer from 0 (first) to 9, not 10"),
+        ({"priority": True}, "priority must be"),
+        ({"request_id": "a b"}, "request_id must be"),
+        ({"request_id": "a\n"}, "request_id must be"),
+        ({"tenant": ""}, "tenant must be"),
+        ({"idempotency_key": 5}, "idempotency_key must be"),
+        ({"expires": 0}, "within the next 365 days"),
+        ({"expires": float("nan")}, "expires must be seconds"),
+        ({"expires": 1e9}, "within the next 365 days"),
+        ({"expires": datetime(2027, 1, 1)}, "naive datetime"),
+        ({"expires": datetime(2000, 1, 1, tzinfo=UTC)}, "within the next 365 days"),
+        ({"expires": "soon"}, "expires must be seconds"),
+        ({"lora": "x"}, "unknown option 'lora'"),
+        ({"messages": []}, "exactly one of"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options: dict[str, Any], complaint: str) -> None:
+    assert any(complaint in problem for problem in problems_of(**options))
+
+
+def test_all_bad_options_are_reported_at_once() -> None:
+    assert len(problems_of(prompt="", model=None, priority=-1, request_id="?", tenant="", expires=-1)) == 6
+
+
+def test_many_requests_are_refused_together_with_their_positions() -> None:
+    many: list[SubmitRequest] = [{"prompt": "x"}, {"prompt": ""}, {"messages": []}]
+    with pytest.raises(InvalidRequestError) as refusal:
+        prepare_all(many, default_model="m")
+    assert [problem.partition(":")[0] for problem in refusal.value.problems] == ["request 1", "request 2"]
+    assert [submission.model for submission in prepare_all(many[:1], default_model="m")] == ["m"]
+
+
+def test_a_cancellation_counts_whoever_made_it() -> None:
+    assert was_cancelled(None)
+    assert was_cancelled(cancel_data())
+    assert not was_cancelled(pack({"finish_reason": "stop"}))
+
+
+def test_a_status_is_read() -> None:
+    assert read_status(None) == RequestStatus("pending")
+    assert read_status([2, 7, b"chunk", b""]) == RequestStatus("running", 2, 7)
+    assert read_status([2, 7, b"end", pack({"finish_reason": "stop"})]) == RequestStatus("finished", 2, 7, "stop")
+
+
+def stored(status: str, result: Any) -> bytes:
+    packed: bytes = msgpack.packb({"status": status, "result": result, "traceback": None, "task_id": "r"})
+    return packed
+
+
+RESULT = GenerateResult("r", [CompletionOutput(0, "hi", [1], finish_reason="stop")], Usage(1, 0, 1))
+
+
+def test_a_stored_result_is_read() -> None:
+    assert read_result("r", stored("SUCCESS", RESULT.to_wire())) == RESULT
+    assert read_result("r", stored("STARTED", None)) is None
+
+
+def test_a_result_with_an_error_is_raised_with_what_there_is() -> None:
+    partial = GenerateResult("r", RESULT.outputs, None, ErrorInfo("cancelled", "the client cancelled the request"))
+    with pytest.raises(RequestFailedError) as failure:
+        read_result("r", stored("SUCCESS", partial.to_wire()))
+    assert (failure.value.code, failure.value.result) == ("cancelled", partial)
+
+
+@pytest.mark.parametrize(
+    ("status", "result", "code"),
+    [
+        ("FAILURE", {"exc_type": "RuntimeError", "exc_message": ["boom"]}, "engine_error"),
+        ("FAILURE", None, "engine_error"),
+        ("REVOKED", {"exc_type": "TaskRevokedError", "exc_message": ["revoked"]}, "cancelled"),
+        ("REVOKED", {"exc_type": "TaskRevokedError", "exc_message": ["expired"]}, "expired"),
+    ],
+)
+def test_celerys_own_failures_get_a_code(status: str, result: Any, code: str) -> None:
+    with pytest.raises(RequestFailedError) as failure:
+        read_result("r", stored(status, result))
+    assert failure.value.code == code
+
+
+def test_a_result_of_another_shape_is_named() -> None:
+    with pytest.raises(MalformedEntryError):
+        read_result("r", stored("SUCCESS", 5))

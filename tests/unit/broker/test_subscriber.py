@@ -1,0 +1,100 @@
+"""A subscriber's position in a stream, with a scripted server in place of Redis."""
+
+from typing import Any
+
+import pytest
+
+from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamGoneError
+from headrace_broker.events import EndEvent, StreamEvent, pack
+from headrace_broker.streams import StreamWrite, end_data
+from headrace_broker.subscriber import read_stream
+
+Entry = tuple[bytes, dict[bytes, bytes]]
+
+
+def chunk(attempt: int, offset: int) -> Entry:
+    data = StreamWrite.chunk("r", attempt, offset, index=0, token_ids=[offset], text="t").data
+    return f"{attempt}-{offset}".encode(), {b"type": b"chunk", b"data": pack(data)}
+
+
+def end(attempt: int, offset: int) -> Entry:
+    return f"{attempt}-{offset}".encode(), {b"type": b"end", b"data": pack(end_data("stop", None, None))}
+
+
+class ScriptedServer:
+    """Answers each XREAD with the next batch; remembers what it was asked."""
+
+    def __init__(self, batches: list[list[Entry]], newest: list[Entry]) -> None:
+        self.batches = batches
+        self.newest = newest
+        self.asked: list[tuple[str, int | None]] = []
+
+    def xread(self, streams: dict[str, str], count: int, block: int | None) -> list[Any]:
+        self.asked.append((streams["headrace:stream:r"], block))
+        batch = self.batches.pop(0)
+        return [[b"headrace:stream:r", batch]] if batch else []
+
+    def xrevrange(self, key: str, count: int) -> list[Entry]:
+        return self.newest
+
+
+def read(server: ScriptedServer, **options: Any) -> list[StreamEvent]:
+    return list(read_stream(server, "r", **options))  # type: ignore[arg-type]
+
+
+def test_each_read_goes_on_where_the_last_one_ended() -> None:
+    server = ScriptedServer([[chunk(1, 1), chunk(1, 2)], [], [chunk(2, 3)], [end(2, 4)]], [chunk(1, 2)])
+    events = read(server)
+    assert [event.entry_id for event in events] == ["1-1", "1-2", "2-3", "2-4"]
+    assert [asked for asked, _ in server.asked] == ["0-0", "1-2", "1-2", "2-3"]
+
+
+def test_nothing_is_read_after_the_end() -> None:
+    server = ScriptedServer([[chunk(1, 1), end(1, 2)]], [])
+    assert isinstance(read(server)[-1], EndEvent)
+    assert server.batches == []
+
+
+def test_whoever_resumes_looks_before_waiting() -> None:
+    server = ScriptedServer([[end(1, 2)]], [])
+    read(server, last_id="1-1")
+    assert server.asked == [("1-1", None)]
+
+
+def test_resuming_after_the_end_yields_nothing_more() -> None:
+    assert read(ScriptedServer([[]], [end(1, 2)]), last_id="1-2") == []
+
+
+def test_an_end_that_arrives_just_after_an_empty_read_is_not_swallowed() -> None:
+    server = ScriptedServer([[], [end(1, 2)]], [end(1, 2)])
+    assert [event.entry_id for event in read(server, last_id="1-1")] == ["1-2"]
+
+
+def test_a_stream_that_vanished_is_not_waited_for() -> None:
+    with pytest.raises(StreamGoneError, match="the last entry read was 1-1"):
+        read(ScriptedServer([[chunk(1, 1)], []], []))
+    with pytest.raises(StreamGoneError):
+        read(ScriptedServer([[]], []), last_id="1-1")
+
+
+def test_a_stream_that_nobody_began_is_waited_for() -> None:
+    assert len(read(ScriptedServer([[], [], [end(1, 1)]], []))) == 1
+
+
+def test_silence_ends_after_the_timeout() -> None:
+    with pytest.raises(ResultTimeoutError, match="no stream entry within 0 s"):
+        read(ScriptedServer([[], []], []), timeout=0)
+
+
+def test_a_single_wait_is_never_longer_than_what_is_left() -> None:
+    server = ScriptedServer([[end(1, 1)]], [])
+    read(server, timeout=0.5)
+    (wait,) = (block for _, block in server.asked)
+    assert wait is not None
+    assert 0 < wait <= 500
+
+
+@pytest.mark.parametrize("last_id", ["", "1", "1-", "$", "1-1-1", "-1-0"])
+def test_a_position_that_is_no_entry_id_is_refused(last_id: str) -> None:
+    with pytest.raises(InvalidRequestError, match="last_id"):
+        read(ScriptedServer([], []), last_id=last_id)

@@ -1,0 +1,126 @@
+"""`headrace generate`, `status` and `cancel`: the queue's client on the command line. Needs no torch."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from headrace_broker.client import Client
+from headrace_broker.errors import RequestFailedError
+from headrace_broker.events import ChunkEvent, EndEvent
+from headrace_workers.cli import options
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--model", metavar="NAME", help="Served name [default: the only one that the service knows].")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="Most tokens to generate.")
+@click.option("--temperature", type=float, help="0 always takes the likeliest token [default: 1].")
+@click.option("--top-p", type=float, help="Draw from the likeliest tokens that reach this probability.")
+@click.option("--seed", type=int, help="Same seed, same answer.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given more than once.")
+@click.option("--priority", type=click.IntRange(0, 9), default=0, show_default=True, help="0 is served first.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, metavar="S", help="Longest silence.")
+@options.redis_url
+@options.as_json
+def generate(
+    prompt: str,
+    model: str | None,
+    chat: bool,
+    system: str | None,
+    priority: int,
+    timeout: float,
+    redis_url: str,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Send PROMPT to the service and print the answer while it is generated. `-` reads the prompt from stdin.
+
+    Ctrl-C cancels the request. Exit code 1 when the request fails.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = {
+        name: list(value) if name == "stop" else value for name, value in sampling.items() if value not in (None, ())
+    }
+    with Client(redis_url) as client:
+        served = model or _only_model(client)
+        if chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": text})
+            request_id = client.submit(messages=messages, sampling_params=params, model=served, priority=priority)
+        else:
+            request_id = client.submit(text, params, model=served, priority=priority)
+        try:
+            if as_json:
+                click.echo(json.dumps(client.result(request_id, timeout=timeout).to_wire()))
+            else:
+                _print_stream(client, request_id, timeout)
+        except KeyboardInterrupt:
+            client.cancel(request_id)
+            click.echo(f"\nrequest {request_id} cancelled", err=True)
+            sys.exit(130)
+
+
+@click.command()
+@click.argument("request_id")
+@options.redis_url
+@options.as_json
+def status(request_id: str, redis_url: str, as_json: bool) -> None:
+    """Say how far the request REQUEST_ID is: pending (queued or unknown), running, or finished and how."""
+    with Client(redis_url) as client:
+        found = client.status(request_id)
+    if as_json:
+        click.echo(json.dumps(asdict(found)))
+    elif found.state == "pending":
+        click.echo("pending: no worker has begun it, or it is not known (any more)")
+    else:
+        how = f" ({found.finish_reason})" if found.finish_reason else ""
+        click.echo(f"{found.state}{how}: {found.tokens} tokens, attempt {found.attempt}")
+
+
+@click.command()
+@click.argument("request_id")
+@options.redis_url
+@options.as_json
+def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
+    """End the request REQUEST_ID: a queued one never runs, a running one stops at its next token.
+
+    Exit code 1 when it had ended already.
+    """
+    with Client(redis_url) as client:
+        cancelled = client.cancel(request_id)
+    if as_json:
+        click.echo(json.dumps({"request_id": request_id, "cancelled": cancelled}))
+    else:
+        click.echo("cancelled" if cancelled else "it had ended already")
+    sys.exit(0 if cancelled else 1)
+
+
+def _only_model(client: Client) -> str:
+    known = sorted(client.models())
+    if len(known) == 1:
+        return known[0]
+    if not known:
+        raise click.UsageError("no worker has served a model here yet: start one, or name the queue with --model")
+    raise click.UsageError(f"the service knows several models, choose one with --model: {', '.join(known)}")
+
+
+def _print_stream(client: Client, request_id: str, timeout: float) -> None:
+    end: EndEvent | None = None
+    for event in client.events(request_id, timeout=timeout):
+        if isinstance(event, ChunkEvent):
+            click.echo(event.text, nl=False)
+        elif isinstance(event, EndEvent):
+            end = event
+    click.echo()
+    if end is None:
+        return
+    if end.error is not None:
+        raise RequestFailedError(request_id, end.error.code, end.error.message)
+    if end.usage is not None:
+        usage = f"{end.usage.prompt_tokens} prompt tokens, {end.usage.completion_tokens} generated"
+        click.echo(f"[{end.finish_reason}] {usage}, request {request_id}", err=True)

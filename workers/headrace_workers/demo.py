@@ -1,0 +1,130 @@
+"""The demo: a real model, a real queue, a real worker process, eight streams at once, and proof that it fits together.
+
+Everything runs on this machine and nothing is left behind, except the model in the user's cache.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from celery.result import AsyncResult
+
+from headrace_broker.app import make_app
+from headrace_broker.async_client import AsyncClient
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.settings import BrokerSettings
+from headrace_workers import default_model
+from headrace_workers.errors import HeadraceWorkerError
+from headrace_workers.local_worker import LocalWorker
+from headrace_workers.stream_timing import StreamTiming, summarise
+
+QUESTIONS = (
+    "What is a mill race, and what does it drive?",
+    "Explain to a child why the sky is blue.",
+    "Write a short poem about a river.",
+    "Give three tips for learning to cook.",
+    "What is the capital of France, and what is it known for?",
+    "Describe how bread is made, step by step.",
+    "Why do leaves change their colour in autumn?",
+    "Tell me a fun fact about the moon.",
+)
+MAX_TOKENS = 96
+_STREAM_TIMEOUT = 120.0
+
+
+class DemoFailedError(HeadraceWorkerError):
+    """Something that the demo is to show did not hold."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One stream as the demo follows it."""
+
+    question: str
+    text: str = ""
+    finish_reason: str | None = None
+    timing: StreamTiming = field(default_factory=lambda: StreamTiming(0.0))
+
+
+@dataclass(slots=True)
+class Report:
+    answers: list[Answer]
+    figures: dict[str, float]
+    """Of `stream_timing.summarise`."""
+    metrics_url: str
+
+
+@dataclass(slots=True)
+class Demo:
+    """Runs the whole service once.
+
+    Args:
+        progress: told each stage in a sentence.
+        draw: called whenever an answer has grown, with all answers.
+        keep: called when all is shown and the service still runs; returns when it may end.
+    """
+
+    progress: Callable[[str], None]
+    draw: Callable[[Sequence[Answer]], None]
+    keep: Callable[[Report, str], None] | None = None
+
+    def run(self) -> Report:
+        """Raises HeadraceWorkerError or HeadraceBrokerError when anything fails."""
+        model = default_model.fetch(progress=self.progress)
+        with contextlib.ExitStack() as stack:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-"))) / "worker.log"
+            server = stack.enter_context(EmbeddedServer())
+            self.progress(f"queue: {BrokerSettings(redis_url=server.url).safe_url}")
+            worker = stack.enter_context(LocalWorker(model=str(model), redis_url=server.url, log=log, grace_seconds=5))
+            self.progress(f"worker: process {worker.pid} is loading {default_model.NAME}")
+            worker.wait_ready()
+            self.progress(f"worker: ready; metrics on {worker.url}/metrics")
+            report = self._ask(server.url, worker.url)
+            if self.keep is not None:
+                self.keep(report, server.url)
+        return report
+
+    def _ask(self, redis_url: str, worker_url: str) -> Report:
+        answers = [Answer(question) for question in QUESTIONS]
+        request_ids = asyncio.run(self._stream_all(redis_url, answers))
+        _check_results(redis_url, request_ids, answers)
+        return Report(answers, summarise(answer.timing for answer in answers), f"{worker_url}/metrics")
+
+    async def _stream_all(self, redis_url: str, answers: list[Answer]) -> list[str]:
+        async with AsyncClient(redis_url, model=default_model.NAME) as client:
+            sent_at = time.monotonic()
+            request_ids = await client.submit_many(
+                {
+                    "messages": [{"role": "user", "content": answer.question}],
+                    "sampling_params": {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": MAX_TOKENS},
+                }
+                for answer in answers
+            )
+            for answer in answers:
+                answer.timing.sent_at = sent_at
+            streams = zip(request_ids, answers, strict=True)
+            await asyncio.gather(*(self._follow(client, i, answer, answers) for i, answer in streams))
+        return request_ids
+
+    async def _follow(self, client: AsyncClient, request_id: str, answer: Answer, answers: list[Answer]) -> None:
+        async for chunk in client.stream(request_id, timeout=_STREAM_TIMEOUT):
+            answer.text += chunk.text
+            answer.finish_reason = chunk.finish_reason
+            answer.timing.arrived(time.monotonic(), len(chunk.token_ids))
+            self.draw(answers)
+
+
+def _check_results(redis_url: str, request_ids: Sequence[str], answers: Sequence[Answer]) -> None:
+    """`AsyncResult.get()` must be the stream, put together."""
+    app = make_app(BrokerSettings(redis_url=redis_url))
+    try:
+        for request_id, answer in zip(request_ids, answers, strict=True):
+            result = AsyncResult(request_id, app=app).get(timeout=30)
+            if result["outputs"][0]["text"] != answer.text:
+                raise DemoFailedError(f"the result of request {request_id} differs from its stream")
+    finally:
+        app.close()

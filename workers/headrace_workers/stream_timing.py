@@ -1,0 +1,55 @@
+"""`StreamTiming`: what a subscriber measures of one stream, and the figures of many."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StreamTiming:
+    """Arrival times of one request's chunks, in seconds of one monotonic clock."""
+
+    sent_at: float
+    arrivals: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def arrived(self, now: float, num_tokens: int) -> None:
+        self.arrivals.append(now)
+        self.num_tokens += num_tokens
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return self.arrivals[0] - self.sent_at if self.arrivals else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies."""
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+def summarise(timings: Iterable[StreamTiming]) -> dict[str, float]:
+    """TTFT and inter-token p50 and p99 in seconds, output tokens, and output tokens a second over the whole span."""
+    timings = list(timings)
+    first = [value for timing in timings if (value := timing.time_to_first_token) is not None]
+    gaps = [gap for timing in timings for gap in timing.gaps]
+    begin = min(timing.sent_at for timing in timings)
+    end = max((timing.arrivals[-1] for timing in timings if timing.arrivals), default=begin)
+    num_tokens = sum(timing.num_tokens for timing in timings)
+    return {
+        "ttft_p50": percentile(first, 50),
+        "ttft_p99": percentile(first, 99),
+        "itl_p50": percentile(gaps, 50),
+        "itl_p99": percentile(gaps, 99),
+        "output_tokens": num_tokens,
+        "output_tokens_per_second": num_tokens / (end - begin) if end > begin else 0.0,
+    }
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """By linear interpolation between the two nearest ranks; 0 without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

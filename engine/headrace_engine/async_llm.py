@@ -1,8 +1,9 @@
 """AsyncLLMEngine: streaming generation for asyncio programs."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
@@ -61,8 +62,9 @@ class AsyncLLMEngine:
         request = self._input_processor.process(
             request_id, prompt, sampling_params, priority=priority, arrival_time=time.monotonic()
         )
-        async for output in self._stream(request):
-            yield output
+        async with contextlib.aclosing(self._stream(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -77,8 +79,9 @@ class AsyncLLMEngine:
         request = self._input_processor.process_chat(
             request_id, messages, sampling_params, priority=priority, arrival_time=time.monotonic()
         )
-        async for output in self._stream(request):
-            yield output
+        async with contextlib.aclosing(self._stream(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream yields a last output with finish reason abort. Unknown ids are ignored."""
@@ -104,6 +107,7 @@ class AsyncLLMEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._core.shutdown)
         if self._pump is not None:
             await self._pump
+        self._core.close()
         self._thread.shutdown()
         self._fail_streams()
 
@@ -113,7 +117,7 @@ class AsyncLLMEngine:
         if request_id in self._streams:
             raise DuplicateRequestError(f"request {request_id} is in the engine already")
 
-    async def _stream(self, request: ProcessedRequest) -> AsyncIterator[RequestOutput]:
+    async def _stream(self, request: ProcessedRequest) -> AsyncGenerator[RequestOutput]:
         queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._streams[request.request_id] = queue
         try:
@@ -131,10 +135,11 @@ class AsyncLLMEngine:
                 yield output
         finally:
             # Also reached when the consumer went away: then the request is still followed and is aborted here.
+            del self._streams[request.request_id]
             aborted = self._output_processor.abort(request.request_id)
             if aborted is not None and self._dead is None:
-                self._core.abort_requests(aborted[1])
-            del self._streams[request.request_id]
+                with contextlib.suppress(EngineDeadError):  # the pump is about to learn it, too
+                    self._core.abort_requests(aborted[1])
 
     async def _pump_outputs(self) -> None:
         """Move steps from the core to the streams until the core ends."""

@@ -4,6 +4,7 @@ A prompt is text, token ids or chat messages; a request becomes one `EngineCoreR
 """
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class InputProcessor:
     def __init__(self, model_info: ModelInfo, tokenizer: ModelTokenizer) -> None:
         self._model_info = model_info
         self._tokenizer = tokenizer
+        self._admissions = itertools.count(1)
 
     def process(
         self,
@@ -85,7 +87,11 @@ class InputProcessor:
         if isinstance(prompt, str):
             self._check_text_length(len(prompt))
             return prompt, self._tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+        if (
+            isinstance(prompt, bytes | bytearray)
+            or not isinstance(prompt, Sequence)
+            or not all(type(token) is int for token in prompt)
+        ):
             raise InvalidRequestError("a prompt must be text or a list of token ids (integers)")
         return None, [int(token) for token in prompt]
 
@@ -112,9 +118,10 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         # Output kind and stop strings are the output processor's business and stay here.
         core_params = replace(params, stop=[])
+        admission = next(self._admissions)
         choices = [
             EngineCoreRequest(
-                request_id=choice_id(request_id, index),
+                request_id=choice_id(request_id, index, admission),
                 prompt_token_ids=token_ids,
                 sampling_params=core_params,
                 seed=choice_seed(seed, index),
@@ -147,9 +154,12 @@ class InputProcessor:
             raise InvalidRequestError(problems)
 
 
-def choice_id(request_id: str, index: int) -> str:
-    """The core's name for one choice of a request."""
-    return f"{request_id}:{index}"
+def choice_id(request_id: str, index: int, admission: int) -> str:
+    """The core's name for one choice of a request.
+
+    Never used twice: after an abort the same request id may come back while old news are still on their way here.
+    """
+    return f"{request_id}:{index}:{admission}"
 
 
 def choice_seed(seed: int, index: int) -> int:

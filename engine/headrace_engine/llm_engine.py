@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.core.client import CoreClient, InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.errors import DuplicateRequestError
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError
 from headrace_engine.input_processor import ChatMessage, InputProcessor, ProcessedRequest, Prompt
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
@@ -67,13 +67,13 @@ class LLMEngine:
         """Wait for one step of the core and return the outputs of the requests that it moved.
 
         Raises:
-            EngineDeadError: the core failed.
+            EngineDeadError: the core failed or was closed.
         """
         if not self.has_unfinished_requests():
             return []
         outputs = self._core.get_outputs()
         if outputs is None:
-            return []
+            raise EngineDeadError("the engine was closed before its requests were finished")
         processed = self._output_processor.process(outputs.outputs)
         if processed.finished_choice_ids:
             self._core.abort_requests(processed.finished_choice_ids)
@@ -93,6 +93,7 @@ class LLMEngine:
 
     def close(self) -> None:
         self._core.shutdown()
+        self._core.close()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -127,5 +128,6 @@ def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:
         process.wait_ready()
     except BaseException:
         process.kill()
+        process.close()
         raise
     return process

@@ -135,7 +135,10 @@ class OutputProcessor:
         return self._request_output(state, completions), alive
 
     def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
-        text, stop = choice.detokenizer.update(output.new_token_ids, finished=output.finish_reason is not None)
+        visible = output.new_token_ids
+        if output.finish_reason is FinishReason.STOP and not state.params.include_stop_str_in_output:
+            visible = visible[:-1]  # as a stop string, the stop or end token itself is not shown
+        text, stop = choice.detokenizer.update(visible, finished=output.finish_reason is not None)
         choice.token_ids += output.new_token_ids
         logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
         choice.logprobs += logprobs

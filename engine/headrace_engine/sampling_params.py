@@ -5,6 +5,7 @@ Values are checked when the object is made, and every problem is reported at onc
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
@@ -161,7 +162,8 @@ def _is_int(value: object) -> bool:
 
 
 def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> list[str]:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    largest = sys.float_info.max  # Python's integers go beyond it
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -largest <= value <= largest:
         return [f"{name} is {value!r}, expected a finite number"]
     if value < low or value > high or (above and value == low):
         least = f"above {low:g}" if above else f"at least {low:g}"

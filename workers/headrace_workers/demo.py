@@ -17,7 +17,6 @@ from headrace_broker.app import make_app
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.settings import BrokerSettings
-from headrace_workers import default_model
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.local_worker import LocalWorker
 from headrace_workers.stream_timing import StreamTiming, summarise
@@ -63,24 +62,27 @@ class Demo:
     """Runs the whole service once.
 
     Args:
+        model: model folder; its last part is the name in the queue.
         progress: told each stage in a sentence.
         draw: called whenever an answer has grown, with all answers.
         keep: called when all is shown and the service still runs; returns when it may end.
     """
 
+    model: Path
     progress: Callable[[str], None]
     draw: Callable[[Sequence[Answer]], None]
     keep: Callable[[Report, str], None] | None = None
 
     def run(self) -> Report:
         """Raises HeadraceWorkerError or HeadraceBrokerError when anything fails."""
-        model = default_model.fetch(progress=self.progress)
         with contextlib.ExitStack() as stack:
             log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-"))) / "worker.log"
             server = stack.enter_context(EmbeddedServer())
             self.progress(f"queue: {BrokerSettings(redis_url=server.url).safe_url}")
-            worker = stack.enter_context(LocalWorker(model=str(model), redis_url=server.url, log=log, grace_seconds=5))
-            self.progress(f"worker: process {worker.pid} is loading {default_model.NAME}")
+            worker = stack.enter_context(
+                LocalWorker(model=str(self.model), redis_url=server.url, log=log, grace_seconds=5)
+            )
+            self.progress(f"worker: process {worker.pid} is loading {self.model.name}")
             worker.wait_ready()
             self.progress(f"worker: ready; metrics on {worker.url}/metrics")
             report = self._ask(server.url, worker.url)
@@ -95,7 +97,7 @@ class Demo:
         return Report(answers, summarise(answer.timing for answer in answers), f"{worker_url}/metrics")
 
     async def _stream_all(self, redis_url: str, answers: list[Answer]) -> list[str]:
-        async with AsyncClient(redis_url, model=default_model.NAME) as client:
+        async with AsyncClient(redis_url, model=self.model.name) as client:
             sent_at = time.monotonic()
             request_ids = await client.submit_many(
                 {

@@ -1,10 +1,6 @@
--- KEYS: the five lease keys. ARGV: owner, ids. Returns how many of them were still the owner's.
-local acked = 0
-for i = 2, #ARGV do
-  if owned_list(ARGV[i], ARGV[1]) then
-    revoke(ARGV[i])
-    redis.call('HDEL', DELIVERIES, ARGV[i])
-    acked = acked + 1
-  end
-end
-return acked
+-- KEYS: the five lease keys. ARGV: owner, id. Returns 1, or 0 where the lease was no longer the owner's.
+local owner, id = ARGV[1], ARGV[2]
+if not owned_list(id, owner) then return 0 end
+revoke(id)
+redis.call('HDEL', DELIVERIES, id)
+return 1

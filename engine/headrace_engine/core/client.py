@@ -35,6 +35,9 @@ class CoreClient(Protocol):
 
     def shutdown(self) -> None: ...
 
+    def close(self) -> None:
+        """Give back what the outputs came through; after `shutdown`, when nobody takes outputs any more."""
+
 
 class InProcessCore:
     """The core in the caller's process; a step is computed by whoever asks for outputs."""
@@ -77,3 +80,6 @@ class InProcessCore:
     def shutdown(self) -> None:
         self._commands.put(None)
         self.core.shutdown()
+
+    def close(self) -> None:
+        """Nothing to give back: the core lives here."""

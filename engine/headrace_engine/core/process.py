@@ -5,6 +5,7 @@ Parent and child exchange msgpack frames over two pipes:
 
     parent -> child   ["add", request] ["abort", [ids]] ["stop"]         (first frame of all: the config)
     child -> parent   ["ready", model info] ["outputs", step] ["failed", sentence, kind]
+                      ["log", level, logger, line], so that one process writes one log in one format
 
 The child is a fresh interpreter (not a fork: CUDA and OpenMP do not survive one), leads its own process group so
 that a Ctrl-C in the terminal reaches only the parent, and dies with the thread that started it.
@@ -150,6 +151,9 @@ class EngineCoreProcess:
         for kind, *values in frames:
             if kind == "outputs":
                 steps.append(EngineCoreOutputs.from_wire(values[0]))
+            elif kind == "log":
+                level, name, line = values
+                logging.getLogger(name).log(level, "%s", line)
             elif kind == "ready":
                 self._model_info = ModelInfo(**values[0])
             else:
@@ -211,6 +215,20 @@ class EngineCoreProcess:
 _STARTUP_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 
 
+class _LogSender(logging.Handler):
+    """Sends the child's log lines to the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._connection.send(["log", record.levelno, record.name, self.format(record)])
+        except OSError:
+            self.handleError(record)  # the parent is gone; the next frame of the core ends the child
+
+
 def _child_main(read_fd: int, write_fd: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
@@ -221,7 +239,7 @@ def _child_main(read_fd: int, write_fd: int) -> int:
     # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
     config = EngineConfig.from_wire(commands.get())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)])
     try:
         core = EngineCore(config, create_runner(config))
         connection.send(["ready", asdict(core.model_info)])

@@ -137,7 +137,8 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         if self._policy == "priority":
-            return max(self.running, key=lambda request: (request.priority, request.arrival_time))
+            # The waiting queue's order to the last tie: were two requests each other's victims, neither would end.
+            return max(self.running, key=lambda r: (r.priority, r.arrival_time, r.request_id))
         return self.running[-1]
 
     def _preempt(self, request: Request) -> None:

@@ -15,6 +15,7 @@ from headrace_engine.sampling_params import SamplingParams
 
 # Most rows that use top-p keep far fewer tokens than this; a row that keeps more is sorted in full.
 _PARTIAL_SORT = 1024
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +81,8 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    column = torch.tensor([row.params.temperature for row in rows])[:, None]
+    # A float64 beyond float32 would become infinite, and suppressed tokens not a number.
+    column = torch.tensor([min(row.params.temperature, _LARGEST) for row in rows])[:, None]
     logits = logits / column
     min_p = torch.tensor([row.params.min_p for row in rows])[:, None]
     if bool((min_p > 0).any()):

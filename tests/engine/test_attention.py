@@ -5,7 +5,6 @@ Caches are poisoned with NaN first: a kernel that lets one unwritten key or valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,6 @@ class Problem:
     softcap: float | None = None
     sinks: bool = False
     spread: float = 1.0
-    threads: int = 1
     seed: int = 0
 
 
@@ -48,7 +46,6 @@ problems = st.builds(
     softcap=st.none() | st.sampled_from([1.0, 20.0, 50.0]),
     sinks=st.booleans(),
     spread=st.sampled_from([0.1, 1.0, 4.0]),
-    threads=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
 
@@ -92,9 +89,9 @@ class Case:
     def metadata(self, spans: list[tuple[int, int]]) -> AttentionMetadata:
         """A step that computes these (first, end) positions."""
         size = self.problem.block_size
+        positions = [torch.arange(first, end) for first, end in spans]
         slots = [
-            torch.tensor([int(self.table[row, p // size]) * size + p % size for p in range(first, end)])
-            for row, (first, end) in zip(self.rows.tolist(), spans, strict=True)
+            self.table[row, p // size] * size + p % size for row, p in zip(self.rows.long(), positions, strict=True)
         ]
         counts = [end - first for first, end in spans]
         return AttentionMetadata(
@@ -154,21 +151,13 @@ class Case:
         return torch.cat(outputs)
 
 
-@pytest.fixture(params=[ReferenceBackend, NativeBackend], ids=["torch", "native"])
-def backend_type(request: pytest.FixtureRequest) -> Any:
-    return request.param
+both_backends = pytest.mark.parametrize("backend_type", [ReferenceBackend, NativeBackend], ids=["torch", "native"])
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, head_dim=256, block_size=32)
 
 
-WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, head_dim=256, block_size=32, threads=2)
-
-
+@both_backends
 @example(Problem(((0, 1),)))
 @example(Problem(((16, 1), (15, 1), (17, 1)), window=1))
 @example(Problem(((64, 33),), window=16, group=3))
@@ -176,31 +165,35 @@ WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, head_dim=256, 
 @given(problems)
 @settings(max_examples=50, deadline=None)
 def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Problem) -> None:
-    torch.set_num_threads(problem.threads)
     case = Case(problem, torch.float32)
     torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
+@both_backends
 @example(WIDE)
 @given(problems)
 @settings(max_examples=30, deadline=None)
 def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, problem: Problem) -> None:
-    torch.set_num_threads(problem.threads)
     case = Case(problem, torch.bfloat16)
     torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=2e-3, rtol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    case = Case(WIDE, dtype)
+    before = torch.get_num_threads()
     outputs = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        case = Case(WIDE, dtype)
-        outputs.append(case.compute(NativeBackend(case.spec())))
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outputs.append(case.compute(NativeBackend(case.spec())))
+    finally:
+        torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 
 
+@both_backends
 def test_scores_far_beyond_the_range_of_exp_are_still_a_softmax(backend_type: Any) -> None:
     case = Case(Problem(((40, 9),), spread=300.0, group=2), torch.float32)
     output = case.compute(backend_type(case.spec()))
@@ -209,6 +202,7 @@ def test_scores_far_beyond_the_range_of_exp_are_still_a_softmax(backend_type: An
     torch.testing.assert_close(output[-1, 0], case.value[0][best, 0], atol=1e-4, rtol=1e-4)
 
 
+@both_backends
 def test_sequences_do_not_see_each_other(backend_type: Any) -> None:
     pair = Case(Problem(((20, 5), (33, 7)), kv_heads=2, group=2), torch.float32)
     both = pair.compute(backend_type(pair.spec()))

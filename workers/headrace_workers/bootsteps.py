@@ -64,6 +64,7 @@ class EngineStep(bootsteps.StartStopStep):
             max_num_seqs=config.scheduler.max_num_seqs,
             metrics=self.metrics,
             health=self._health,
+            store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
             on_given_up=self._stop_worker,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher)
@@ -85,7 +86,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel = consumer.task_consumer.channel
         channel.credit = self.dispatcher.credit
         channel.leases.on_lost = self.dispatcher.lease_lost
-        channel.leases.on_dead_letter = lambda letter: self.metrics.dead_lettered(letter.reason)
+        channel.leases.on_dead_letter = self.dispatcher.dead_letter
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
 

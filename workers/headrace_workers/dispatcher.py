@@ -6,7 +6,6 @@
 Runs on the thread of Celery's event loop alone; only the end-of-task work of a request goes to the finisher's thread.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,9 +13,11 @@ from functools import partial
 from typing import Any
 
 import redis
+import structlog
 from celery.worker.state import task_ready
 
 from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.dead_letters import DUPLICATE, DeadLetter
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Claim, StreamWriter, WriteOutcome
@@ -35,7 +36,7 @@ from headrace_workers.job import Job, recorded_result
 from headrace_workers.publisher import Publisher
 from headrace_workers.supervisor import EngineSupervisor
 
-logger = logging.getLogger(__name__)
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 ENGINE_LOSS_LIMIT = 3
 """A request that was in so many engine processes when they died is given up."""
@@ -51,6 +52,7 @@ class Dispatcher:
         client: Redis for streams and registry.
         served_name: the model's name in the queue.
         max_num_seqs: choices that the engine runs at once.
+        store_result: stores a request's result where no Celery request is at hand; called on the finisher's thread.
         on_given_up: called with the reason when the engine cannot be kept alive.
     """
 
@@ -67,6 +69,7 @@ class Dispatcher:
         max_num_seqs: int,
         metrics: Metrics,
         health: WorkerHealth,
+        store_result: Callable[[str, dict[str, Any]], None],
         on_given_up: Callable[[str], None],
     ) -> None:
         self._client = client
@@ -78,6 +81,7 @@ class Dispatcher:
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
         self._health = health
+        self._store_result = store_result
         self._on_given_up = on_given_up
         self._finisher = Finisher()
         self._jobs: dict[str, Job] = {}
@@ -132,10 +136,10 @@ class Dispatcher:
         except RefusedError as refusal:
             self._refuse(incoming.request_id, refusal.error, run_task)
         except CONNECTION_ERRORS as error:
-            logger.warning("request %s goes back to the queue: %s", incoming.request_id, error)
+            logger.warning("request goes back to the queue", request_id=incoming.request_id, error=str(error))
             self._give_back(celery_request)
         except Exception as error:
-            logger.exception("request %s could not be taken in", incoming.request_id)
+            logger.exception("request could not be taken in", request_id=incoming.request_id)
             self._refuse(incoming.request_id, ErrorInfo("engine_error", f"{type(error).__name__} in intake"), run_task)
 
     def _start(
@@ -152,7 +156,9 @@ class Dispatcher:
         self._jobs[job.request_id] = job
         self._metrics.request_started()
         if claim.attempt > 1:
-            logger.info("request %s continues at token %d, attempt %d", job.request_id, job.num_tokens, claim.attempt)
+            logger.info(
+                "request continues", request_id=job.request_id, attempt=claim.attempt, resumed_tokens=job.num_tokens
+            )
         celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         self._schedule_deadline(job, incoming)
         if job.num_unfinished:
@@ -183,7 +189,7 @@ class Dispatcher:
     def _finish_ended(self, request_id: str, claim: Claim, run_task: Callable[[dict[str, Any]], None]) -> None:
         """The stream says that the request is over; only the result or the acknowledgement is missing."""
         assert claim.ended is not None
-        logger.info("request %s had ended already: %s", request_id, claim.ended.finish_reason)
+        logger.info("request had ended already", request_id=request_id, finish_reason=claim.ended.finish_reason)
         if claim.ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled")
         result = recorded_result(request_id, claim.entries, claim.ended)
@@ -191,24 +197,37 @@ class Dispatcher:
 
     def _refuse(self, request_id: str, error: ErrorInfo, run_task: Callable[[dict[str, Any]], None]) -> None:
         """Answer a request that is wrong: an end in its stream, an error in its result."""
-        logger.info("request %s is refused: %s", request_id, error.code)
+        logger.info("request refused", request_id=request_id, code=error.code)
         self._metrics.request_refused("rejected")
         self.end_stream(request_id, "rejected", error)
         self._finisher.submit(partial(run_task, GenerateResult(request_id, [], None, error).to_wire()))
 
-    def refuse_malformed(self, request_id: str, backend: Any) -> None:
+    def refuse_malformed(self, request_id: str) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
         self._metrics.request_refused("rejected")
-        self.end_stream(request_id, "rejected", _MALFORMED)
-        result = GenerateResult(request_id, [], None, _MALFORMED).to_wire()
-        self._finisher.submit(partial(backend.store_result, request_id, result, "SUCCESS"))
+        if self.end_stream(request_id, "rejected", _MALFORMED):
+            self._store_error(request_id, _MALFORMED)
 
-    def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> None:
-        """End the stream of a request that never went to the engine."""
+    def dead_letter(self, letter: DeadLetter) -> None:
+        """A message will not be delivered again: tell whoever waits for its stream or its result."""
+        self._metrics.dead_lettered(letter.reason)
+        if letter.request_id is None or letter.reason == DUPLICATE:
+            return
+        error = ErrorInfo("dead_letter", f"given up after {letter.deliveries} deliveries: {letter.reason}")
+        if self.end_stream(letter.request_id, "error", error):
+            self._store_error(letter.request_id, error)
+
+    def _store_error(self, request_id: str, error: ErrorInfo) -> None:
+        result = GenerateResult(request_id, [], None, error).to_wire()
+        self._finisher.submit(partial(self._store_result, request_id, result))
+
+    def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> bool:
+        """End the stream of a request that this worker does not hold; False where it had ended, or Redis is away."""
         try:
-            self._writer.end_unclaimed(request_id, finish_reason, error)
+            return self._writer.end_unclaimed(request_id, finish_reason, error)
         except CONNECTION_ERRORS as failure:
-            logger.warning("the stream of request %s could not be ended: %s", request_id, failure)
+            logger.warning("stream could not be ended", request_id=request_id, error=str(failure))
+            return False
 
     def revoked_in_queue(self, request_id: str, reason: str) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
@@ -234,7 +253,7 @@ class Dispatcher:
         """Another worker has this message: stop, write nothing more, acknowledge nothing."""
         job = self._jobs.get(message.headers.get("id"))
         if job is not None and job.celery_request._message.delivery_tag == message.delivery_tag:
-            logger.warning("request %s was taken over by another worker", job.request_id)
+            logger.warning("request was taken over by another worker", request_id=job.request_id)
             self._abandon(job)
 
     def _expire(self, job: Job) -> None:
@@ -361,7 +380,7 @@ class Dispatcher:
 
     def _settle_refused(self, job: Job, outcome: WriteOutcome) -> None:
         """The stream takes nothing more from this attempt."""
-        logger.info("request %s: its stream is %s", job.request_id, outcome.value)
+        logger.info("stream refused a chunk", request_id=job.request_id, outcome=outcome.value)
         if outcome is WriteOutcome.FENCED:
             # Another worker has it under a message of its own; where this lease is lost too, the ack does nothing.
             self._metrics.request_handed_back()
@@ -408,7 +427,7 @@ class Dispatcher:
                 seen=time.time(),
             )
         except CONNECTION_ERRORS as error:
-            logger.warning("the model could not be registered: %s", error)
+            logger.warning("model could not be registered", error=str(error))
 
     def drain(self) -> None:
         """Take nothing more; what runs goes on."""

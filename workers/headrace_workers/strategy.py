@@ -63,7 +63,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         except Exception as error:
             request_id = message.headers.get("id")
             if isinstance(request_id, str):
-                dispatcher.refuse_malformed(request_id, task.backend)
+                dispatcher.refuse_malformed(request_id)
             if isinstance(error, InvalidTaskError | ContentDisallowed | DecodeError):
                 raise
             # Celery answers this error by rejecting the message; any other one would end the worker.

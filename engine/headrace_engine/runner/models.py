@@ -4,7 +4,9 @@ Weights come from safetensors only; nothing is unpickled. A model that does not 
 attention interface is refused.
 """
 
+import itertools
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from headrace_engine.runner.attention.backend import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
+_names = itertools.count(1)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -32,10 +35,10 @@ def load_weights(config: ModelConfig, hf_config: Any, attention: Any) -> PreTrai
     """The model with its attention function registered under a name of its own.
 
     Args:
-        attention: called as transformers calls attention functions (`AttentionInterface`).
+        attention: a method, called as transformers calls attention functions (`AttentionInterface`).
     """
-    name = f"headrace_{id(attention):x}"
-    AttentionInterface.register(name, attention)
+    name = f"headrace_{next(_names)}"
+    AttentionInterface.register(name, _without_holding(attention))
     transformers_logging.disable_progress_bar()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -54,6 +57,18 @@ def load_weights(config: ModelConfig, hf_config: Any, attention: Any) -> PreTrai
             "(transformers' _supports_attention_backend is not set)"
         )
     return model.eval()
+
+
+def _without_holding(method: Any) -> Any:
+    """The same function for a registry that never forgets: it must not keep the method's owner and its model alive."""
+    reference = weakref.WeakMethod(method)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "a model outlives its runner"
+        return alive(*args, **kwargs)
+
+    return attend
 
 
 def resolve_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:

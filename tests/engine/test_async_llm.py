@@ -1,0 +1,183 @@
+"""AsyncLLMEngine: many streams, consumers that leave, and engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.tiny_models import TinyModel
+from headrace_engine import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
+from headrace_engine.core.client import InProcessCore
+from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError
+from headrace_engine.sampling_params import RequestOutputKind
+
+pytestmark = pytest.mark.torch
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def make(llama: TinyModel, *, core_in_process: bool) -> AsyncLLMEngine:
+    args = AsyncEngineArgs(
+        model=llama.folder, dtype="float32", num_blocks=80, block_size=16, core_in_process=core_in_process
+    )
+    return AsyncLLMEngine.from_engine_args(args)
+
+
+@pytest.fixture
+async def engine(llama: TinyModel) -> AsyncIterator[AsyncLLMEngine]:
+    made = make(llama, core_in_process=True)
+    yield made
+    await made.shutdown()
+
+
+@pytest.fixture
+async def child_engine(llama: TinyModel) -> AsyncIterator[AsyncLLMEngine]:
+    made = make(llama, core_in_process=False)
+    yield made
+    await made.shutdown()
+
+
+async def collect(
+    engine: AsyncLLMEngine, name: str, prompt: Any = "mill", params: SamplingParams = SHORT
+) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params, name)]
+
+
+async def assert_nothing_is_left(engine: AsyncLLMEngine) -> None:
+    """The core takes commands in order: once a later request has been served, earlier aborts have been, too."""
+    await collect(engine, "afterwards")
+    assert isinstance(engine._core, InProcessCore)
+    scheduler = engine._core.core.scheduler
+    assert scheduler.requests == {}
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
+    assert len(engine._output_processor) == 0
+    assert engine._streams == {}
+
+
+async def test_streams_run_side_by_side_and_each_gets_its_own_text(engine: AsyncLLMEngine) -> None:
+    prompts = ["mill", "wheel", "The queue holds", "mill"]
+    alone = [(await collect(engine, f"alone {i}", prompt))[-1] for i, prompt in enumerate(prompts)]
+    together = await asyncio.gather(*(collect(engine, str(i), prompt) for i, prompt in enumerate(prompts)))
+    assert [outputs[-1].outputs[0].text for outputs in together] == [output.outputs[0].text for output in alone]
+    assert all([len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3, 4] for outputs in together)
+    assert all([o.finished for o in outputs] == [False, False, False, True] for outputs in together)
+
+
+async def test_a_chat_streams_too(engine: AsyncLLMEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, output_kind=RequestOutputKind.FINAL_ONLY)
+    outputs = [output async for output in engine.chat([{"role": "user", "content": "hello"}], params, "a")]
+    assert len(outputs) == 1
+    assert outputs[0].prompt == "<|user|>hello<eos><|assistant|>"
+
+
+async def test_a_consumer_that_breaks_off_frees_its_request(engine: AsyncLLMEngine) -> None:
+    async for _ in engine.generate("mill", LONG, "left"):
+        break
+    await assert_nothing_is_left(engine)
+
+
+async def test_a_closed_generator_has_aborted_its_request_when_it_returns(engine: AsyncLLMEngine) -> None:
+    stream = engine.generate("mill", LONG, "left")
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert engine._streams == {}
+    await assert_nothing_is_left(engine)
+
+
+async def test_a_cancelled_task_frees_its_request(engine: AsyncLLMEngine) -> None:
+    started = asyncio.Event()
+
+    async def consume() -> None:
+        async for _ in engine.generate("mill", LONG, "cancelled"):
+            started.set()
+
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_nothing_is_left(engine)
+
+
+async def test_an_abort_ends_the_stream_with_its_reason(engine: AsyncLLMEngine) -> None:
+    outputs: list[RequestOutput] = []
+    async for output in engine.generate("mill", LONG, "a"):
+        outputs.append(output)
+        if len(outputs) == 2:
+            await engine.abort("a")
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs[-1].outputs[0].token_ids) < 200
+    await engine.abort("a")
+    await engine.abort("never there")
+    await assert_nothing_is_left(engine)
+
+
+async def test_a_wrong_request_is_refused_and_an_id_in_use_too(engine: AsyncLLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        await collect(engine, "a", "")
+    stream = engine.generate("mill", LONG, "a")
+    await anext(stream)
+    with pytest.raises(DuplicateRequestError):
+        await collect(engine, "a")
+    await engine.abort("a")
+    assert [output.finished async for output in stream][-1]
+    await assert_nothing_is_left(engine)
+
+
+async def test_a_stop_string_frees_the_request_in_the_core(engine: AsyncLLMEngine) -> None:
+    text = (await collect(engine, "free"))[-1].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=[text[:2]])
+    assert (await collect(engine, "a", params=params))[-1].outputs[0].stop_reason == text[:2]
+    await assert_nothing_is_left(engine)
+
+
+async def test_shutting_down_ends_open_streams_and_refuses_new_ones(llama: TinyModel) -> None:
+    engine = make(llama, core_in_process=True)
+    stream = engine.generate("mill", LONG, "a")
+    await anext(stream)
+    await engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDeadError):
+        await collect(engine, "b")
+    assert not engine.is_running
+
+
+async def test_a_child_streams_and_gives_everything_back(llama: TinyModel, child_engine: AsyncLLMEngine) -> None:
+    here = make(llama, core_in_process=True)
+    assert (await collect(child_engine, "a"))[-1].outputs == (await collect(here, "a"))[-1].outputs
+    await here.shutdown()
+    core = child_engine._core
+    assert isinstance(core, EngineCoreProcess)
+    descriptor = core.fileno()
+    await child_engine.shutdown()
+    assert core.poll() == 0
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+async def test_a_killed_child_ends_every_stream_with_the_reason(child_engine: AsyncLLMEngine) -> None:
+    core = child_engine._core
+    assert isinstance(core, EngineCoreProcess)
+    streams = [child_engine.generate("mill", LONG, name) for name in "ab"]
+    for stream in streams:
+        await anext(stream)
+    await child_engine.check_health()
+    os.kill(core.pid, signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            async for _ in stream:
+                pass
+    with pytest.raises(EngineDeadError):
+        await child_engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await collect(child_engine, "c")

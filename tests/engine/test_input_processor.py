@@ -1,0 +1,142 @@
+"""The door: what is refused, with which words, and what a request becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.tiny_models import VOCAB_SIZE, TinyModel
+from headrace_engine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
+from headrace_engine.input_processor import InputProcessor, choice_seed
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+
+pytestmark = pytest.mark.torch
+
+MAX_MODEL_LEN = 20
+
+
+@pytest.fixture(scope="module")
+def processor(llama: TinyModel) -> InputProcessor:
+    info = ModelInfo(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=[2],
+        architecture="Tiny",
+        dtype="float32",
+        device="cpu",
+        attention="none",
+        num_parameters=1,
+    )
+    return InputProcessor(info, ModelTokenizer(llama.folder))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([1, -1], f"prompt_token_ids holds -1, the vocabulary ends at {VOCAB_SIZE - 1}"),
+        ([1, VOCAB_SIZE], f"prompt_token_ids holds {VOCAB_SIZE}, the vocabulary ends at {VOCAB_SIZE - 1}"),
+        ([1, True], "a prompt must be text or a list of token ids"),
+        ([1, "x"], "a prompt must be text or a list of token ids"),
+        ([1.0], "a prompt must be text or a list of token ids"),
+        (b"bytes", "a prompt must be text or a list of token ids"),
+        (7, "a prompt must be text or a list of token ids"),
+        (None, "a prompt must be text or a list of token ids"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one of prompt and prompt_token_ids"),
+        ({}, "exactly one of prompt and prompt_token_ids"),
+        ({"prompt": "a", "image": "b"}, "exactly one of prompt and prompt_token_ids"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(processor: InputProcessor, prompt: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        processor.process("a", prompt, SamplingParams())
+    assert sentence in str(refused.value)
+    assert refused.value.code == "invalid_request"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_limit(processor: InputProcessor) -> None:
+    processor.process("a", [5] * (MAX_MODEL_LEN - 1), SamplingParams())
+    with pytest.raises(ContextLengthError, match=r"has 20 tokens and leaves no room .* limited to 20") as refused:
+        processor.process("a", [5] * MAX_MODEL_LEN, SamplingParams())
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(processor: InputProcessor) -> None:
+    with pytest.raises(ContextLengthError, match="the prompt has 1000000 characters"):
+        processor.process("a", "x" * 1_000_000, SamplingParams())
+    with pytest.raises(ContextLengthError, match="characters"):
+        processor.process_chat("a", [{"role": "user", "content": "x" * 1_000_000}], SamplingParams())
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused(processor: InputProcessor) -> None:
+    with pytest.raises(InvalidRequestError, match=f"stop_token_ids holds {VOCAB_SIZE}"):
+        processor.process("a", [1], SamplingParams(stop_token_ids=[VOCAB_SIZE]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([], "messages must be a list with at least one message"),
+        ("hello", "messages must be a list with at least one message"),
+        ([{"role": "user"}], "message 0 must be a map with the texts role and content"),
+        ([{"role": "user", "content": "a"}, 5], "message 1 must be a map"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 0 must be a map"),
+        ([{"role": "critic", "content": "bad"}], "refuses these messages: critics are not served"),
+    ],
+)
+def test_wrong_messages_are_refused(processor: InputProcessor, messages: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        processor.process_chat("a", messages, SamplingParams())
+    assert sentence in str(refused.value)
+
+
+def test_a_chat_is_rendered_for_the_assistants_turn(processor: InputProcessor, llama: TinyModel) -> None:
+    made = processor.process_chat("a", [{"role": "user", "content": "hi"}], SamplingParams())
+    assert made.prompt == "<|user|>hi<eos><|assistant|>"
+    tokenizer = ModelTokenizer(llama.folder).backend
+    ends = [tokenizer.token_to_id(token) for token in ("<|user|>", "<eos>", "<|assistant|>")]
+    assert [made.prompt_token_ids[0], *made.prompt_token_ids[-2:]] == ends
+
+
+def test_text_and_its_tokens_are_the_same_request(processor: InputProcessor) -> None:
+    from_text = processor.process("a", "the mill", SamplingParams(seed=1))
+    from_map = processor.process("a", {"prompt": "the mill"}, SamplingParams(seed=1))
+    from_ids = processor.process("a", {"prompt_token_ids": from_text.prompt_token_ids}, SamplingParams(seed=1))
+    assert from_text.prompt == from_map.prompt == "the mill"
+    assert from_ids.prompt is None
+    assert from_text.prompt_token_ids == from_map.prompt_token_ids == from_ids.prompt_token_ids
+
+
+def test_each_choice_is_a_request_of_its_own_with_its_own_seed(processor: InputProcessor) -> None:
+    made = processor.process("a", [1, 2], SamplingParams(n=4, seed=-5, stop=["x"]), priority=3, cache_salt="t")
+    assert [choice.seed for choice in made.choices] == [choice_seed(-5, index) for index in range(4)]
+    assert made.choices[0].seed == -5
+    assert len({choice.seed for choice in made.choices}) == len({choice.request_id for choice in made.choices}) == 4
+    for choice in made.choices:
+        assert (choice.priority, choice.cache_salt, choice.eos_token_ids) == (3, "t", [2])
+        assert choice.sampling_params.stop == []  # strings are not the core's business
+        assert -(2**63) <= choice.seed < 2**63
+
+
+def test_choice_seeds_never_change() -> None:
+    # They decide what a resumed request draws.
+    assert [choice_seed(42, index) for index in range(3)] == [42, 7003778869905922103, 3448467494100910624]
+
+
+def test_without_a_seed_each_request_gets_its_own(processor: InputProcessor) -> None:
+    seeds = {processor.process("a", [1], SamplingParams()).seed for _ in range(5)}
+    assert len(seeds) == 5
+
+
+def test_the_cores_names_of_an_id_that_comes_back_are_new(processor: InputProcessor) -> None:
+    first, second = (processor.process("a", [1], SamplingParams()).choices[0].request_id for _ in range(2))
+    assert first != second
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        ModelTokenizer(str(tmp_path))

@@ -1,0 +1,73 @@
+"""A tiny model made on the fly, servers, and workers on them."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from engine.tiny_models import save_model, save_tokenizer
+from headrace_broker.embedded import EmbeddedServer
+from service.workers.service import Service
+
+MAX_MODEL_LEN = 2048
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.service)
+            item.add_marker(pytest.mark.redis)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama of three layers; rotary positions let it be long without more weights."""
+    transformers_logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model("llama", folder)
+    save_tokenizer(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": MAX_MODEL_LEN}))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def shared_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One server and one worker for all tests that leave them as they were."""
+    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+        service = Service(server, model_folder, tmp_path_factory.mktemp("shared"))
+        try:
+            service.start_worker().wait_ready()
+            yield service
+        finally:
+            service.close()
+
+
+@pytest.fixture
+def service(shared_service: Service) -> Service:
+    """The shared service, with no message in it."""
+    shared_service.wait_settled()
+    shared_service.client.delete("headrace:dead")
+    return shared_service
+
+
+@pytest.fixture
+def make_service(model_folder: str, tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    """Services of this test's own, without workers."""
+    made: list[Service] = []
+
+    def make(*, appendonly: bool = False) -> Service:
+        server = EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}, appendonly=appendonly)
+        server.start()
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Service(server, model_folder, folder))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+        service.server.close()

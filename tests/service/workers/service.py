@@ -1,0 +1,183 @@
+"""`Service`: a server, its workers, and a producer and subscriber that know nothing but the wire contract."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import redis
+from celery import Celery
+from celery.result import AsyncResult
+
+from headrace_broker.embedded import EmbeddedServer
+from service.workers.worker_process import WorkerProcess
+
+QUEUE = "headrace.tiny"
+DEADLINE = 60.0
+
+
+@dataclass
+class ChoiceStream:
+    """What a subscriber has of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class StreamLog:
+    """A whole stream, checked against the contract while it is read."""
+
+    attempts: list[int]
+    choices: dict[int, ChoiceStream]
+    num_tokens: int
+    end: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, client: "redis.Redis", request_id: str) -> "StreamLog":
+        log = cls([], {}, 0, None)
+        last = (0, -1)
+        for raw_id, fields in client.xrange(f"headrace:stream:{request_id}"):
+            attempt, offset = map(int, raw_id.decode().split("-"))
+            assert (attempt, offset) > last, f"{raw_id!r} after {last}"
+            last = (attempt, offset)
+            assert log.end is None, "an entry behind the end"
+            log._take(fields[b"type"], msgpack.unpackb(fields[b"data"]), attempt, offset)
+        return log
+
+    def _take(self, kind: bytes, data: dict[str, Any], attempt: int, offset: int) -> None:
+        if kind == b"start":
+            assert offset == 0
+            assert attempt not in self.attempts
+            self.attempts.append(attempt)
+        elif kind == b"chunk":
+            assert attempt == self.attempts[-1]
+            self.num_tokens += len(data["token_ids"])
+            assert offset == self.num_tokens, f"offset {offset} of an entry, {self.num_tokens} tokens so far"
+            choice = self.choices.setdefault(data["index"], ChoiceStream())
+            assert choice.finish_reason is None, "a chunk behind the last of its choice"
+            choice.token_ids += data["token_ids"]
+            choice.text += data["text"]
+            choice.logprobs += data["logprobs"] or []
+            choice.finish_reason, choice.stop_reason = data.get("finish_reason"), data.get("stop_reason")
+        else:
+            assert kind == b"end"
+            assert offset == self.num_tokens + 1
+            self.end = data
+
+    @property
+    def content(self) -> dict[int, ChoiceStream]:
+        """What was generated, for comparison with another run."""
+        return dict(sorted(self.choices.items()))
+
+
+class Service:
+    """Sends by plain Celery and reads by plain Redis commands."""
+
+    def __init__(self, server: EmbeddedServer, model: str, folder: Path) -> None:
+        self.server = server
+        self.workers: list[WorkerProcess] = []
+        self.client = redis.Redis.from_url(server.url, socket_timeout=30, protocol=2)
+        self.app = Celery("producer", broker=server.url, backend=server.url, set_as_current=False)
+        self.app.conf.update(
+            task_serializer="msgpack", result_serializer="msgpack", accept_content=["msgpack"], result_expires=600
+        )
+        self._model = model
+        self._folder = folder
+
+    def start_worker(self, **settings: object) -> WorkerProcess:
+        log = self._folder / f"worker-{len(self.workers)}.log"
+        options: dict[str, Any] = {"model": self._model, "redis_url": self.server.url, **settings}
+        self.workers.append(WorkerProcess(log=log, **options))
+        return self.workers[-1]
+
+    def send(self, kwargs: Any = None, *, args: Any = (), **options: Any) -> AsyncResult:
+        return self.app.send_task("headrace.generate", args=args, kwargs=kwargs, queue=QUEUE, **options)
+
+    def generate(self, prompt: str = "the wheel", **params: Any) -> AsyncResult:
+        """A greedy request of exactly `max_tokens` tokens, unless told otherwise."""
+        params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
+        return self.send({"prompt": prompt, "sampling_params": params})
+
+    def stream(self, request_id: str) -> StreamLog:
+        return StreamLog.read(self.client, request_id)
+
+    def wait_ended(self, request_ids: Iterable[str], timeout: float = DEADLINE) -> dict[str, StreamLog]:
+        """Wait until every stream has its end entry; returns them all."""
+        logs = {}
+        deadline = time.monotonic() + timeout
+        for request_id in request_ids:
+            self._follow(request_id, deadline, lambda log: log.end is not None)
+            logs[request_id] = self.stream(request_id)
+        return logs
+
+    def wait_tokens(self, request_ids: Iterable[str], at_least: int, timeout: float = DEADLINE) -> None:
+        """Wait until every stream holds so many tokens."""
+        deadline = time.monotonic() + timeout
+        for request_id in request_ids:
+            self._follow(request_id, deadline, lambda log: log.num_tokens >= at_least)
+
+    def _follow(self, request_id: str, deadline: float, done: Any) -> None:
+        last = "0-0"
+        while not done(self.stream(request_id)):
+            assert time.monotonic() < deadline, f"{request_id} has come to {self.stream(request_id)}\n{self.logs()}"
+            reply = self.client.xread({f"headrace:stream:{request_id}": last}, block=500)
+            if reply:
+                last = reply[0][1][-1][0]
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {worker.log.name}\n{worker.log_text()[-3000:]}" for worker in self.workers)
+
+    def queued(self) -> int:
+        return sum(self.client.llen(name) for name in (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9))))
+
+    def wait_settled(self, timeout: float = 10.0) -> None:
+        """Wait until no message is queued or leased any more; acknowledgements come shortly after the results."""
+        self.wait_until(lambda: self.queued() == 0 and self.leased() == 0, timeout)
+        assert self.client.hlen("headrace:lease:body") == 0
+        assert self.client.hlen("headrace:lease:meta") == 0
+        assert self.client.hlen("headrace:lease:deliveries") == 0
+
+    def leased(self) -> int:
+        return int(self.client.zcard("headrace:lease:leases"))
+
+    def wait_until(self, condition: Any, timeout: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"it did not come true\n{self.logs()}"
+            time.sleep(0.01)
+
+    def dead_letters(self) -> list[dict[bytes, Any]]:
+        return [msgpack.unpackb(letter, raw=True) for letter in self.client.lrange("headrace:dead", 0, -1)]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.app.close()
+        self.client.close()
+
+
+def results(handles: Sequence[AsyncResult], timeout: float = 30.0) -> dict[str, dict[str, Any]]:
+    """What Celery's own client gets, by request id."""
+    return {handle.id: handle.get(timeout=timeout) for handle in handles}
+
+
+def assert_result_is_stream(result: dict[str, Any], log: StreamLog) -> None:
+    """The stored result says what the stream said."""
+    assert [output["index"] for output in result["outputs"]] == sorted(log.choices)
+    for output in result["outputs"]:
+        choice = log.choices[output["index"]]
+        assert output["token_ids"] == choice.token_ids
+        assert output["text"] == choice.text
+        assert (output["logprobs"] or []) == choice.logprobs
+        assert output["finish_reason"] == choice.finish_reason
+        assert output["stop_reason"] == choice.stop_reason
+    assert log.end is not None
+    assert result["usage"] == log.end["usage"]
+    assert result["error"] == log.end["error"]
+    assert result["usage"]["completion_tokens"] == log.num_tokens

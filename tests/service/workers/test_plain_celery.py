@@ -1,0 +1,51 @@
+"""What any Celery program can do: the producer here imports no package of ours, and asserts it."""
+
+import json
+import subprocess
+import sys
+
+from service.workers.service import Service, assert_result_is_stream
+
+PRODUCER = """
+import json, sys
+from celery import Celery
+
+url, count = sys.argv[1], int(sys.argv[2])
+app = Celery("anybody", broker=url, backend=url)
+app.conf.update(task_serializer="msgpack", result_serializer="msgpack", accept_content=["msgpack"])
+handles = [
+    app.send_task(
+        "headrace.generate",
+        kwargs={
+            "prompt": f"number {number} asks the wheel",
+            "sampling_params": {"temperature": 0, "max_tokens": 4 + number % 13, "ignore_eos": True},
+        },
+        queue="headrace.tiny",
+        priority=number % 10,
+    )
+    for number in range(count)
+]
+print(json.dumps({handle.id: handle.get(timeout=100) for handle in handles}))
+assert not any(name.startswith("headrace") for name in sys.modules)
+"""
+
+
+def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_order(service: Service) -> None:
+    producer = subprocess.run(
+        [sys.executable, "-c", PRODUCER, service.server.url, "256"], capture_output=True, timeout=120, check=False
+    )
+    assert producer.returncode == 0, producer.stderr.decode()[-2000:] + service.logs()
+    answers = json.loads(producer.stdout)
+    assert len(answers) == 256
+    logs = service.wait_ended(answers)
+    for number, (request_id, result) in enumerate(answers.items()):
+        log = logs[request_id]
+        assert log.attempts == [1]
+        assert log.num_tokens == 4 + number % 13
+        assert log.end is not None
+        assert (log.end["finish_reason"], log.end["error"]) == ("length", None)
+        assert result["request_id"] == request_id
+        assert_result_is_stream(result, log)
+    assert len(service.client.keys("headrace:stream:*")) >= 256
+    service.wait_settled()
+    assert service.dead_letters() == []

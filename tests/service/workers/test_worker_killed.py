@@ -1,0 +1,84 @@
+"""kill -9 of a worker in the middle of generations: another one continues each at the exact next token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery.result import AsyncResult
+
+from service.workers.service import Service, StreamLog, assert_result_is_stream, results
+
+TOKENS = 300
+
+
+def greedy(number: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+
+
+def sampled(number: int) -> dict[str, Any]:
+    """Seeds, two choices, log-probabilities, penalties and stop strings: everything that depends on the past."""
+    params: dict[str, Any] = {"temperature": 0.9, "seed": number, "n": 2, "max_tokens": TOKENS, "ignore_eos": True}
+    if number % 2:
+        # never met, so that text is held back at all times
+        params["stop"] = ["the mill wheel that never turned", "zzzzzzz"]
+    if number % 4 == 0:
+        params |= {"logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    return params
+
+
+def early_stop(number: int) -> dict[str, Any]:
+    """Choices that end at different times, on strings that are met sooner or later."""
+    return {
+        "temperature": 1.0,
+        "seed": number,
+        "n": 2,
+        "max_tokens": TOKENS,
+        "stop": ["ee", "th", "q"],
+        "include_stop_str_in_output": bool(number % 2),
+        "min_tokens": 5 * number,
+    }
+
+
+def send_all(service: Service, params: Callable[[int], dict[str, Any]], count: int) -> list[AsyncResult]:
+    return [
+        service.send({"prompt": f"The wheel turns {number} times", "sampling_params": params(number)})
+        for number in range(count)
+    ]
+
+
+def ordered(handles: list[AsyncResult], logs: dict[str, StreamLog]) -> list[StreamLog]:
+    return [logs[handle.id] for handle in handles]
+
+
+@pytest.mark.parametrize(("params", "count"), [(greedy, 32), (sampled, 16), (early_stop, 16)])
+def test_a_second_worker_continues_what_a_killed_one_left_and_nobody_can_tell(
+    make_service: Callable[..., Service], params: Callable[[int], dict[str, Any]], count: int
+) -> None:
+    service = make_service()
+    first = service.start_worker(lease_seconds=2).wait_ready()
+    handles = send_all(service, params, count)
+    undisturbed = ordered(handles, service.wait_ended([handle.id for handle in handles]))
+    service.wait_settled()
+
+    handles = send_all(service, params, count)
+    ids = [handle.id for handle in handles]
+    service.wait_tokens(ids, at_least=3)
+    first.kill()
+    first.assert_nothing_left()
+    cut = {request_id: service.stream(request_id).num_tokens for request_id in ids}
+    second = service.start_worker(lease_seconds=2)
+    disturbed = ordered(handles, service.wait_ended(ids))
+
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert after.content == before.content
+        assert before.end is not None
+        assert after.end is not None
+        assert after.end["finish_reason"] == before.end["finish_reason"]
+        assert after.end["error"] is None
+    answers = results(handles)
+    for handle, log in zip(handles, disturbed, strict=True):
+        assert_result_is_stream(answers[handle.id], log)
+    continued = [log for log in disturbed if log.attempts == [1, 2]]
+    assert len(continued) >= count // 2, f"the kill came too late: {cut}"
+    service.wait_settled()
+    assert second.metrics()["headrace_requests_in_flight"] == 0

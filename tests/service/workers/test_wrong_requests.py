@@ -1,0 +1,233 @@
+"""Wrong requests: each is answered where it can be, and costs the worker nothing."""
+
+import base64
+import json
+from typing import Any
+
+import msgpack
+import pytest
+
+from service.workers.service import QUEUE, Service
+
+GOOD_PARAMS = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+
+
+def assert_still_serves(service: Service) -> None:
+    handle = service.generate(max_tokens=4)
+    assert handle.get(timeout=20)["usage"]["completion_tokens"] == 4
+    service.wait_settled()
+    worker = service.workers[0]
+    assert worker.process.poll() is None
+    assert worker.metrics()["headrace_requests_in_flight"] == 0
+
+
+def assert_refused(service: Service, request_id: str, result: dict[str, Any], code: str, *words: str) -> None:
+    log = service.stream(request_id)
+    assert log.attempts == []
+    assert log.end is not None
+    assert log.end["finish_reason"] == "rejected"
+    assert log.end["error"] == result["error"]
+    assert result["outputs"] == []
+    assert result["request_id"] == request_id
+    assert result["error"]["code"] == code
+    for word in words:
+        assert word in result["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "code", "words"),
+    [
+        ({"prompt": "x", "model": "other"}, "model_not_found", ["other", "tiny"]),
+        ({"prompt_token_ids": [5] * 3000}, "context_length_exceeded", ["3000", "2048"]),
+        ({"prompt": "wheel " * 4000}, "context_length_exceeded", ["2048"]),
+        ({"prompt_token_ids": [5, 10**6]}, "invalid_request", ["1000000", "383"]),
+        ({"prompt": "x", "sampling_params": {"temperature": -1, "top_p": 7}}, "invalid_request", ["-1", "7"]),
+        ({"prompt": "x", "sampling_params": {"warmth": 1}}, "invalid_request", ["warmth"]),
+        ({"prompt": "x", "sampling_params": [1]}, "invalid_request", ["sampling_params"]),
+        ({"prompt": "x", "sampling_params": {"n": 2, "temperature": 0}}, "invalid_request", ["n is 2"]),
+        ({"prompt": ""}, "invalid_request", ["empty"]),
+        ({"prompt_token_ids": []}, "invalid_request", ["prompt_token_ids"]),
+        ({}, "invalid_request", ["exactly one"]),
+        (None, "invalid_request", ["exactly one"]),
+        ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "invalid_request", ["exactly one"]),
+        ({"prompt": "x", "colour": "blue"}, "invalid_request", ["colour"]),
+        ({"prompt": "x", "lora": "a"}, "unsupported", ["lora"]),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "invalid_request", ["critics are not served"]),
+        ({"prompt": 5}, "invalid_request", ["prompt"]),
+        ({"prompt": b"\xff\xfe"}, "invalid_request", ["prompt"]),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_with_the_reason(
+    service: Service, kwargs: Any, code: str, words: list[str]
+) -> None:
+    handle = service.send(kwargs)
+    assert_refused(service, handle.id, handle.get(timeout=20), code, *words)
+    assert_still_serves(service)
+
+
+def test_positional_arguments_are_refused(service: Service) -> None:
+    handle = service.send({}, args=["the prompt"])
+    assert_refused(service, handle.id, handle.get(timeout=20), "invalid_request", "positional")
+    assert_still_serves(service)
+
+
+def message(body: bytes, **changes: Any) -> dict[str, Any]:
+    """A Celery message as it lies in Redis."""
+    request_id = changes.pop("request_id", "odd-request")
+    headers = {
+        "lang": "py",
+        "task": "headrace.generate",
+        "id": request_id,
+        "root_id": request_id,
+        "parent_id": None,
+        "group": None,
+        "argsrepr": "",
+        "kwargsrepr": "",
+        "origin": "test",
+        "retries": 0,
+        "eta": None,
+        "expires": None,
+        "timelimit": [None, None],
+    }
+    return {
+        "body": base64.b64encode(body).decode(),
+        "content-encoding": changes.pop("content_encoding", "binary"),
+        "content-type": changes.pop("content_type", "application/x-msgpack"),
+        "headers": {**headers, **changes},
+        "properties": {
+            "correlation_id": request_id,
+            "reply_to": "",
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": QUEUE},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": "1",
+        },
+    }
+
+
+EMBED = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+GOOD_BODY = msgpack.packb([[], {"prompt": "x", "sampling_params": GOOD_PARAMS}, EMBED])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        message(b"\xc1\xc1 not msgpack"),
+        message(msgpack.packb(5)),
+        message(msgpack.packb([])),
+        message(msgpack.packb([[], 7, EMBED])),
+        message(msgpack.packb([[], ["prompt"], EMBED])),
+        message(msgpack.packb([7, {}, EMBED])),
+        message(msgpack.packb([[], {"prompt": "x"}, 9])),
+        message(GOOD_BODY, content_type="application/json"),
+        message(b"cos\nsystem\n(S'true'\ntR.", content_type="application/x-python-serialize"),
+        message(GOOD_BODY, content_type="application/no-such-type"),
+        message(GOOD_BODY, content_encoding="no-such-encoding", content_type="text/plain"),
+        message(GOOD_BODY, expires="next week"),
+        message(GOOD_BODY, timelimit=5),
+        message(GOOD_BODY, timelimit="long"),
+        message(GOOD_BODY, eta="yesterday"),
+    ],
+    ids=lambda odd: "",
+)
+def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Service, odd: dict[str, Any]) -> None:
+    service.client.delete("headrace:stream:odd-request", "celery-task-meta-odd-request")
+    service.client.lpush(QUEUE, json.dumps(odd))
+    service.wait_ended(["odd-request"], timeout=20)
+    result = service.app.AsyncResult("odd-request").get(timeout=20)
+    assert_refused(service, "odd-request", result, "invalid_request")
+    assert_still_serves(service)
+
+
+def without(odd: dict[str, Any], *path: str) -> dict[str, Any]:
+    inner = odd
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return odd
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\xff garbage",
+        b"[1]",
+        b"null",
+        b"{}",
+        b"[" * 100_000,
+        json.dumps(without(message(GOOD_BODY), "headers", "id")).encode(),
+        json.dumps(without(message(GOOD_BODY), "headers", "task")).encode(),
+        json.dumps(without(message(GOOD_BODY), "properties")).encode(),
+        json.dumps(message(GOOD_BODY, request_id=17)).encode(),
+        json.dumps(message(GOOD_BODY, request_id={"a": 1})).encode(),
+        json.dumps(message(GOOD_BODY, request_id=None)).encode(),
+        json.dumps(message(GOOD_BODY, task="headrace.unheard_of", id=17)).encode(),
+    ],
+    ids=lambda raw: "",
+)
+def test_a_message_without_an_id_becomes_a_dead_letter(service: Service, raw: bytes) -> None:
+    service.client.lpush(QUEUE, raw)
+    service.wait_until(lambda: service.dead_letters() != [])
+    [letter] = service.dead_letters()
+    assert letter[b"body"] == raw
+    assert_still_serves(service)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"enqueued_at": "noon"},
+        {"enqueued_at": float("nan")},
+        {"enqueued_at": float("inf")},
+        {"enqueued_at": 10**400},
+        {"enqueued_at": -1e300},
+        {"enqueued_at": True},
+        {"tenant": {"a": [1]}, "idempotency_key": 5},
+        {"retries": "many"},
+    ],
+    ids=lambda headers: "",
+)
+def test_odd_optional_headers_count_as_absent(service: Service, headers: dict[str, Any]) -> None:
+    request_id = "odd-headers"
+    service.client.delete(f"headrace:stream:{request_id}", f"celery-task-meta-{request_id}")
+    service.client.lpush(QUEUE, json.dumps(message(GOOD_BODY, request_id=request_id, **headers)))
+    result = service.app.AsyncResult(request_id).get(timeout=20)
+    assert result["error"] is None
+    assert result["usage"]["completion_tokens"] == 4
+    assert_still_serves(service)
+
+
+def test_a_flood_of_wrong_requests_does_not_delay_good_ones(service: Service) -> None:
+    before = service.workers[0].metrics()
+    bad = [service.send({"prompt": "", "number": number}) for number in range(40)]
+    good = [service.generate(max_tokens=4) for _ in range(20)]
+    assert all(handle.get(timeout=30)["error"] is None for handle in good)
+    assert all(handle.get(timeout=30)["error"]["code"] == "invalid_request" for handle in bad)
+    service.wait_settled()
+    after = service.workers[0].metrics()
+    rejected = 'headrace_requests_total{outcome="rejected"}'
+    assert after[rejected] - before[rejected] == 40
+
+
+def test_a_broken_stream_key_refuses_one_request_and_no_other(service: Service, request_id: str = "no-stream") -> None:
+    service.client.set(f"headrace:stream:{request_id}", "somebody wrote a string here")
+    handle = service.send({"prompt": "x", "sampling_params": GOOD_PARAMS}, task_id=request_id)
+    others = [service.generate(max_tokens=20) for _ in range(4)]
+    assert handle.get(timeout=20)["error"]["code"] == "engine_error"
+    assert all(other.get(timeout=20)["usage"]["completion_tokens"] == 20 for other in others)
+    service.client.delete(f"headrace:stream:{request_id}")
+    assert_still_serves(service)
+
+
+def test_a_stream_that_turns_into_something_else_ends_one_request_and_no_other(service: Service) -> None:
+    victim = service.generate(max_tokens=1500)
+    other = service.generate(max_tokens=400)
+    service.wait_tokens([victim.id, other.id], at_least=3)
+    service.client.set(f"headrace:stream:{victim.id}", "somebody wrote a string here")
+    assert other.get(timeout=30)["usage"]["completion_tokens"] == 400
+    assert victim.get(timeout=30)["error"]["code"] == "expired"
+    service.client.delete(f"headrace:stream:{victim.id}")
+    assert_still_serves(service)
+
+

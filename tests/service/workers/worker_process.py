@@ -1,0 +1,174 @@
+"""`WorkerProcess`: a real `headrace worker` in a process of its own, as an operator would run it, and what it leaves.
+
+Every process that descends from a worker carries the worker's marker in its environment, so that none can hide.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+from typing import Any
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
+_MARKER = "HEADRACE_TEST_MARKER"
+
+
+class WorkerProcess:
+    """A worker of the model in `model`; its settings are environment variables without their prefix."""
+
+    def __init__(
+        self, *, model: str, redis_url: str, log: Path, command: list[str] | None = None, **settings: object
+    ) -> None:
+        self.log = log
+        self.marker = uuid.uuid4().hex
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _MARKER: self.marker}
+        defaults: dict[str, object] = {
+            "model": model,
+            "served_model_name": "tiny",
+            "redis_url": redis_url,
+            "dtype": "float32",
+            "max_num_seqs": 32,
+            "kv_cache_memory": "64MiB",
+            "metrics_port": 0,
+        }
+        for name, value in (defaults | settings).items():
+            environ[f"HEADRACE_{name.upper()}"] = str(value)
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command or HEADRACE,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                preexec_fn=_die_with_parent,
+            )
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """The log's events; what is not one of ours is left out."""
+        events = []
+        for line in self.log_text().splitlines():
+            with contextlib.suppress(ValueError):
+                events.append(json.loads(line))
+        return events
+
+    def wait_for_log(self, pattern: str, timeout: float = 60.0, count: int = 1) -> "re.Match[str]":
+        """Wait until the pattern stands in the log so many times; returns the last of them."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = list(re.finditer(pattern, self.log_text()))
+            if len(found) >= count:
+                return found[count - 1]
+            if self.process.poll() is not None and len(re.findall(pattern, self.log_text())) < count:
+                raise AssertionError(f"the worker ended without {pattern!r} in its log:\n{self.log_text()[-4000:]}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {pattern!r} in the log after {timeout} s:\n{self.log_text()[-4000:]}")
+            time.sleep(0.01)
+
+    def wait_ready(self, timeout: float = 60.0) -> "WorkerProcess":
+        deadline = time.monotonic() + timeout
+        self.wait_for_log(r"metrics on http://", timeout)
+        while self.health("ready")[0] != 200:
+            assert self.process.poll() is None, self.log_text()[-4000:]
+            assert time.monotonic() < deadline, self.log_text()[-4000:]
+            time.sleep(0.02)
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.wait_for_log(r"metrics on (http://[^/]+)/metrics")[1]
+
+    def health(self, probe: str) -> tuple[int, str]:
+        """Status and body of /health/<probe>; 0 where nobody answers."""
+        return _get(f"{self.url}/health/{probe}")
+
+    def metrics(self) -> dict[str, float]:
+        """Every series of /metrics, by name and labels without the model and the queue."""
+        series = {}
+        for line in _get(f"{self.url}/metrics")[1].splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = re.sub(r'(model|queue)="[^"]*",?', "", name).replace(",}", "}").replace("{}", "")
+                series[name] = float(value)
+        return series
+
+    def engine_pid(self) -> int:
+        """The engine's process; waits until there is one."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for pid in self.processes():
+                if pid != self.process.pid and b"headrace_engine.core.process" in _read(pid, "cmdline"):
+                    return pid
+            time.sleep(0.01)
+        raise AssertionError("the worker has no engine process")
+
+    def processes(self) -> list[int]:
+        """Every living process that descends from the worker, and itself."""
+        marker = f"{_MARKER}={self.marker}".encode()
+        return [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdigit() and marker in _read(int(folder.name), "environ")
+        ]
+
+    def kill(self) -> None:
+        """As a crash would: no goodbye."""
+        self.process.kill()
+        self.process.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the worker has not ended after {timeout} s:\n{self.log_text()[-4000:]}") from None
+
+    def assert_nothing_left(self) -> None:
+        """The worker and all that it started are gone; the kernel may take a moment to end an orphan."""
+        deadline = time.monotonic() + 5
+        while self.processes():
+            assert time.monotonic() < deadline, f"left behind: {[_read(pid, 'cmdline') for pid in self.processes()]}"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def _get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

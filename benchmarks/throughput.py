@@ -60,7 +60,7 @@ def measure_queue(model: str, dtype: str) -> dict[str, Any]:
 
 
 async def _stream_all(redis_url: str, served_name: str) -> dict[str, Any]:
-    from headrace_broker import AsyncClient
+    from headrace_broker import AsyncClient, ChunkEvent
 
     requests = workload.load()
     async with AsyncClient(redis_url, model=served_name) as client:
@@ -71,18 +71,14 @@ async def _stream_all(redis_url: str, served_name: str) -> dict[str, Any]:
             {"prompt_token_ids": request.prompt_token_ids, "sampling_params": request.sampling_params}
             for request in requests
         )
-
-        async def follow(request_id: str) -> tuple[StreamTiming, list[int]]:
-            timing, token_ids = StreamTiming(started), []
-            async for chunk in client.stream(request_id, timeout=600):
-                timing.arrived(time.perf_counter(), len(chunk.token_ids))
-                token_ids += chunk.token_ids
-            return timing, token_ids
-
-        followed = await asyncio.gather(*map(follow, request_ids))
+        timings = {request_id: StreamTiming(started) for request_id in request_ids}
+        token_ids: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+        async for request_id, event in client.events_many(request_ids, timeout=600):
+            if isinstance(event, ChunkEvent):
+                timings[request_id].arrived(time.perf_counter(), len(event.token_ids))
+                token_ids[request_id] += event.token_ids
         seconds = time.perf_counter() - started
-    figures = _figures(seconds, [token_ids for _, token_ids in followed])
-    return figures | {"latency": summarise(timing for timing, _ in followed)}
+    return _figures(seconds, list(token_ids.values())) | {"latency": summarise(timings.values())}
 
 
 def measure_transformers(model: str, dtype: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
-from headrace_broker.client import READ_RETRIES, Client, unavailable
+from headrace_broker.client import READ_RETRIES, Client, last_ids, unavailable
 from headrace_broker.connections import BLOCK_SECONDS, connect_async
 from headrace_broker.errors import ResultTimeoutError
 from headrace_broker.events import ChunkEvent, StreamEvent
@@ -26,7 +26,7 @@ from headrace_broker.submission import (
     read_status,
     was_cancelled,
 )
-from headrace_broker.subscriber import BEGINNING, read_stream_async
+from headrace_broker.subscriber import BEGINNING, read_stream_async, read_streams_async
 
 
 class AsyncClient:
@@ -84,6 +84,14 @@ class AsyncClient:
         with unavailable(self.settings, "read a stream"):
             async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
                 yield event
+
+    async def events_many(
+        self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None
+    ) -> AsyncIterator[tuple[str, StreamEvent]]:
+        """See `Client.events_many`."""
+        with unavailable(self.settings, "read streams"):
+            async for item in read_streams_async(self._redis, last_ids(request_ids), timeout=timeout):
+                yield item
 
     async def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
         """See `Client.result`."""

@@ -57,6 +57,7 @@ class Leases:
         delivery_limit: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._client: Final = client
         self.lease_seconds: Final = lease_seconds
         self.delivery_limit: Final = delivery_limit
         self.owner: Final = uuid.uuid4().hex
@@ -98,6 +99,10 @@ class Leases:
             self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
             self._drop_lost(message.lease_id)
         return messages
+
+    def any_waiting(self, lists: Sequence[str]) -> bool:
+        """Whether any of the lists has a message. Redis's errors pass through."""
+        return bool(self._client.exists(*lists))
 
     def hold(self, lease_id: str, held: Any) -> None:
         """Renews this lease from now on; `held` is what `on_lost` gets."""

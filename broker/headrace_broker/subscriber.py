@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.connections import BLOCK_SECONDS
@@ -27,25 +27,81 @@ def read_stream(
     A stream that does not exist yet is waited for. `client` comes from `connections.connect`. Raises
     ResultTimeoutError if no entry arrives for `timeout` seconds, StreamGoneError if the stream has vanished.
     """
-    reader = _Reader(request_id, last_id, timeout)
-    while not reader.ended:
-        events = reader.received(client.xread(reader.streams, _ENTRIES_AT_ONCE, reader.block_ms()))
-        if not events:
+    for _request_id, event in read_streams(client, {request_id: last_id}, timeout=timeout):
+        yield event
+
+
+def read_streams(
+    client: "redis.Redis", last_ids: Mapping[str, str], *, timeout: float | None = None
+) -> Iterator[tuple[str, StreamEvent]]:
+    """`read_stream` for many requests over one connection; stops after the last end event."""
+    readers = _Readers(last_ids, timeout)
+    while readers:
+        yield from readers.received(client.xread(readers.streams, _ENTRIES_AT_ONCE, readers.block_ms()))
+        for reader in readers.silent():
             reader.found_nothing(client.xrevrange(reader.key, count=1))
-        yield from events
 
 
 async def read_stream_async(
     client: "redis.asyncio.Redis", request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
 ) -> AsyncIterator[StreamEvent]:
     """`read_stream` for asyncio; `client` comes from `connections.connect_async`."""
-    reader = _Reader(request_id, last_id, timeout)
-    while not reader.ended:
-        events = reader.received(await client.xread(reader.streams, _ENTRIES_AT_ONCE, reader.block_ms()))
-        if not events:
-            reader.found_nothing(await client.xrevrange(reader.key, count=1))
-        for event in events:
+    async for _request_id, event in read_streams_async(client, {request_id: last_id}, timeout=timeout):
+        yield event
+
+
+async def read_streams_async(
+    client: "redis.asyncio.Redis", last_ids: Mapping[str, str], *, timeout: float | None = None
+) -> AsyncIterator[tuple[str, StreamEvent]]:
+    """`read_streams` for asyncio."""
+    readers = _Readers(last_ids, timeout)
+    while readers:
+        for event in readers.received(await client.xread(readers.streams, _ENTRIES_AT_ONCE, readers.block_ms())):
             yield event
+        for reader in readers.silent():
+            reader.found_nothing(await client.xrevrange(reader.key, count=1))
+
+
+class _Readers:
+    """Several streams that one XREAD reads. True while any of them goes on."""
+
+    def __init__(self, last_ids: Mapping[str, str], timeout: float | None) -> None:
+        readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
+        self._open: Final = {reader.key.encode(): reader for reader in readers}
+        self._nothing_came = False
+
+    def __bool__(self) -> bool:
+        return any(not reader.ended for reader in self._open.values())
+
+    @property
+    def streams(self) -> dict[Any, Any]:
+        return {reader.key: reader.last_id for reader in self._open.values()}
+
+    def block_ms(self) -> int | None:
+        """How long the next read may wait; None is not at all."""
+        waits = [reader.block_ms() for reader in self._open.values()]
+        return None if None in waits else min(wait for wait in waits if wait is not None)
+
+    def received(self, reply: Any) -> Iterator[tuple[str, StreamEvent]]:
+        """The events in the reply of an XREAD of `streams`; streams that have ended are read no more."""
+        self._nothing_came = not reply
+        for key, entries in reply:
+            reader = self._open[key]
+            for event in reader.received(entries):
+                yield reader.request_id, event
+        self._close_ended()
+
+    def silent(self) -> list["_Reader"]:
+        """The streams to look at closer: whether they still exist, or ended before they were read."""
+        self._close_ended()
+        waiting = [reader for reader in self._open.values() if self._nothing_came or reader.wants_look()]
+        for reader in waiting:
+            reader.looked()
+        return waiting
+
+    def _close_ended(self) -> None:
+        for key in [key for key, reader in self._open.items() if reader.ended]:
+            del self._open[key]
 
 
 class _Reader:
@@ -57,18 +113,15 @@ class _Reader:
         if not _ENTRY_ID.fullmatch(last_id):
             raise InvalidRequestError([f"last_id must be an entry id such as 1-17, not {last_id!r}"])
         self.key: Final = stream_key(request_id)
+        self.request_id: Final = request_id
+        self.last_id = last_id
         self.ended = False
-        self._request_id: Final = request_id
-        self._last_id = last_id
         self._timeout: Final = timeout
         self._clock: Final = clock
         self._heard_at = clock()
+        self._looked_at = clock()
         # Whoever resumes may find a stream that is over or gone: it looks once before it waits.
         self._may_block = last_id == BEGINNING
-
-    @property
-    def streams(self) -> dict[Any, Any]:
-        return {self.key: self._last_id}
 
     def block_ms(self) -> int | None:
         """How long the next read may wait; None is not at all."""
@@ -79,26 +132,35 @@ class _Reader:
             seconds = min(seconds, self._heard_at + self._timeout - self._clock())
         return max(1, int(seconds * 1000))
 
-    def received(self, reply: Any) -> list[StreamEvent]:
-        """The events in the reply of an XREAD of this one stream."""
+    def received(self, entries: Any) -> list[StreamEvent]:
+        """The events in what an XREAD brought of this stream."""
         self._may_block = True
-        events = [read_entry(entry_id, fields) for _key, entries in reply for entry_id, fields in entries]
+        events = [read_entry(entry_id, fields) for entry_id, fields in entries]
         if events:
-            self._last_id = events[-1].entry_id
+            self.last_id = events[-1].entry_id
             self._heard_at = self._clock()
             self.ended = isinstance(events[-1], EndEvent)
         return events
 
+    def wants_look(self) -> bool:
+        """Not looked at since it was resumed, or silent for long while other streams of the same read were not."""
+        return not self._may_block or self._clock() - max(self._heard_at, self._looked_at) >= BLOCK_SECONDS
+
+    def looked(self) -> None:
+        """The stream is about to be looked at, by `found_nothing`."""
+        self._looked_at = self._clock()
+        self._may_block = True
+
     def found_nothing(self, newest: Any) -> None:
         """Takes the reply of an XREVRANGE for the newest entry, after a read that brought none."""
-        if not newest and self._last_id != BEGINNING:
-            raise StreamGoneError(self._request_id, self._last_id)
+        if not newest and self.last_id != BEGINNING:
+            raise StreamGoneError(self.request_id, self.last_id)
         if newest:
             event = read_entry(*newest[0])
             # it may also have arrived just now, and then the next read brings it
-            self.ended = isinstance(event, EndEvent) and _not_after(event.entry_id, self._last_id)
+            self.ended = isinstance(event, EndEvent) and _not_after(event.entry_id, self.last_id)
         if not self.ended and self._timeout is not None and self._clock() - self._heard_at >= self._timeout:
-            raise ResultTimeoutError(self._request_id, self._timeout, "stream entry")
+            raise ResultTimeoutError(self.request_id, self._timeout, "stream entry")
 
 
 def _not_after(entry_id: str, last_id: str) -> bool:

@@ -1,0 +1,63 @@
+"""Reading many streams over one connection."""
+
+import pytest
+import redis
+
+from headrace_broker.async_client import AsyncClient
+from headrace_broker.client import Client
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import ResultTimeoutError
+from headrace_broker.events import ChunkEvent, EndEvent
+from headrace_broker.streams import StreamWrite, StreamWriter
+
+
+def write(writer: StreamWriter, request_id: str, count: int, *, end: bool = True) -> None:
+    attempt = writer.claim(request_id, "test").attempt
+    writes = [
+        StreamWrite.chunk(request_id, attempt, n, index=0, token_ids=[n], text=f"{request_id}{n} ")
+        for n in range(1, count + 1)
+    ]
+    writer.publish(writes + [StreamWrite.end(request_id, attempt, count, finish_reason="stop")] * end)
+
+
+def test_every_event_of_every_stream_comes_once_and_in_the_order_of_its_stream(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    writer = StreamWriter(redis_client, 60)
+    for request_id, count in (("a", 3), ("b", 1), ("c", 5)):
+        write(writer, request_id, count)
+    texts = dict.fromkeys("abc", "")
+    ends = []
+    with Client(redis_server.url) as client:
+        for request_id, event in client.events_many("abc", timeout=5):
+            if isinstance(event, ChunkEvent):
+                texts[request_id] += event.text
+            elif isinstance(event, EndEvent):
+                ends.append(request_id)
+    assert texts == {"a": "a1 a2 a3 ", "b": "b1 ", "c": "c1 c2 c3 c4 c5 "}
+    assert sorted(ends) == ["a", "b", "c"]
+
+
+async def test_streams_resume_each_at_its_own_entry_also_where_one_had_ended(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    writer = StreamWriter(redis_client, 60)
+    for request_id in "ab":
+        write(writer, request_id, 3)
+    async with AsyncClient(redis_server.url) as client:
+        events = [
+            (request_id, event.entry_id)
+            async for request_id, event in client.events_many({"a": "1-2", "b": "1-4"}, timeout=5)
+        ]
+    assert events == [("a", "1-3"), ("a", "1-4")]
+
+
+def test_a_silent_stream_times_out_by_its_name(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    write(StreamWriter(redis_client, 60), "talks", 1)
+    with Client(redis_server.url) as client, pytest.raises(ResultTimeoutError, match="silent"):
+        list(client.events_many(["talks", "silent"], timeout=0.05))
+
+
+def test_nothing_to_read_ends_at_once(redis_server: EmbeddedServer) -> None:
+    with Client(redis_server.url) as client:
+        assert list(client.events_many([])) == []

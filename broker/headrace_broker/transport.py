@@ -34,6 +34,9 @@ _GLANCE_SECONDS: Final = 0.02
 So the most urgent list, which is the default one, wakes the worker at once; the others are looked at this often. The
 server's own timeouts would not do: an idle server notices them ten times a second."""
 
+_BUSY_GLANCES: Final = 5
+"""While messages are held, only every so many-th look is taken."""
+
 _DOORBELL_SECONDS: Final = 0.1
 """How long one wait for the most urgent list takes; a closing channel has to sit it out."""
 
@@ -262,20 +265,24 @@ class Transport(kombu_redis.Transport):
     Channel = Channel
     lease_registry: ClassVar[LeaseRegistry] = LeaseRegistry()
 
-    _glances: Any = None
+    _timer: Any = None
+    _num_glances = 0
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)
         super().register_with_event_loop(connection, loop)
-        self._glances = loop.call_repeatedly(_GLANCE_SECONDS, self._glance)
+        self._timer = loop.call_repeatedly(_GLANCE_SECONDS, self._glance)
 
     def close_connection(self, connection: Any) -> None:
-        if self._glances is not None:
-            self._glances.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().close_connection(connection)
 
     def _glance(self) -> None:
+        self._num_glances += 1
         for channel in list(self.channels):
-            channel.glance()
+            # a worker that is busy anyway need not look so often, and its processor has better things to do
+            if not len(channel.leases) or self._num_glances % _BUSY_GLANCES == 0:
+                channel.glance()

@@ -103,6 +103,8 @@ class Dispatcher:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
         if self._draining or not self.supervisor.is_ready or self._engine_waiting:
             return 0
+        if len(self._jobs) >= self._max_num_seqs:  # asked many times a second, and each job has a choice that runs
+            return 0
         return max(0, self._max_num_seqs - self._slots_used())
 
     def _slots_used(self) -> int:

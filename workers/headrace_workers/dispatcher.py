@@ -31,7 +31,7 @@ from headrace_monitoring.labels import Outcome
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.finisher import Finisher
-from headrace_workers.intake import Incoming, Intake, RefusedError
+from headrace_workers.intake import MALFORMED, Incoming, Intake, RefusedError
 from headrace_workers.job import Job, recorded_result
 from headrace_workers.publisher import Publisher
 from headrace_workers.supervisor import EngineSupervisor
@@ -40,7 +40,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 ENGINE_LOSS_LIMIT = 3
 """A request that was in so many engine processes when they died is given up."""
-_MALFORMED = ErrorInfo("invalid_request", "the message is malformed: its body is not what Celery's protocol says")
+_MALFORMED = ErrorInfo("invalid_request", MALFORMED)
 _CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
 _EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
 
@@ -136,13 +136,14 @@ class Dispatcher:
         try:
             self._start(incoming, self._intake, celery_request, run_task)
         except RefusedError as refusal:
-            self._refuse(incoming.request_id, refusal.error, run_task)
+            self._refuse(incoming, refusal.error, celery_request, run_task)
         except CONNECTION_ERRORS as error:
             logger.warning("request goes back to the queue", request_id=incoming.request_id, error=str(error))
             self._give_back(celery_request)
         except Exception as error:
             logger.exception("request could not be taken in", request_id=incoming.request_id)
-            self._refuse(incoming.request_id, ErrorInfo("engine_error", f"{type(error).__name__} in intake"), run_task)
+            failure = ErrorInfo("engine_error", f"the request could not be taken in: {type(error).__name__}")
+            self._refuse(incoming, failure, celery_request, run_task)
 
     def _start(
         self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: Callable[[dict[str, Any]], None]
@@ -197,12 +198,27 @@ class Dispatcher:
         result = recorded_result(request_id, claim.entries, claim.ended)
         self._finisher.submit(partial(run_task, result.to_wire()))
 
-    def _refuse(self, request_id: str, error: ErrorInfo, run_task: Callable[[dict[str, Any]], None]) -> None:
-        """Answer a request that is wrong: an end in its stream, an error in its result."""
-        logger.info("request refused", request_id=request_id, code=error.code)
+    def _refuse(
+        self,
+        incoming: Incoming,
+        error: ErrorInfo,
+        celery_request: Any,
+        run_task: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Answer a request that cannot be served: an end in its stream, an error in its result."""
+        logger.info("request refused", request_id=incoming.request_id, code=error.code)
         self._metrics.request_refused("rejected")
-        self.end_stream(request_id, "rejected", error)
-        self._finisher.submit(partial(run_task, GenerateResult(request_id, [], None, error).to_wire()))
+        self.end_stream(incoming.request_id, "rejected", error)
+        result = GenerateResult(incoming.request_id, [], None, error).to_wire()
+
+        def finish() -> None:
+            if incoming.is_well_formed:
+                run_task(result)
+            else:  # Celery's tracer would stumble over the body, too
+                self._store_result(incoming.request_id, result)
+                celery_request.on_success((False, "", 0.0))
+
+        self._finisher.submit(finish)
 
     def refuse_malformed(self, request_id: str) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
@@ -224,10 +240,10 @@ class Dispatcher:
         self._finisher.submit(partial(self._store_result, request_id, result))
 
     def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> bool:
-        """End the stream of a request that this worker does not hold; False where it had ended, or Redis is away."""
+        """End the stream of a request that this worker does not hold; False where it had ended, or Redis refuses."""
         try:
             return self._writer.end_unclaimed(request_id, finish_reason, error)
-        except CONNECTION_ERRORS as failure:
+        except (*CONNECTION_ERRORS, redis.RedisError) as failure:
             logger.warning("stream could not be ended", request_id=request_id, error=str(failure))
             return False
 
@@ -428,7 +444,7 @@ class Dispatcher:
                 worker=self._worker_name,
                 seen=time.time(),
             )
-        except CONNECTION_ERRORS as error:
+        except (*CONNECTION_ERRORS, redis.RedisError) as error:
             logger.warning("model could not be registered", error=str(error))
 
     def drain(self) -> None:

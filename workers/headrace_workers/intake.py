@@ -17,6 +17,9 @@ from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.job import Job, recorded_choices
 
+_LATEST_UNIX_TIME = 1e11
+MALFORMED = "the message is malformed: its body is not what Celery's protocol 2 says"
+
 
 class RefusedError(HeadraceWorkerError):
     """The request cannot be served, and never will be."""
@@ -33,6 +36,8 @@ class Incoming:
     request_id: str
     args: Any = field(repr=False)
     kwargs: Any = field(repr=False)
+    is_well_formed: bool
+    """Whether the body has the shape of Celery's protocol 2, so that Celery can run the task."""
     priority: int
     redelivered: bool
     enqueued_at: float | None
@@ -45,16 +50,16 @@ class Incoming:
         """From a celery.worker.request.Request; odd values of optional headers count as absent."""
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
-        enqueued_at = headers.get("enqueued_at")
         expires = celery_request.expires
         priority = delivery.get("priority")
         return cls(
             request_id=celery_request.id,
             args=celery_request.args,
             kwargs=celery_request.kwargs,
+            is_well_formed=_is_protocol_2(celery_request._payload),
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
-            enqueued_at=float(enqueued_at) if isinstance(enqueued_at, int | float) else None,
+            enqueued_at=_unix_time(headers.get("enqueued_at")),
             deadline=expires.timestamp() if isinstance(expires, datetime) else None,
         )
 
@@ -77,6 +82,8 @@ class Intake:
 
     def process(self, incoming: Incoming) -> ProcessedRequest:
         """Check the message and tokenise its prompt."""
+        if not incoming.is_well_formed:
+            raise RefusedError("invalid_request", MALFORMED)
         if incoming.args:
             raise RefusedError("invalid_request", "positional arguments are not allowed; use keyword arguments")
         try:
@@ -132,6 +139,21 @@ class Intake:
         job.num_resumed_tokens = job.num_tokens
         job.core_requests()  # tells the engine's requests which tokens they have already
         return job
+
+
+def _is_protocol_2(body: Any) -> bool:
+    """[args, kwargs, embed], of the right types."""
+    if not isinstance(body, list | tuple) or len(body) != 3:
+        return False
+    args, kwargs, embed = body
+    return isinstance(args, list | tuple) and isinstance(kwargs, dict) and isinstance(embed, dict)
+
+
+def _unix_time(value: Any) -> float | None:
+    """A producer's clock reading; None for what cannot be one, NaN and numbers beyond floats among them."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LATEST_UNIX_TIME:
+        return float(value)
+    return None
 
 
 def seed_of(request_id: str) -> int:

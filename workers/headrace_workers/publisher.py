@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Iterable
 
+import redis
+
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.metrics import Metrics
@@ -34,13 +36,13 @@ class Publisher:
         self._pending = [write for write in self._pending if write.request_id != request_id]
 
     def flush(self) -> dict[str, WriteOutcome] | None:
-        """Write everything. Returns the requests whose stream refused an entry; None when Redis was not reached."""
+        """Write everything. Returns the requests whose stream refused an entry; None when Redis did not take it."""
         if not self._pending:
             return {}
         started = time.perf_counter()
         try:
             refused = self._writer.publish(self._pending)
-        except CONNECTION_ERRORS as error:
+        except (*CONNECTION_ERRORS, redis.RedisError) as error:  # also out of memory, read-only: it may be cured
             self._metrics.redis_error("publish")
             self._metrics.redis_up(False)
             logger.warning("%d stream entries wait for Redis: %s", len(self._pending), error)

@@ -33,7 +33,7 @@ class QueueGauges:
                 pipe.zcard(LEASES_KEY)
                 pipe.llen(DEAD_LETTERS_KEY)
                 *lists, leased, dead = pipe.execute()
-        except CONNECTION_ERRORS as error:
+        except (*CONNECTION_ERRORS, redis.RedisError) as error:
             self._metrics.redis_error("depth")
             self._metrics.redis_up(False)
             logger.warning("the queue's length could not be read: %s", error)

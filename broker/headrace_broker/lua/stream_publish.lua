@@ -23,8 +23,13 @@ for i, key in ipairs(KEYS) do
   if not reply then
     outcome = 'gone'
   elseif type(reply) == 'table' and reply.err then
-    if not string.find(reply.err, 'equal or smaller', 1, true) then return reply end
-    outcome = rejection(key, id)
+    if string.find(reply.err, 'WRONGTYPE', 1, true) then
+      outcome = 'gone' -- somebody put something else there: only this request ends, not the step of all
+    elseif string.find(reply.err, 'equal or smaller', 1, true) then
+      outcome = rejection(key, id)
+    else
+      return reply
+    end
   else
     redis.call('EXPIRE', key, ARGV[1])
   end

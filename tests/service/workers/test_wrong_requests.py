@@ -210,7 +210,8 @@ def test_a_flood_of_wrong_requests_does_not_delay_good_ones(service: Service) ->
     assert after[rejected] - before[rejected] == 40
 
 
-def test_a_broken_stream_key_refuses_one_request_and_no_other(service: Service, request_id: str = "no-stream") -> None:
+def test_a_broken_stream_key_refuses_one_request_and_no_other(service: Service) -> None:
+    request_id = "no-stream"
     service.client.set(f"headrace:stream:{request_id}", "somebody wrote a string here")
     handle = service.send({"prompt": "x", "sampling_params": GOOD_PARAMS}, task_id=request_id)
     others = [service.generate(max_tokens=20) for _ in range(4)]

@@ -99,6 +99,7 @@ class WorkerProcess:
 
     def metrics(self) -> dict[str, float]:
         """Every series of /metrics, by name and labels without the model and the queue."""
+        time.sleep(0.11)  # the worker renders ten times a second at most, and what is wanted is the state now
         series = {}
         for line in _get(f"{self.url}/metrics")[1].splitlines():
             if not line.startswith("#"):

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from typing import Any
 
 import click
@@ -41,6 +42,8 @@ def worker(**flags: Any) -> None:
     for name, value in flags.items():
         if value is not None:
             os.environ[f"HEADRACE_{name.upper()}"] = str(value)
+    from celery.worker import state as worker_state
+
     from headrace_workers.app import create_app
     from headrace_workers.settings import WorkerSettings
 
@@ -49,3 +52,5 @@ def worker(**flags: Any) -> None:
     app = create_app(settings)
     name = f"headrace-{settings.served_name}-{os.getpid()}@{socket.gethostname()}"
     app.worker_main(["worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"])
+    # Celery's command swallows the exit code when it is called as a function.
+    sys.exit(int(worker_state.should_stop or 0))

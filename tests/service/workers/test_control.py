@@ -1,0 +1,122 @@
+"""Requests that are ended from outside: revoked, cancelled, expired, or delivered twice."""
+
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from headrace_broker.client import Client
+from headrace_broker.results import Usage
+from headrace_broker.streams import StreamWrite, StreamWriter
+from service.workers.service import Service, assert_result_is_stream
+
+LONG = 2000
+
+
+def test_revoke_with_terminate_stops_a_running_request_and_ends_its_stream(service: Service) -> None:
+    handle = service.generate(max_tokens=LONG)
+    service.wait_tokens([handle.id], at_least=3)
+    handle.revoke(terminate=True)
+    log = service.wait_ended([handle.id])[handle.id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"
+    assert log.num_tokens < LONG
+    with pytest.raises(TaskRevokedError):
+        handle.get(timeout=20)
+    service.wait_settled()
+
+
+def test_a_client_cancels_a_running_request_and_its_slot_is_free_again(service: Service) -> None:
+    with Client(service.server.url) as client:
+        handle = service.generate(max_tokens=LONG)
+        service.wait_tokens([handle.id], at_least=3)
+        assert client.cancel(handle.id)
+    result = handle.get(timeout=20)
+    assert result["error"]["code"] == "cancelled"
+    service.wait_settled()
+    service.wait_until(lambda: service.workers[0].metrics()['headrace_worker_slots{state="used"}'] == 0)
+
+
+def test_a_request_that_was_cancelled_in_the_queue_never_runs(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    handle = service.generate()
+    with Client(service.server.url) as client:
+        assert client.cancel(handle.id)
+    service.start_worker()
+    assert handle.get(timeout=60)["error"]["code"] == "cancelled"
+    assert service.stream(handle.id).attempts == []
+    service.wait_settled()
+
+
+def test_a_request_that_was_revoked_in_the_queue_never_runs(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    service.start_worker(max_num_seqs=1).wait_ready()
+    running = service.generate(max_tokens=LONG)
+    service.wait_tokens([running.id], at_least=1)
+    waiting = service.generate()
+    service.app.control.revoke(waiting.id, reply=True, timeout=5)
+    running.revoke(terminate=True)
+    log = service.wait_ended([waiting.id])[waiting.id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"
+    assert log.attempts == []
+    service.wait_settled()
+
+
+def test_a_request_whose_deadline_has_passed_in_the_queue_expires(service: Service) -> None:
+    handle = service.app.send_task(
+        "headrace.generate",
+        kwargs={"prompt": "x"},
+        queue="headrace.tiny",
+        expires=datetime.now(UTC) - timedelta(seconds=1),
+    )
+    log = service.wait_ended([handle.id])[handle.id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "expired"
+    assert log.attempts == []
+
+
+def test_a_request_whose_deadline_passes_while_it_runs_keeps_what_it_has(service: Service) -> None:
+    params = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
+    handle = service.app.send_task(
+        "headrace.generate",
+        kwargs={"prompt": "x", "sampling_params": params},
+        queue="headrace.tiny",
+        expires=datetime.now(UTC) + timedelta(seconds=0.5),
+    )
+    result = handle.get(timeout=30)
+    assert result["error"]["code"] == "expired"
+    assert 0 < result["usage"]["completion_tokens"] < LONG
+    assert_result_is_stream(result, service.stream(handle.id))
+
+
+def test_a_finished_request_that_is_delivered_again_is_answered_from_its_stream(service: Service) -> None:
+    request_id = uuid.uuid4().hex
+    writer = StreamWriter(service.client, 60)
+    attempt = writer.claim(request_id, "a worker that died before it acknowledged").attempt
+    chunk = StreamWrite.chunk(
+        request_id, attempt, 2, index=0, token_ids=[7, 8], text="done", finish_reason="stop", stop_reason=None
+    )
+    writer.publish([chunk, StreamWrite.end(request_id, attempt, 2, finish_reason="stop", usage=Usage(1, 0, 2))])
+    handle = service.send({"prompt": "x"}, task_id=request_id)
+    result = handle.get(timeout=20)
+    assert result["outputs"][0]["text"] == "done"
+    log = service.stream(request_id)
+    assert log.attempts == [1]
+    assert_result_is_stream(result, log)
+    service.wait_settled()
+
+
+def test_the_same_request_sent_twice_is_generated_once(service: Service) -> None:
+    request_id = uuid.uuid4().hex
+    kwargs = {"prompt": "x", "sampling_params": {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True}}
+    handle = service.send(kwargs, task_id=request_id)
+    service.wait_tokens([request_id], at_least=3)
+    service.send(kwargs, task_id=request_id)
+    result = handle.get(timeout=30)
+    log = service.wait_ended([request_id])[request_id]
+    assert log.num_tokens == 300
+    assert_result_is_stream(result, log)
+    service.wait_settled()

@@ -1,0 +1,167 @@
+"""Starts, drains, crashes and outages of a worker, its engine and its Redis."""
+
+import base64
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.workers.service import Service, StreamLog, assert_result_is_stream, results
+
+NUM_TOKENS = 400
+
+
+def send_all(service: Service, count: int = 6) -> list[Any]:
+    return [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(count)]
+
+
+def undisturbed(service: Service, count: int = 6) -> list[dict[int, Any]]:
+    handles = send_all(service, count)
+    results(handles)
+    return [service.stream(handle.id).content for handle in handles]
+
+
+def content(service: Service, handles: list[Any]) -> list[dict[int, Any]]:
+    logs: dict[str, StreamLog] = service.wait_ended([handle.id for handle in handles])
+    for request_id, result in results(handles).items():
+        assert_result_is_stream(result, logs[request_id])
+    return [logs[handle.id].content for handle in handles]
+
+
+def test_sigterm_lets_running_requests_finish_and_leaves_later_ones_queued(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    worker = service.start_worker().wait_ready()
+    handles = send_all(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    worker.send_signal(signal.SIGTERM)
+    worker.wait_for_log("Warm shutdown")
+    assert worker.wait() == 0
+    worker.assert_nothing_left()
+    late = service.generate()
+    assert all(result["usage"]["completion_tokens"] == NUM_TOKENS for result in results(handles).values())
+    assert service.queued() == 1
+    assert service.stream(late.id).attempts == []
+
+
+@pytest.mark.parametrize(("number", "settings"), [(signal.SIGTERM, {"grace_seconds": 0}), (signal.SIGQUIT, {})])
+def test_what_a_stopped_worker_hands_back_is_continued_at_the_next_token(
+    make_service: Callable[..., Service], number: signal.Signals, settings: dict[str, object]
+) -> None:
+    service = make_service()
+    first = service.start_worker(lease_seconds=60, **settings).wait_ready()
+    expected = undisturbed(service)
+    handles = send_all(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    first.send_signal(number)
+    first.wait()
+    first.assert_nothing_left()
+    assert service.leased() == 0
+    assert service.queued() == len(handles)
+    service.start_worker()
+    assert content(service, handles) == expected
+    assert any(service.stream(handle.id).attempts == [1, 2] for handle in handles)
+
+
+def test_a_killed_engine_is_replaced_and_its_requests_go_on_in_the_same_attempt(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    worker = service.start_worker().wait_ready()
+    expected = undisturbed(service)
+    handles = send_all(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    pid = worker.engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    assert content(service, handles) == expected
+    assert all(service.stream(handle.id).attempts == [1] for handle in handles)
+    assert worker.engine_pid() != pid
+    metrics = worker.metrics()
+    assert metrics['headrace_engine_restarts_total{reason="crash"}'] == 1
+    assert metrics["headrace_requests_in_flight"] == 0
+
+
+def test_streams_go_on_after_redis_was_killed_and_came_back(make_service: Callable[..., Service]) -> None:
+    service = make_service(appendonly=True)
+    service.client.config_set("appendfsync", "always")
+    service.start_worker(lease_seconds=5).wait_ready()
+    expected = undisturbed(service)
+    handles = send_all(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    service.server.kill()
+    service.server.start()
+    assert content(service, handles) == expected
+    service.wait_settled(timeout=30)
+
+
+def test_two_workers_on_one_queue_share_its_requests(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    workers = [service.start_worker(max_num_seqs=2).wait_ready() for _ in range(2)]
+    handles = send_all(service, 12)
+    results(handles)
+    served = [worker.metrics()['headrace_requests_total{outcome="length"}'] for worker in workers]
+    assert sum(served) == 12
+    assert min(served) > 0
+    service.wait_settled()
+
+
+def test_a_worker_is_ready_only_once_its_model_is_loaded(make_service: Callable[..., Service]) -> None:
+    worker = make_service().start_worker()
+    status, body = worker.health("ready")
+    assert status == 503
+    assert "loading" in body
+    assert worker.health("live")[0] == 200
+    worker.wait_ready()
+
+
+def test_celerys_own_command_runs_the_worker_from_the_environment(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    command = [sys.executable, "-m", "celery", "-A", "headrace_workers.app", "worker"]
+    service.start_worker(command=command).wait_ready()
+    assert service.generate().get(timeout=20)["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"model": "/no/such/model"}, r"model '/no/such/model' cannot be read"),
+        ({"max_num_seqs": "many"}, r"HEADRACE_MAX_NUM_SEQS: .*got 'many'"),
+        ({"dtype": "int3"}, r"dtype is 'int3', allowed are"),
+        ({"redis_url": "http://localhost"}, r"redis_url must look like"),
+        ({"kv_cache_memory": "1KiB"}, r"give more KV memory or lower max_model_len"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_worker_that_cannot_work_says_why_and_exits(
+    make_service: Callable[..., Service], settings: dict[str, object], sentence: str
+) -> None:
+    worker = make_service().start_worker(**settings)
+    assert worker.wait(timeout=60) != 0
+    assert re.search(sentence, worker.log_text()), worker.log_text()
+    worker.assert_nothing_left()
+
+
+def test_no_prompt_and_no_output_stands_in_log_metrics_or_events(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    worker = service.start_worker(log_level="DEBUG").wait_ready()
+    secret = "the wheel Zanzibar"
+    with service.client.pubsub() as pubsub:
+        pubsub.psubscribe("/0.celeryev/*")
+        assert pubsub.get_message(timeout=10)["type"] == "psubscribe"
+        result = service.generate(secret, max_tokens=40).get(timeout=20)
+        events = b""
+        while b"task-succeeded" not in events:
+            message = pubsub.get_message(timeout=10)
+            assert message is not None, f"no task-succeeded among the events: {events!r}"
+            events += base64.b64decode(json.loads(message["data"])["body"])
+    text = result["outputs"][0]["text"]
+    assert len(text) > 10
+    for place in (worker.log_text(), str(worker.metrics()), events.decode(errors="replace")):
+        assert "Zanzibar" not in place
+        assert text[:12] not in place

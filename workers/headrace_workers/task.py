@@ -21,6 +21,16 @@ class EngineRequest(Request):
     dispatcher: "Dispatcher"
     """Set by the strategy, on a subclass for each worker."""
 
+    @property
+    def argsrepr(self) -> str:
+        """Empty: a stock producer puts a readable copy of the prompt here, and Celery would log and announce it."""
+        return ""
+
+    @property
+    def kwargsrepr(self) -> str:
+        """As `argsrepr`."""
+        return ""
+
     def terminate(self, pool: Any, signal: Any = None) -> None:  # noqa: ARG002  # Celery's signature
         """Celery's revoke with terminate=True."""
         self.dispatcher.terminate(self.id)

@@ -188,10 +188,13 @@ def test_publishing_nothing_asks_nothing(writer: StreamWriter) -> None:
     assert writer.publish([]) == {}
 
 
-def test_a_key_of_another_type_is_an_error_not_a_fence(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+def test_a_key_of_another_type_ends_its_own_request_and_no_other_of_the_same_call(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("other", "w")
     redis_client.set(stream_key("r"), "x")
-    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-        writer.publish([chunk(1, 1)])
+    assert writer.publish([chunk(1, 1), chunk(1, 1, "other")]) == {"r": WriteOutcome.GONE}
+    assert entry_ids(redis_client, "other")[-1] == "1-1"
 
 
 def test_the_scripts_survive_a_server_that_forgot_them(writer: StreamWriter, redis_client: "redis.Redis") -> None:

@@ -54,6 +54,8 @@ _WORKER_CONFIG: Final[dict[str, Any]] = {
     # a worker outlives any outage of its Redis
     "broker_connection_retry_on_startup": True,
     "broker_connection_max_retries": None,
+    # among them a server that is read-only or out of memory for a while
+    "broker_channel_error_retry": True,
 }
 
 

@@ -14,6 +14,9 @@ BLOCK_SECONDS: Final = 5.0
 CONNECTION_ERRORS: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
 """The server could not be reached or its reply was lost: whether the command ran is unknown."""
 
+REDIS_ERRORS: Final = (redis.RedisError, OSError)
+"""The server could not be reached, or refused: out of memory, read-only, not permitted. Both may pass."""
+
 _OPTIONS: Final[dict[str, Any]] = {
     "protocol": 2,  # the shape of replies is then the same in every redis-py version and inside Lua
     "socket_connect_timeout": 5.0,

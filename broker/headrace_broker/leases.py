@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.dead_letters import DELIVERY_LIMIT, DeadLetter
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
@@ -108,6 +108,14 @@ class Leases:
         """Renews this lease from now on; `held` is what `on_lost` gets."""
         self._held[lease_id] = held
 
+    def held(self) -> dict[str, Any]:
+        """What is held now, by lease id, in the order of arrival."""
+        return dict(self._held)
+
+    def let_go(self, lease_id: str) -> None:
+        """Renews this lease no more: the message comes back when it has run out, as one more delivery."""
+        self._held.pop(lease_id, None)
+
     def ack(self, lease_id: str) -> None:
         """The message is done. Owed if Redis cannot be reached."""
         self._settle(lease_id, lambda: self._expect_owned(self._ack(keys=_KEYS, args=[self.owner, lease_id]), "ack"))
@@ -139,7 +147,7 @@ class Leases:
                 settle()
                 self._owed.pop(lease_id, None)
             self._renew_held()
-        except CONNECTION_ERRORS as error:
+        except REDIS_ERRORS as error:
             logger.warning("leases not renewed: %s; %d held, %d owed", error, len(self._held), len(self._owed))
 
     def reap(self) -> int:
@@ -160,7 +168,7 @@ class Leases:
         self._held.pop(lease_id, None)
         try:
             settle()
-        except CONNECTION_ERRORS as error:
+        except REDIS_ERRORS as error:
             self._owed[lease_id] = settle
             logger.warning("lease %s not settled yet: %s; %d owed", lease_id, error, len(self._owed))
 

@@ -40,6 +40,9 @@ _BUSY_GLANCES: Final = 5
 _DOORBELL_SECONDS: Final = 0.1
 """How long one wait for the most urgent list takes; a closing channel has to sit it out."""
 
+_REFUSED_SECONDS: Final = 1.0
+"""How long a server that refuses commands, being out of memory or read-only, is left alone."""
+
 _COMMAND_TIMEOUT: Final = 5.0
 _DEFAULT_CREDIT: Final = 16
 
@@ -105,7 +108,10 @@ class QoS(virtual.QoS):
 
     def restore_visible(self, *_args: Any, **_kwargs: Any) -> None:
         # kombu's timer calls this on any one channel, so it must not depend on that channel's queues
-        self.channel.leases.reap()
+        try:
+            self.channel.leases.reap()
+        except redis.ResponseError as error:
+            logger.warning("the leases of silent workers are not looked at: %s", error)
 
 
 class Channel(kombu_redis.Channel):
@@ -132,6 +138,7 @@ class Channel(kombu_redis.Channel):
         self.credit = self._prefetch_credit
         self._rings = 0
         self._awaits_doorbell = False
+        self._ask_again_at = 0.0
         super().__init__(*args, **kwargs)
         if self.global_keyprefix:
             raise TransportConfigurationError(
@@ -172,7 +179,7 @@ class Channel(kombu_redis.Channel):
             super()._brpop_start(timeout)
             return
         queues = self.active_queues
-        if not queues:
+        if not queues or time.monotonic() < self._ask_again_at:
             return
         self._rings += 1
         queue = queues[self._rings % len(queues)]
@@ -190,6 +197,8 @@ class Channel(kombu_redis.Channel):
         except self.connection_errors:
             self.client.connection.disconnect()
             raise
+        except redis.ResponseError as error:
+            self._was_refused(error)
         finally:
             self._in_poll = None
             self._flush_brpop_reauth()
@@ -209,12 +218,16 @@ class Channel(kombu_redis.Channel):
 
     def fetch(self) -> bool:
         """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none."""
-        if not self.leased or self._closing or not self.active_queues:
+        if not self.leased or self._closing or not self.active_queues or time.monotonic() < self._ask_again_at:
             return False
         count = self.credit()
         if count <= 0:
             return False
-        messages = self.leases.fetch(self._lists(), count)
+        try:
+            messages = self.leases.fetch(self._lists(), count)
+        except redis.ResponseError as error:
+            self._was_refused(error)
+            return False
         for position, message in enumerate(messages):
             try:
                 self._hand_over(message)
@@ -223,6 +236,11 @@ class Channel(kombu_redis.Channel):
                     self.leases.release(undelivered.lease_id)
                 raise
         return bool(messages)
+
+    def _was_refused(self, error: "redis.ResponseError") -> None:
+        """The server is there, but out of memory, read-only or strict: that passes, and must not end the worker."""
+        self._ask_again_at = time.monotonic() + _REFUSED_SECONDS
+        logger.warning("the server hands out no messages: %s", error)
 
     def _hand_over(self, message: LeasedMessage) -> None:
         """Hands one message to its consumer. No message, whatever is in it, may end the worker."""

@@ -15,6 +15,7 @@ from celery.worker import state as worker_state
 
 from headrace_broker.connections import connect
 from headrace_broker.keys import queue_name
+from headrace_broker.leases import Leases
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.metrics import Metrics
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 REGISTER_SECONDS = 60.0
 _EXIT_ENGINE_GIVEN_UP = 1
+_LAST_RESULTS_SECONDS = 5.0
+_FAILED_TURN_SECONDS = 0.05
 
 
 class EngineStep(bootsteps.StartStopStep):
@@ -70,6 +73,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._supervisor = EngineSupervisor(config, self.dispatcher)
         self.dispatcher.supervisor = self._supervisor
         self._gauges = QueueGauges(client, queue, self.metrics)
+        self._leases: Leases | None = None
         return self
 
     def start(self, worker: Any) -> None:
@@ -87,6 +91,11 @@ class EngineStep(bootsteps.StartStopStep):
         channel.credit = self.dispatcher.credit
         channel.leases.on_lost = self.dispatcher.lease_lost
         channel.leases.on_dead_letter = self.dispatcher.dead_letter
+        self._leases = channel.leases
+        for lease_id, message in self._leases.held().items():
+            # Celery forgets the messages that wait for their time when it loses its connection.
+            if message.headers.get("id") not in worker_state.requests:
+                self._leases.release(lease_id)
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
 
@@ -95,7 +104,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher.drain()
         deadline = time.monotonic() + self._grace_seconds
         while not self.dispatcher.is_idle and self._supervisor.is_ready and time.monotonic() < deadline:
-            worker.hub.run_once()  # renews leases, publishes, acknowledges
+            self._turn(worker)  # renews leases, publishes, acknowledges
         self._end(worker)
 
     def terminate(self, worker: Any) -> None:
@@ -107,15 +116,26 @@ class EngineStep(bootsteps.StartStopStep):
         handed_back = self.dispatcher.hand_back()
         if handed_back:
             logger.warning("%d request(s) handed back to the queue", handed_back)
-        deadline = time.monotonic() + 5.0
-        turns = 0  # acknowledgements and hand-backs are calls that wait for the loop's next turns
-        while (turns < 3 or not self.dispatcher.is_idle) and time.monotonic() < deadline:
-            worker.hub.call_soon(_nothing)
-            worker.hub.run_once()
-            turns += 1
+        deadline = time.monotonic() + _LAST_RESULTS_SECONDS
+        while not self.dispatcher.is_idle and time.monotonic() < deadline:
+            self._turn(worker)
+        for _ in range(3):  # the last acknowledgements wait for the loop's next turns
+            self._turn(worker)
+        if self._leases is not None:
+            for lease_id in reversed(self._leases.held()):  # what waits for its time, or for its result to be stored
+                self._leases.release(lease_id)
         self._supervisor.stop()
         self.dispatcher.stop()
         self._server.stop()
+
+    def _turn(self, worker: Any) -> None:
+        """One turn of the event loop, which must not end before everything is settled."""
+        worker.hub.call_soon(_nothing)
+        try:
+            worker.hub.run_once()
+        except Exception:
+            logger.exception("the event loop failed while the worker drains")
+            time.sleep(_FAILED_TURN_SECONDS)
 
     def _register(self) -> None:
         if self._supervisor.is_ready:

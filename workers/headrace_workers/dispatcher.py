@@ -14,9 +14,9 @@ from typing import Any
 
 import redis
 import structlog
-from celery.worker.state import task_ready
+from celery.worker.state import task_ready, task_reserved
 
-from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.dead_letters import DUPLICATE, DeadLetter
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo, GenerateResult
@@ -91,6 +91,9 @@ class Dispatcher:
         self._output_processor: OutputProcessor | None = None
         self._engine_waiting = 0
         self._draining = False
+        self._given_up = False
+        self._redis_refuses = False
+        """Redis failed a claim; nothing more is taken until the next heartbeat."""
         self._hub: Any = None
 
     # -- capacity -------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class Dispatcher:
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
-        if self._draining or not self.supervisor.is_ready or self._engine_waiting:
+        if self._draining or self._redis_refuses or not self.supervisor.is_ready or self._engine_waiting:
             return 0
         if len(self._jobs) >= self._max_num_seqs:  # asked many times a second, and each job has a choice that runs
             return 0
@@ -130,20 +133,29 @@ class Dispatcher:
         if known is not None:
             self._adopt(known, celery_request, run_task)
             return
-        if self._intake is None:
-            self._give_back(celery_request)
+        if self._intake is None or self._draining:  # a delayed message comes when its time has come
+            celery_request.hand_back()
             return
         try:
             self._start(incoming, self._intake, celery_request, run_task)
         except RefusedError as refusal:
             self._refuse(incoming, refusal.error, celery_request, run_task)
-        except CONNECTION_ERRORS as error:
-            logger.warning("request goes back to the queue", request_id=incoming.request_id, error=str(error))
-            self._give_back(celery_request)
         except Exception as error:
+            self._forget(incoming.request_id)
+            if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
+                logger.warning("request goes back to the queue", request_id=incoming.request_id, error=str(error))
+                self._redis_refuses = True
+                celery_request.hand_back()
+                return
             logger.exception("request could not be taken in", request_id=incoming.request_id)
             failure = ErrorInfo("engine_error", f"the request could not be taken in: {type(error).__name__}")
             self._refuse(incoming, failure, celery_request, run_task)
+
+    def _forget(self, request_id: str) -> None:
+        """Undo a start that failed halfway."""
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self._abandon(job)
 
     def _start(
         self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: Callable[[dict[str, Any]], None]
@@ -153,7 +165,7 @@ class Dispatcher:
         claim = self._writer.claim(incoming.request_id, self._worker_name)
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.ended is not None:
-            self._finish_ended(incoming.request_id, claim, run_task)
+            self._finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
         job = intake.job(incoming, request, claim, celery_request, run_task)
         self._jobs[job.request_id] = job
@@ -181,7 +193,9 @@ class Dispatcher:
     def _adopt(self, job: Job, celery_request: Any, run_task: Callable[[dict[str, Any]], None]) -> None:
         """The same request again, under another lease: go on under the new one and settle the old one."""
         old, job.celery_request, job.run_task = job.celery_request, celery_request, run_task
-        task_ready(old)
+        task_ready(old)  # forgets the id, too
+        task_reserved(celery_request)
+        celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         old.acknowledge()  # refused by Redis where the old lease was lost
 
     def _schedule_deadline(self, job: Job, incoming: Incoming) -> None:
@@ -189,14 +203,20 @@ class Dispatcher:
             delay = max(0.0, incoming.deadline - time.time())
             job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
 
-    def _finish_ended(self, request_id: str, claim: Claim, run_task: Callable[[dict[str, Any]], None]) -> None:
+    def _finish_ended(
+        self, request_id: str, claim: Claim, celery_request: Any, run_task: Callable[[dict[str, Any]], None]
+    ) -> None:
         """The stream says that the request is over; only the result or the acknowledgement is missing."""
         assert claim.ended is not None
         logger.info("request had ended already", request_id=request_id, finish_reason=claim.ended.finish_reason)
         if claim.ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled")
         result = recorded_result(request_id, claim.entries, claim.ended)
-        self._finisher.submit(partial(run_task, result.to_wire()))
+        self._finish(celery_request, partial(run_task, result.to_wire()))
+
+    def _finish(self, celery_request: Any, finish: Callable[[], None]) -> None:
+        """Store, announce and acknowledge; a message whose result cannot be stored is delivered again."""
+        self._finisher.submit(finish, on_failure=partial(self._hub.call_soon, celery_request.let_go))
 
     def _refuse(
         self,
@@ -218,7 +238,7 @@ class Dispatcher:
                 self._store_result(incoming.request_id, result)
                 celery_request.on_success((False, "", 0.0))
 
-        self._finisher.submit(finish)
+        self._finish(celery_request, finish)
 
     def refuse_malformed(self, request_id: str) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
@@ -237,13 +257,13 @@ class Dispatcher:
 
     def _store_error(self, request_id: str, error: ErrorInfo) -> None:
         result = GenerateResult(request_id, [], None, error).to_wire()
-        self._finisher.submit(partial(self._store_result, request_id, result))
+        self._finisher.submit(partial(self._store_result, request_id, result), on_failure=lambda: None)
 
     def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> bool:
         """End the stream of a request that this worker does not hold; False where it had ended, or Redis refuses."""
         try:
             return self._writer.end_unclaimed(request_id, finish_reason, error)
-        except (*CONNECTION_ERRORS, redis.RedisError) as failure:
+        except REDIS_ERRORS as failure:
             logger.warning("stream could not be ended", request_id=request_id, error=str(failure))
             return False
 
@@ -264,15 +284,17 @@ class Dispatcher:
         self._publisher.add([job.end("cancelled", _CANCELLED)])
         self._finish_metrics(job, "cancelled")
         self._flush()
-        self._finisher.submit(partial(job.celery_request._announce_revoked, "terminated", True, "SIGTERM", False))
+        announce = partial(job.celery_request._announce_revoked, "terminated", True, "SIGTERM", False)
+        self._finish(job.celery_request, announce)
         return True
 
     def lease_lost(self, message: Any) -> None:
         """Another worker has this message: stop, write nothing more, acknowledge nothing."""
         job = self._jobs.get(message.headers.get("id"))
-        if job is not None and job.celery_request._message.delivery_tag == message.delivery_tag:
+        if job is not None and job.celery_request.lease_id == message.delivery_tag:
             logger.warning("request was taken over by another worker", request_id=job.request_id)
             self._abandon(job)
+            task_ready(job.celery_request)
 
     def _expire(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
@@ -293,11 +315,6 @@ class Dispatcher:
         self._abort(job)
         self._publisher.drop(job.request_id)
         self._metrics.request_handed_back()
-        task_ready(job.celery_request)
-
-    def _give_back(self, celery_request: Any) -> None:
-        task_ready(celery_request)
-        celery_request.reject(requeue=True)
 
     # -- from the engine ------------------------------------------------------------------------------------------
 
@@ -325,13 +342,13 @@ class Dispatcher:
             self._publish(output)
         self._flush()
 
-    def on_engine_lost(self, reason: str) -> None:
+    def on_engine_lost(self, reason: str, *, was_ready: bool) -> None:
         """All requests wait for the next engine process, but for those that were in too many dying ones."""
         self._metrics.engine_up(False)
         self._metrics.engine_restarted("crash")
-        self.set_state("loading")
+        self.set_state("draining" if self._draining else "loading")
         for job in list(self._jobs.values()):
-            job.engine_losses += 1
+            job.engine_losses += was_ready  # one that was still loading had no request yet
             if job.engine_losses >= ENGINE_LOSS_LIMIT:
                 self._abort(job)
                 message = f"the engine died {job.engine_losses} times while it computed this request: {reason}"
@@ -339,6 +356,8 @@ class Dispatcher:
         self._flush()
 
     def on_engine_given_up(self, reason: str) -> None:
+        self._given_up = True
+        self.drain()
         self._on_given_up(reason)
 
     def _publish(self, output: RequestOutput) -> None:
@@ -375,9 +394,9 @@ class Dispatcher:
         self._publisher.add([job.end(finish_reason, error)])
         self._published_last.append((job, job.result(error), finish_reason))
 
-    def _flush(self) -> None:
+    def _flush(self, *, retry: bool = False) -> None:
         """Write what is to be written; then settle the requests whose end has been written or refused."""
-        refused = self._publisher.flush()
+        refused = self._publisher.flush(retry=retry)
         if refused is None:
             return  # Redis is away: the heartbeat tries again
         for request_id, outcome in refused.items():
@@ -388,7 +407,7 @@ class Dispatcher:
                 self._settle_refused(job, refused[job.request_id])
             else:
                 self._finish_metrics(job, finish_reason)
-                self._finisher.submit(partial(job.run_task, result.to_wire()))
+                self._finish(job.celery_request, partial(job.run_task, result.to_wire()))
 
     def _on_refused(self, request_id: str, outcome: WriteOutcome) -> None:
         job = self._jobs.get(request_id)
@@ -408,7 +427,7 @@ class Dispatcher:
         gone = outcome is WriteOutcome.GONE
         error = ErrorInfo("expired", "the stream has expired or was deleted") if gone else _CANCELLED
         self._finish_metrics(job, "expired" if gone else "cancelled")
-        self._finisher.submit(partial(job.run_task, job.result(error).to_wire()))
+        self._finish(job.celery_request, partial(job.run_task, job.result(error).to_wire()))
 
     def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
         waited = 0.0 if job.enqueued_at is None else time.time() - job.enqueued_at
@@ -424,10 +443,11 @@ class Dispatcher:
 
     def heartbeat(self) -> None:
         """Once a second from the event loop."""
+        self._redis_refuses = False
         self._metrics.heartbeat()
         self._health.heartbeat(len(self._jobs))
         self._metrics.slots(min(self._slots_used(), self._max_num_seqs), self._max_num_seqs)
-        self._flush()
+        self._flush(retry=True)
 
     def set_state(self, state: str) -> None:
         assert state in ("loading", "ready", "draining")
@@ -444,7 +464,7 @@ class Dispatcher:
                 worker=self._worker_name,
                 seen=time.time(),
             )
-        except (*CONNECTION_ERRORS, redis.RedisError) as error:
+        except REDIS_ERRORS as error:
             logger.warning("model could not be registered", error=str(error))
 
     def drain(self) -> None:
@@ -453,12 +473,15 @@ class Dispatcher:
         self.set_state("draining")
 
     def hand_back(self) -> int:
-        """Give every request that is not complete back to the queue; another worker continues it from its stream."""
-        self._flush()
+        """Give every request that is not complete back to the queue; another worker continues it from its stream.
+
+        Where the engine could not be kept alive, one of these requests may be the reason, and it counts as a strike.
+        """
+        self._flush(retry=True)
         jobs = list(self._jobs.values())
         for job in reversed(jobs):  # the last first: they come out again in their order
             self._abandon(job)
-            job.celery_request.reject(requeue=True)
+            job.celery_request.hand_back(strike=self._given_up)
         return len(jobs)
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ class Finisher:
     """Runs jobs one after the other; `busy` counts those that have not ended."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._busy = 0
         self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
@@ -26,22 +26,24 @@ class Finisher:
     def busy(self) -> int:
         return self._busy
 
-    def submit(self, finish: Callable[[], None]) -> None:
+    def submit(self, finish: Callable[[], None], on_failure: Callable[[], None]) -> None:
+        """Run `finish`, and `on_failure` if it raises; both on the finisher's thread."""
         with self._lock:
             self._busy += 1
-        self._queue.put(finish)
+        self._queue.put((finish, on_failure))
 
     def stop(self) -> None:
         """End the thread when all that was submitted has run; does not wait."""
         self._queue.put(None)
 
     def _run(self) -> None:
-        while (finish := self._queue.get()) is not None:
+        while (work := self._queue.get()) is not None:
+            finish, on_failure = work
             try:
                 finish()
             except Exception:
-                # The message stays leased and comes back; the stream's end entry then says that it is done.
                 logger.exception("a request could not be finished; its message will be delivered again")
+                on_failure()
             finally:
                 with self._lock:
                     self._busy -= 1

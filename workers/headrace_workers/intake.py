@@ -43,14 +43,13 @@ class Incoming:
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
     deadline: float | None
-    """Unix seconds."""
+    """Unix seconds: when the message expires, or its time limit from now has passed."""
 
     @classmethod
     def read(cls, celery_request: Any) -> "Incoming":
         """From a celery.worker.request.Request; odd values of optional headers count as absent."""
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
-        expires = celery_request.expires
         priority = delivery.get("priority")
         return cls(
             request_id=celery_request.id,
@@ -60,7 +59,7 @@ class Incoming:
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=_unix_time(headers.get("enqueued_at")),
-            deadline=expires.timestamp() if isinstance(expires, datetime) else None,
+            deadline=_deadline(celery_request.expires, celery_request.time_limits),
         )
 
     @property
@@ -147,6 +146,17 @@ def _is_protocol_2(body: Any) -> bool:
         return False
     args, kwargs, embed = body
     return isinstance(args, list | tuple) and isinstance(kwargs, dict) and isinstance(embed, dict)
+
+
+def _deadline(expires: Any, time_limits: Any) -> float | None:
+    """The earliest of Celery's `expires` and its hard and soft time limits, which count from now."""
+    moments = [expires.timestamp()] if isinstance(expires, datetime) else []
+    moments += [
+        time.time() + limit
+        for limit in time_limits
+        if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < _LATEST_UNIX_TIME
+    ]
+    return min(moments, default=None)
 
 
 def _unix_time(value: Any) -> float | None:

@@ -4,9 +4,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-import redis
-
-from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.metrics import Metrics
 
@@ -24,6 +22,7 @@ class Publisher:
         self._writer = writer
         self._metrics = metrics
         self._pending: list[StreamWrite] = []
+        self._refused = False
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -35,18 +34,25 @@ class Publisher:
         """Forget what is not written yet of a request that is no longer ours."""
         self._pending = [write for write in self._pending if write.request_id != request_id]
 
-    def flush(self) -> dict[str, WriteOutcome] | None:
-        """Write everything. Returns the requests whose stream refused an entry; None when Redis did not take it."""
+    def flush(self, *, retry: bool = False) -> dict[str, WriteOutcome] | None:
+        """Write everything. Returns the requests whose stream refused an entry; None when Redis did not take it.
+
+        After a failure only a `retry` tries again: not every step, as what waits grows with each.
+        """
+        if self._refused and not retry:
+            return None
         if not self._pending:
             return {}
         started = time.perf_counter()
         try:
             refused = self._writer.publish(self._pending)
-        except (*CONNECTION_ERRORS, redis.RedisError) as error:  # also out of memory, read-only: it may be cured
+        except REDIS_ERRORS as error:
             self._metrics.redis_error("publish")
             self._metrics.redis_up(False)
+            self._refused = True
             logger.warning("%d stream entries wait for Redis: %s", len(self._pending), error)
             return None
+        self._refused = False
         self._metrics.redis_command("publish", time.perf_counter() - started)
         self._metrics.redis_up(True)
         self._pending.clear()

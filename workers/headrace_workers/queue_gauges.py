@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.keys import DEAD_LETTERS_KEY, LEASES_KEY, queue_lists
 from headrace_monitoring.metrics import Metrics
 
@@ -33,7 +33,7 @@ class QueueGauges:
                 pipe.zcard(LEASES_KEY)
                 pipe.llen(DEAD_LETTERS_KEY)
                 *lists, leased, dead = pipe.execute()
-        except (*CONNECTION_ERRORS, redis.RedisError) as error:
+        except REDIS_ERRORS as error:
             self._metrics.redis_error("depth")
             self._metrics.redis_up(False)
             logger.warning("the queue's length could not be read: %s", error)
@@ -50,5 +50,5 @@ def _age(body: Any) -> float | None:
     """Seconds since a message was enqueued, where it says so."""
     try:
         return time.time() - float(json.loads(body)["headers"]["enqueued_at"])
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
         return None

@@ -10,8 +10,9 @@ from typing import Any
 
 from celery.exceptions import InvalidTaskError
 from celery.worker.strategy import default as default_strategy
-from kombu.exceptions import ContentDisallowed, DecodeError
+from kombu.exceptions import ContentDisallowed, DecodeError, OperationalError
 
+from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.task import OUTCOME, EngineRequest
 
@@ -34,8 +35,10 @@ class EnginePool:
                 failed, result, _ = target(*args)
             finally:
                 OUTCOME.reset(token)
+            if failed:  # the task itself cannot fail; Celery would acknowledge what it could not store
+                raise result.exception
             # A success is announced without its text.
-            callback((failed, result if failed else "", time.monotonic() - received))
+            callback((False, "", time.monotonic() - received))
 
         self._dispatcher.accept(celery_request, run_task)
 
@@ -60,6 +63,8 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
         try:
             return handler(message, body, ack, reject, callbacks, **rest)
+        except (*CONNECTION_ERRORS, OperationalError):
+            raise  # the message is fine: the transport puts it back
         except Exception as error:
             request_id = message.headers.get("id")
             if isinstance(request_id, str):

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from headrace_engine.config import EngineConfig
@@ -27,7 +27,7 @@ class EngineEvents(Protocol):
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None: ...
 
-    def on_engine_lost(self, reason: str) -> None: ...
+    def on_engine_lost(self, reason: str, *, was_ready: bool) -> None: ...
 
     def on_engine_given_up(self, reason: str) -> None: ...
 
@@ -39,9 +39,15 @@ class EngineSupervisor:
     business: `on_engine_ready` is the moment to send them again.
     """
 
-    def __init__(self, config: EngineConfig, events: EngineEvents) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        events: EngineEvents,
+        spawn: Callable[[EngineConfig], EngineCoreProcess] = EngineCoreProcess,
+    ) -> None:
         self._config = config
         self._events = events
+        self._spawn = spawn
         self._process: EngineCoreProcess | None = None
         self._hub: Any = None
         self._deaths_in_a_row = 0
@@ -60,7 +66,7 @@ class EngineSupervisor:
     def start(self) -> None:
         """Start a process; must be called on the main thread, with which the process dies."""
         self._started_at = time.monotonic()
-        self._process = EngineCoreProcess(self._config)
+        self._process = self._spawn(self._config)
         logger.info("engine process %d is loading %s", self._process.pid, self._config.model.model)
         if self._hub is not None:
             self.attach(self._hub)
@@ -72,8 +78,9 @@ class EngineSupervisor:
             hub.add_reader(self._process.fileno(), self._on_readable)
 
     def send(self, requests: Iterable[EngineCoreRequest]) -> None:
-        """To a ready engine. When it is just dying, nothing is lost: its death is about to be reported."""
-        assert self._process is not None
+        """To a ready engine. Nothing is lost otherwise: `on_engine_ready` is to send all that is unfinished."""
+        if not self._ready or self._process is None:
+            return
         try:
             for request in requests:
                 self._process.add_request(request)
@@ -89,13 +96,16 @@ class EngineSupervisor:
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the engine process for good."""
-        self._stopped = True
-        self._ready = False
-        if self._process is not None:
-            self._forget_reader(self._process)
-            self._process.shutdown(timeout)
-            self._process.close()
-            self._process = None
+        process, was_ready = self._process, self._ready
+        self._stopped, self._ready, self._process = True, False, None
+        if process is None:
+            return
+        self._forget_reader(process)
+        if was_ready:
+            process.shutdown(timeout)
+        else:
+            process.kill()  # it would hear of its end only once the model is loaded
+        process.close()
 
     def _on_readable(self) -> None:
         process = self._process
@@ -103,14 +113,22 @@ class EngineSupervisor:
             return
         try:
             steps = process.receive()
+            self._announce(process, steps)
         except (ConfigError, ModelLoadError) as error:
             self._bury(process)
             self._give_up(str(error))
-            return
         except EngineDeadError as error:
+            was_ready = self._ready
             self._bury(process)
-            self._on_death(str(error))
-            return
+            self._on_death(str(error), was_ready=was_ready)
+        except Exception as error:
+            # Some tokens of this step are lost to us: to go on would leave a hole in a stream. Another worker, or the
+            # next start of this one, continues every request from what is published.
+            logger.exception("what the engine sent could not be handled")
+            self._bury(process)
+            self._give_up(f"what the engine sent could not be handled: {type(error).__name__}")
+
+    def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
         if process.is_ready and not self._ready:
             self._ready = True
             logger.info("engine ready after %.1f s", time.monotonic() - self._started_at)
@@ -119,12 +137,12 @@ class EngineSupervisor:
             self._deaths_in_a_row = 0
             self._events.on_engine_outputs(step)
 
-    def _on_death(self, reason: str) -> None:
+    def _on_death(self, reason: str, *, was_ready: bool) -> None:
         if self._stopped:
             return
         self._deaths_in_a_row += 1
         logger.error("engine lost (%d in a row): %s", self._deaths_in_a_row, reason)
-        self._events.on_engine_lost(reason)
+        self._events.on_engine_lost(reason, was_ready=was_ready)
         if self._deaths_in_a_row >= RESTART_LIMIT:
             self._give_up(f"the engine died {self._deaths_in_a_row} times in a row: {reason}")
             return
@@ -132,8 +150,12 @@ class EngineSupervisor:
         self._hub.call_later(delay, self._restart)
 
     def _restart(self) -> None:
-        if not self._stopped:
+        if self._stopped:
+            return
+        try:
             self.start()
+        except (EngineDeadError, OSError) as error:  # no memory or no descriptor for a process, just now
+            self._on_death(f"the engine process could not be started: {error}", was_ready=False)
 
     def _bury(self, process: EngineCoreProcess) -> None:
         self._ready = False

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.worker.request import Request
+from celery.worker.state import task_ready
 
 from headrace_broker.messages import TASK_NAME
 
@@ -30,6 +31,29 @@ class EngineRequest(Request):
     def kwargsrepr(self) -> str:
         """As `argsrepr`."""
         return ""
+
+    def info(self, safe: bool = False) -> dict[str, Any]:  # noqa: ARG002  # Celery's signature
+        """What `celery inspect` shows: never the prompt."""
+        return {**super().info(), "args": "", "kwargs": ""}
+
+    @property
+    def lease_id(self) -> str:
+        return self._message.delivery_tag
+
+    def hand_back(self, *, strike: bool = False) -> None:
+        """Put the message back into its queue, to be taken next; a `strike` counts as a failed delivery."""
+        self._settled()
+        self._message.channel.leases.release(self.lease_id, strike=strike)
+        self.send_event("task-rejected", requeue=True)
+
+    def let_go(self) -> None:
+        """Hold the message no longer: it is delivered again when its lease has run out."""
+        self._settled()
+        self._message.channel.leases.let_go(self.lease_id)
+
+    def _settled(self) -> None:
+        task_ready(self)
+        self.acknowledged = True
 
     def terminate(self, pool: Any, signal: Any = None) -> None:  # noqa: ARG002  # Celery's signature
         """Celery's revoke with terminate=True."""

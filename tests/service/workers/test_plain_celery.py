@@ -31,6 +31,8 @@ assert not any(name.startswith("headrace") for name in sys.modules)
 
 
 def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_order(service: Service) -> None:
+    worker = service.workers[0]
+    before = worker.metrics()
     producer = subprocess.run(
         [sys.executable, "-c", PRODUCER, service.server.url, "256"], capture_output=True, timeout=120, check=False
     )
@@ -46,6 +48,18 @@ def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_o
         assert (log.end["finish_reason"], log.end["error"]) == ("length", None)
         assert result["request_id"] == request_id
         assert_result_is_stream(result, log)
-    assert len(service.client.keys("headrace:stream:*")) >= 256
     service.wait_settled()
     assert service.dead_letters() == []
+
+    after = worker.metrics()
+    grown = {name: value - before[name] for name, value in after.items()}
+    usages = [result["usage"] for result in answers.values()]
+    assert grown["headrace_generation_tokens_total"] == sum(log.num_tokens for log in logs.values())
+    assert grown['headrace_requests_total{outcome="length"}'] == 256
+    assert grown["headrace_queue_received_messages_total"] == 256
+    for source, count in (
+        ("cached", sum(usage["cached_tokens"] for usage in usages)),
+        ("computed", sum(usage["prompt_tokens"] - usage["cached_tokens"] for usage in usages)),
+    ):
+        assert grown[f'headrace_prompt_tokens_total{{source="{source}"}}'] == count
+    assert after["headrace_requests_in_flight"] == 0

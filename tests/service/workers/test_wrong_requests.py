@@ -135,7 +135,7 @@ def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Servic
     service.client.delete("headrace:stream:odd-request", "celery-task-meta-odd-request")
     service.client.lpush(QUEUE, json.dumps(odd))
     service.wait_ended(["odd-request"], timeout=20)
-    result = service.app.AsyncResult("odd-request").get(timeout=20)
+    result = service.handle("odd-request").get(timeout=20)
     assert_refused(service, "odd-request", result, "invalid_request")
     assert_still_serves(service)
 
@@ -192,7 +192,7 @@ def test_odd_optional_headers_count_as_absent(service: Service, headers: dict[st
     request_id = "odd-headers"
     service.client.delete(f"headrace:stream:{request_id}", f"celery-task-meta-{request_id}")
     service.client.lpush(QUEUE, json.dumps(message(GOOD_BODY, request_id=request_id, **headers)))
-    result = service.app.AsyncResult(request_id).get(timeout=20)
+    result = service.handle(request_id).get(timeout=20)
     assert result["error"] is None
     assert result["usage"]["completion_tokens"] == 4
     assert_still_serves(service)

@@ -42,7 +42,7 @@ def worker(**flags: Any) -> None:
     for name, value in flags.items():
         if value is not None:
             os.environ[f"HEADRACE_{name.upper()}"] = str(value)
-    from celery.worker import state as worker_state
+    from celery.signals import worker_shutdown
 
     from headrace_workers.app import create_app
     from headrace_workers.settings import WorkerSettings
@@ -51,6 +51,11 @@ def worker(**flags: Any) -> None:
     settings.engine_config()  # wrong options and an unknown default model end here, in one sentence
     app = create_app(settings)
     name = f"headrace-{settings.served_name}-{os.getpid()}@{socket.gethostname()}"
+    exit_codes: list[int] = []  # Celery's command swallows the exit code when it is called as a function
+
+    @worker_shutdown.connect(weak=False)
+    def keep_exit_code(sender: Any, **_: Any) -> None:
+        exit_codes.append(sender.exitcode or 0)
+
     app.worker_main(["worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"])
-    # Celery's command swallows the exit code when it is called as a function.
-    sys.exit(int(worker_state.should_stop or 0))
+    sys.exit(max(exit_codes, default=1))

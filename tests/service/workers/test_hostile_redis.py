@@ -1,0 +1,127 @@
+"""What Redis may do to a worker besides going away, and what leases that run out do."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.leases import Leases
+from service.workers.service import Service, assert_result_is_stream, results
+
+NUM_TOKENS = 600
+LEASE_SECONDS = 1.5
+
+
+@pytest.fixture(scope="module")
+def brief_leases(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One worker whose leases run out soon; every test leaves it idle and its server as it was."""
+    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+        service = Service(server, model_folder, tmp_path_factory.mktemp("brief"))
+        try:
+            service.start_worker(lease_seconds=LEASE_SECONDS).wait_ready()
+            yield service
+        finally:
+            service.close()
+
+
+@pytest.fixture
+def service(brief_leases: Service) -> Iterator[Service]:
+    brief_leases.wait_settled()
+    yield brief_leases
+    assert brief_leases.workers[0].process.poll() is None
+    brief_leases.wait_settled(timeout=20)
+    assert brief_leases.workers[0].metrics()["headrace_requests_in_flight"] == 0
+    assert brief_leases.dead_letters() == []
+
+
+def run(service: Service, count: int = 4) -> list[Any]:
+    return [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(count)]
+
+
+def contents(service: Service, handles: list[Any]) -> list[Any]:
+    logs = service.wait_ended([handle.id for handle in handles])
+    for request_id, result in results(handles).items():
+        assert_result_is_stream(result, logs[request_id])
+    return [logs[handle.id].content for handle in handles]
+
+
+def test_a_redis_out_of_memory_delays_chunks_and_costs_no_request_its_lease(service: Service) -> None:
+    expected = contents(service, run(service))
+    worker = service.workers[0]
+    handles = run(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    owed = worker.log_text().count("wait for Redis")
+    service.client.config_set("maxmemory", 1)
+    try:
+        worker.wait_for_log("wait for Redis", count=owed + 1)
+        service.client.script_flush()
+        # longer than a lease: renewals must go on
+        renewed = leases(service)
+        service.wait_until(lambda: min(leases(service).values()) > max(renewed.values()) + LEASE_SECONDS)
+    finally:
+        service.client.config_set("maxmemory", 0)
+    assert contents(service, handles) == expected
+    assert all(service.stream(handle.id).attempts == [1] for handle in handles)
+
+
+def leases(service: Service) -> dict[bytes, float]:
+    return dict(service.client.zrange("headrace:lease:leases", 0, -1, withscores=True))
+
+
+def test_a_lost_lease_that_comes_back_to_the_same_worker_goes_on_at_the_next_token(service: Service) -> None:
+    expected = contents(service, run(service))
+    worker = service.workers[0]
+    handles = run(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    worker.send_signal(signal.SIGSTOP)
+    try:
+        service.client.zadd("headrace:lease:leases", dict.fromkeys(leases(service), 1.0))
+        other = Leases(redis.Redis.from_url(service.server.url, protocol=2), lease_seconds=1, delivery_limit=5)
+        assert other.reap() == len(handles)
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    assert contents(service, handles) == expected
+    assert all(service.stream(handle.id).attempts == [1, 2] for handle in handles)
+
+
+def test_a_result_that_could_not_be_stored_is_stored_when_its_message_comes_back(service: Service) -> None:
+    worker = service.workers[0]
+    service.client.execute_command("ACL", "SETUSER", "default", "-setex")
+    try:
+        handle = service.generate(max_tokens=20)
+        log = service.wait_ended([handle.id])[handle.id]
+        worker.wait_for_log("could not be finished")
+    finally:
+        service.client.execute_command("ACL", "SETUSER", "default", "+setex")
+    assert_result_is_stream(handle.get(timeout=20), log)
+    assert service.stream(handle.id) == log
+
+
+def test_a_delayed_message_survives_a_lost_connection_and_runs_once(service: Service) -> None:
+    worker = service.workers[0]
+    params = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    handle = service.send({"prompt": "later", "sampling_params": params}, countdown=2)
+    service.wait_until(lambda: service.leased() == 1)
+    lost = worker.log_text().count("Connection to broker lost")
+    service.client.client_kill_filter(_type="normal", skipme=True)
+    worker.wait_for_log("Connection to broker lost", count=lost + 1)
+    assert handle.get(timeout=20)["usage"]["completion_tokens"] == 5
+    assert service.stream(handle.id).attempts == [1]
+
+
+def test_running_requests_can_be_revoked_after_a_lost_connection(service: Service) -> None:
+    worker = service.workers[0]
+    handle = service.generate(max_tokens=2000)
+    service.wait_tokens([handle.id], at_least=1)
+    lost = worker.log_text().count("Connection to broker lost")
+    service.client.client_kill_filter(_type="normal", skipme=True)
+    worker.wait_for_log("Connection to broker lost", count=lost + 1)
+    service.wait_until(lambda: service.app.control.inspect(timeout=2, limit=1).ping())
+    handle.revoke(terminate=True)
+    log = service.wait_ended([handle.id])[handle.id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"

@@ -263,7 +263,7 @@ class Dispatcher:
         """End the stream of a request that this worker does not hold; False where it had ended, or Redis refuses."""
         try:
             return self._writer.end_unclaimed(request_id, finish_reason, error)
-        except REDIS_ERRORS as failure:
+        except (*REDIS_ERRORS, UnicodeError) as failure:  # an id of a malformed message may be no text at all
             logger.warning("stream could not be ended", request_id=request_id, error=str(failure))
             return False
 

@@ -1,6 +1,7 @@
 """The worker's Celery application, configured by the environment: `celery -A headrace_workers.app worker`."""
 
 import logging
+import sys
 from typing import Any
 
 from celery import Celery
@@ -9,6 +10,7 @@ from celery.signals import setup_logging
 from headrace_broker.app import make_app
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.bootsteps import EngineConsumerStep, EngineStep
+from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
 from headrace_workers.task import GenerateTask
 
@@ -38,6 +40,9 @@ def create_app(settings: WorkerSettings) -> Celery:
 def __getattr__(name: str) -> Any:
     """`app` is made from the environment when Celery's command line asks for it, not when this module is imported."""
     if name in ("app", "celery"):
-        globals()[name] = create_app(WorkerSettings.from_env())
+        try:
+            globals()[name] = create_app(WorkerSettings.from_env())
+        except WorkerSettingsError as error:
+            sys.exit(f"headrace: {error}")  # Celery's command would print a traceback instead
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,6 +72,19 @@ def leases(service: Service) -> dict[bytes, float]:
     return dict(service.client.zrange("headrace:lease:leases", 0, -1, withscores=True))
 
 
+def test_a_redis_that_is_read_only_for_a_while_delays_chunks_only(service: Service) -> None:
+    expected = contents(service, run(service))
+    worker = service.workers[0]
+    handles = run(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    service.client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
+    try:
+        worker.wait_for_log("read only replica")
+    finally:
+        service.client.replicaof("NO", "ONE")
+    assert contents(service, handles) == expected
+
+
 def test_a_lost_lease_that_comes_back_to_the_same_worker_goes_on_at_the_next_token(service: Service) -> None:
     expected = contents(service, run(service))
     worker = service.workers[0]
@@ -125,3 +138,12 @@ def test_running_requests_can_be_revoked_after_a_lost_connection(service: Servic
     log = service.wait_ended([handle.id])[handle.id]
     assert log.end is not None
     assert log.end["finish_reason"] == "cancelled"
+
+
+def test_a_redis_that_lost_everything_costs_what_ran_and_nothing_that_comes_after(service: Service) -> None:
+    handles = [service.generate(max_tokens=2000) for _ in range(2)]
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    service.client.flushall()
+    service.wait_until(lambda: service.workers[0].metrics()["headrace_requests_in_flight"] == 0)
+    [content] = contents(service, run(service, 1))
+    assert len(content[0].token_ids) == NUM_TOKENS

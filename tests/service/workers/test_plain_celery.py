@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from service.workers.service import Service, assert_result_is_stream
+from service.workers.service import Service, assert_result_is_stream, results
 
 PRODUCER = """
 import json, sys
@@ -63,3 +63,15 @@ def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_o
     ):
         assert grown[f'headrace_prompt_tokens_total{{source="{source}"}}'] == count
     assert after["headrace_requests_in_flight"] == 0
+
+
+def test_a_request_may_have_more_choices_than_the_worker_has_slots(service: Service) -> None:
+    crowd = service.generate(n=40, temperature=1.0, seed=3, max_tokens=6)
+    others = [service.generate(max_tokens=6) for _ in range(3)]
+    answers = results([crowd, *others])
+    log = service.stream(crowd.id)
+    assert sorted(log.choices) == list(range(40))
+    assert all(len(choice.token_ids) == 6 for choice in log.choices.values())
+    assert len({choice.text for choice in log.choices.values()}) > 30
+    assert_result_is_stream(answers[crowd.id], log)
+    service.wait_settled()

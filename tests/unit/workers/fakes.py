@@ -1,0 +1,273 @@
+"""Stand-ins for what a worker's parts talk to: event loop, engine process, tokenizer, Celery's requests, Redis."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import redis
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
+from headrace_broker.scripts import lua
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+
+MODEL = ModelInfo(
+    vocab_size=100,
+    max_model_len=64,
+    eos_token_ids=[2],
+    architecture="FakeForCausalLM",
+    dtype="float32",
+    device="cpu",
+    attention="fake",
+    num_parameters=0,
+)
+
+
+class FakeTokenizer:
+    """A token for each letter."""
+
+    longest_token_chars = 1
+
+    def __init__(self) -> None:
+        vocabulary = {chr(ord("a") + number): 10 + number for number in range(26)}
+        self.backend = Tokenizer(WordLevel({"?": 0, **vocabulary}, unk_token="?"))
+        self.backend.decoder = Fuse()  # type: ignore[assignment]
+
+    def encode(self, text: str) -> list[int]:
+        return [10 + ord(letter) - ord("a") for letter in text]
+
+    def decode_token(self, token_id: int) -> str:
+        return self.backend.decode([token_id])
+
+
+class FakeTimer:
+    def __init__(self, at: float, callback: Callable[[], None]) -> None:
+        self.at = at
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeHub:
+    """kombu's hub as far as it is used, on a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[FakeTimer] = []
+        self.readers: dict[int, Callable[[], None]] = {}
+        self.soon: list[Callable[[], None]] = []
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> FakeTimer:
+        self.timers.append(FakeTimer(self.now + delay, callback))
+        return self.timers[-1]
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.soon.append(callback)
+
+    def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
+        self.readers[fd] = callback
+
+    def remove(self, fd: int) -> None:
+        self.readers.pop(fd, None)
+
+    def pending(self) -> list[float]:
+        """In how many seconds the timers are due."""
+        return [timer.at - self.now for timer in self.timers if not timer.cancelled]
+
+    def advance(self) -> None:
+        """To the next timer, which is run."""
+        timer = min((timer for timer in self.timers if not timer.cancelled), key=lambda timer: timer.at)
+        self.timers.remove(timer)
+        self.now = timer.at
+        timer.callback()
+
+    def run_soon(self) -> None:
+        while self.soon:
+            self.soon.pop(0)()
+
+
+class FakeProcess:
+    """An engine process: what the test puts into `news` is received."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+        self.pid = 1000 + self.number
+        self.is_ready = False
+        self.model_info = MODEL
+        self.news: list[EngineCoreOutputs | Exception] = []
+        self.requests: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.calls: list[str] = []
+        self.send_error: Exception | None = None
+
+    def fileno(self) -> int:
+        return self.number
+
+    def receive(self) -> list[EngineCoreOutputs]:
+        steps: list[EngineCoreOutputs] = []
+        while self.news:
+            news = self.news.pop(0)
+            if isinstance(news, Exception):
+                raise news
+            steps.append(news)
+        return steps
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if self.send_error:
+            raise self.send_error
+        self.requests.append(request)
+
+    def abort_requests(self, request_ids: Any) -> None:
+        if self.send_error:
+            raise self.send_error
+        self.aborted += request_ids
+
+    def shutdown(self, timeout: float) -> None:
+        self.calls.append("shutdown")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def step(*outputs: EngineCoreOutput, waiting: int = 0) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=list(outputs), stats=StepStats(num_tokens=len(outputs), waiting=waiting))
+
+
+class FakeSupervisor:
+    """The engine as the dispatcher sees it."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+        self.pid = 4711
+        self.sent: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.send_error: Exception | None = None
+
+    def send(self, requests: Any) -> None:
+        if self.send_error:
+            raise self.send_error
+        self.sent += requests
+
+    def abort(self, request_ids: Any) -> None:
+        self.aborted += request_ids
+
+
+class FakeCeleryRequest:
+    """A received message, and what became of it."""
+
+    def __init__(self, request_id: str = "r1", kwargs: Any = None, *, lease_id: str = "l1", **headers: Any) -> None:
+        self.id = request_id
+        self.args: list[Any] = []
+        self.kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
+        self.request_dict = headers
+        self.delivery_info = {"priority": headers.pop("priority", 0), "redelivered": headers.pop("redelivered", False)}
+        self.expires = headers.pop("expires", None)
+        self.time_limits = headers.pop("time_limits", (None, None))
+        self.lease_id = lease_id
+        self._payload = [self.args, self.kwargs, {}]
+        self.fate: list[str] = []
+
+    def on_accepted(self, pid: int, at: float) -> None:
+        self.fate.append("accepted")
+
+    def acknowledge(self) -> None:
+        self.fate.append("acknowledged")
+
+    def hand_back(self, *, strike: bool = False) -> None:
+        self.fate.append("handed back with a strike" if strike else "handed back")
+
+    def let_go(self) -> None:
+        self.fate.append("let go")
+
+    def on_success(self, outcome: tuple[bool, Any, float]) -> None:
+        self.fate.append("announced")
+
+    def _announce_revoked(self, *_: Any) -> None:
+        self.fate.append("revoked")
+
+
+class FakeRedis:
+    """Just the stream scripts, in Python, and an error to raise instead."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
+        self.error: Exception | None = None
+        self.publishes = 0
+        self._scripts = {
+            lua(f"stream_{name}", prelude="stream_prelude"): getattr(self, f"_{name}")
+            for name in ("claim", "publish", "end")
+        }
+
+    def register_script(self, text: str) -> Callable[..., Any]:
+        return lambda keys, args: self._run(self._scripts[text], keys, args)
+
+    def hset(self, *_: Any) -> None:
+        if self.error:
+            raise self.error
+
+    def _run(self, script: Callable[..., Any], keys: list[str], args: list[Any]) -> Any:
+        if self.error:
+            raise self.error
+        return script(keys, args)
+
+    def entries(self, request_id: str) -> list[tuple[int, int, str, dict[str, Any]]]:
+        return self.streams.get(f"headrace:stream:{request_id}", [])
+
+    def end(self, request_id: str) -> dict[str, Any]:
+        _, _, kind, data = self.entries(request_id)[-1]
+        assert kind == "end"
+        return data
+
+    def _claim(self, keys: list[str], args: list[Any]) -> Any:
+        entries = self.streams.setdefault(keys[0], [])
+        raw = [
+            [f"{attempt}-{offset}".encode(), [b"type", kind.encode(), b"data", msgpack.packb(data)]]
+            for attempt, offset, kind, data in entries
+        ]
+        last = entries[-1] if entries else (0, 0, "", {})
+        if last[2] == "end":
+            return last[0], 1, raw
+        entries.append((last[0] + 1, 0, "start", msgpack.unpackb(args[0])))
+        return last[0] + 1, 0, raw
+
+    def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
+        self.publishes += 1
+        failed: list[Any] = []
+        for position, key in enumerate(keys):
+            entry_id, kind, data = args[1 + 3 * position : 4 + 3 * position]
+            attempt, offset = map(int, entry_id.split("-"))
+            entries = self.streams.get(key)
+            if entries is None:
+                failed += [position, b"gone"]
+            elif (attempt, offset) > entries[-1][:2]:
+                entries.append((attempt, offset, kind, msgpack.unpackb(data)))
+            elif entries[-1][0] != attempt:
+                cancelled = entries[-1][3].get("finish_reason") == "cancelled"
+                failed += [position, b"cancelled" if cancelled else b"fenced"]
+        return failed
+
+    def _end(self, keys: list[str], args: list[Any]) -> Any:
+        entries = self.streams.setdefault(keys[0], [])
+        last = entries[-1] if entries else (0, 0, "", {})
+        if last[2] == "end":
+            return msgpack.packb(last[3])
+        tokens = max((offset for _, offset, kind, _ in entries if kind == "chunk"), default=0)
+        entries.append((last[0] + 1, tokens + 1, "end", msgpack.unpackb(args[0])))
+        return None
+
+
+OUT_OF_MEMORY = redis.OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+AWAY = redis.ConnectionError("Connection refused")

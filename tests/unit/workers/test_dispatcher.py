@@ -1,0 +1,315 @@
+"""The dispatcher's books under faults: no request is lost, doubled or left behind."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_broker.dead_letters import DeadLetter
+from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.request import FinishReason
+from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.dispatcher import ENGINE_LOSS_LIMIT, Dispatcher
+from unit.monitoring.scrape import Scrape
+from unit.workers.fakes import (
+    AWAY,
+    MODEL,
+    OUT_OF_MEMORY,
+    FakeCeleryRequest,
+    FakeHub,
+    FakeRedis,
+    FakeSupervisor,
+    FakeTokenizer,
+    step,
+)
+
+pytestmark = pytest.mark.torch
+
+
+class Desk:
+    """A dispatcher and everything around it."""
+
+    def __init__(self, max_num_seqs: int = 4) -> None:
+        self.redis = FakeRedis()
+        self.hub = FakeHub()
+        self.engine = FakeSupervisor()
+        self.metrics = Metrics(model="tiny", queue="headrace.tiny")
+        self.results: dict[str, dict[str, Any]] = {}
+        self.given_up: list[str] = []
+        self.dispatcher = Dispatcher(
+            client=self.redis,  # type: ignore[arg-type]
+            stream_ttl_seconds=60,
+            served_name="tiny",
+            worker_name="w",
+            tokenizer=FakeTokenizer,  # type: ignore[arg-type]
+            max_num_seqs=max_num_seqs,
+            metrics=self.metrics,
+            health=WorkerHealth(),
+            store_result=self.results.__setitem__,
+            on_given_up=self.given_up.append,
+        )
+        self.dispatcher.supervisor = self.engine  # type: ignore[assignment]
+        self.dispatcher.attach(self.hub)
+        self.dispatcher.on_engine_ready(MODEL)
+
+    def accept(self, request: FakeCeleryRequest) -> FakeCeleryRequest:
+        self.dispatcher.accept(request, lambda result: self.results.__setitem__(request.id, result))
+        return request
+
+    def generate(self, *token_ids: int, finish: FinishReason | None = None, waiting: int = 0) -> None:
+        """One step: a token for each request that the engine was sent last."""
+        outputs = [
+            EngineCoreOutput(request_id=request.request_id, new_token_ids=[token_id], finish_reason=finish)
+            for request, token_id in zip(self.engine.sent, token_ids, strict=True)
+        ]
+        self.dispatcher.on_engine_outputs(step(*outputs, waiting=waiting))
+
+    def settle(self) -> None:
+        """Let the finisher's thread come to rest."""
+        deadline = time.monotonic() + 5
+        while self.dispatcher._finisher.busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.hub.run_soon()
+
+    def assert_idle(self) -> None:
+        self.settle()
+        assert self.dispatcher.is_idle
+        assert self.dispatcher.credit() == 4
+        assert self.value("headrace_requests_in_flight") == 0
+        assert self.dispatcher._output_processor is not None
+        assert len(self.dispatcher._output_processor) == 0
+        assert self.hub.pending() == []
+
+    def value(self, name: str, **labels: str) -> float:
+        return Scrape(self.metrics).value(name, **labels)
+
+    def text(self, request_id: str) -> str:
+        return "".join(data["text"] for _, _, kind, data in self.redis.entries(request_id) if kind == "chunk")
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_a_request_goes_its_way_and_leaves_nothing_behind(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    assert desk.dispatcher.credit() == 3
+    desk.generate(13)
+    desk.generate(14, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.text("r1") == "de"
+    assert desk.redis.end("r1")["finish_reason"] == "length"
+    assert desk.results["r1"]["outputs"][0]["text"] == "de"
+    assert request.fate == ["accepted"]
+    assert desk.value("headrace_requests_total", outcome="length") == 1
+    assert desk.value("headrace_generation_tokens_total") == 2
+
+
+@pytest.mark.parametrize("error", [AWAY, OUT_OF_MEMORY])
+def test_a_claim_that_redis_does_not_take_goes_back_and_nothing_is_fetched_for_a_while(
+    desk: Desk, error: Exception
+) -> None:
+    desk.redis.error = error
+    request = desk.accept(FakeCeleryRequest())
+    assert request.fate == ["handed back"]
+    assert desk.results == {}
+    assert desk.dispatcher.credit() == 0
+    desk.redis.error = None
+    desk.dispatcher.heartbeat()
+    desk.assert_idle()
+
+
+def test_a_start_that_fails_halfway_is_answered_and_leaves_nothing_behind(desk: Desk) -> None:
+    desk.engine.send_error = RuntimeError("unforeseen")
+    desk.accept(FakeCeleryRequest(expires=datetime.now(UTC) + timedelta(seconds=60)))
+    desk.engine.send_error = None
+    desk.assert_idle()
+    assert desk.results["r1"]["error"]["code"] == "engine_error"
+    assert "unforeseen" not in str(desk.results["r1"])
+    assert desk.redis.end("r1")["error"]["code"] == "engine_error"
+
+
+def test_a_start_whose_connection_fails_halfway_goes_back_and_leaves_nothing_behind(desk: Desk) -> None:
+    desk.engine.send_error = AWAY
+    request = desk.accept(FakeCeleryRequest())
+    assert request.fate == ["accepted", "handed back"]
+    desk.dispatcher.heartbeat()
+    desk.assert_idle()
+
+
+def test_a_result_that_cannot_be_stored_lets_the_message_go(desk: Desk) -> None:
+    request = FakeCeleryRequest()
+
+    def run_task(_: dict[str, Any]) -> None:
+        raise OSError("no result backend")
+
+    desk.dispatcher.accept(request, run_task)
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert request.fate == ["accepted", "let go"]
+
+
+def test_a_message_that_comes_while_the_worker_drains_goes_back(desk: Desk) -> None:
+    desk.dispatcher.drain()
+    assert desk.dispatcher.credit() == 0
+    assert desk.accept(FakeCeleryRequest()).fate == ["handed back"]
+    assert desk.redis.entries("r1") == []
+
+
+def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_ready(MODEL)
+    [sent] = desk.engine.sent
+    assert sent.output_token_ids == [13]
+    desk.generate(14, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert [entry[:3] for entry in desk.redis.entries("r1")] == [
+        (1, 0, "start"),
+        (1, 1, "chunk"),
+        (1, 2, "chunk"),
+        (1, 3, "end"),
+    ]
+
+
+def test_a_request_that_was_in_too_many_dying_engines_is_given_up(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest())
+    for _ in range(ENGINE_LOSS_LIMIT):
+        desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    desk.assert_idle()
+    assert desk.results["r1"]["error"]["code"] == "engine_error"
+    assert f"died {ENGINE_LOSS_LIMIT} times" in desk.results["r1"]["error"]["message"]
+
+
+def test_an_engine_that_dies_while_it_loads_is_held_against_no_request(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    for _ in range(3 * ENGINE_LOSS_LIMIT):
+        desk.dispatcher.on_engine_lost("no memory", was_ready=False)
+    assert desk.results == {}
+    desk.dispatcher.on_engine_given_up("it died too often")
+    assert desk.given_up == ["it died too often"]
+    assert desk.dispatcher.credit() == 0
+    assert desk.dispatcher.hand_back() == 1
+    assert request.fate == ["accepted", "handed back with a strike"]
+
+
+def test_requests_are_handed_back_last_first(desk: Desk) -> None:
+    order: list[str] = []
+    for name in ("r1", "r2", "r3"):
+        request = desk.accept(FakeCeleryRequest(name))
+        request.hand_back = lambda name=name, strike=False: order.append(name)  # type: ignore[method-assign, misc]
+    desk.dispatcher.drain()
+    assert desk.dispatcher.hand_back() == 3
+    assert order == ["r3", "r2", "r1"]
+    assert len(desk.engine.aborted) == 3
+
+
+def test_tokens_that_redis_did_not_take_are_written_at_the_next_heartbeat(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.redis.error = AWAY
+    desk.generate(13)
+    desk.generate(14, finish=FinishReason.LENGTH)
+    assert not desk.dispatcher.is_idle
+    assert desk.results == {}
+    desk.redis.error = None
+    desk.dispatcher.heartbeat()
+    desk.assert_idle()
+    assert desk.text("r1") == "de"
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14]
+
+
+def test_a_lost_lease_ends_the_work_and_late_news_of_it_are_ignored(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    old = list(desk.engine.sent)
+    desk.generate(13)
+    desk.dispatcher.lease_lost(SimpleNamespace(headers={"id": "r1"}, delivery_tag="l1"))
+    assert [request.request_id for request in old] == desk.engine.aborted
+    again = desk.accept(FakeCeleryRequest(lease_id="l1"))
+    late = EngineCoreOutput(request_id=old[0].request_id, new_token_ids=[14])
+    desk.dispatcher.on_engine_outputs(step(late))
+    assert desk.text("r1") == "d"
+    del desk.engine.sent[0]
+    desk.generate(14, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.text("r1") == "de"
+    assert request.fate == ["accepted"]
+    assert again.fate == ["accepted"]
+
+
+def test_a_lost_lease_of_an_older_message_does_not_touch_the_one_that_replaced_it(desk: Desk) -> None:
+    first = desk.accept(FakeCeleryRequest(lease_id="l1"))
+    second = desk.accept(FakeCeleryRequest(lease_id="l2"))
+    assert first.fate == ["accepted", "acknowledged"]
+    desk.dispatcher.lease_lost(SimpleNamespace(headers={"id": "r1"}, delivery_tag="l1"))
+    assert len(desk.dispatcher) == 1
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert second.fate == ["accepted"]
+    assert desk.value("headrace_requests_in_flight") == 0
+
+
+def test_a_deadline_ends_a_request_and_a_late_timer_ends_nothing(desk: Desk) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=5)
+    desk.accept(FakeCeleryRequest(expires=soon))
+    desk.generate(13)
+    expire = desk.hub.timers[0].callback
+    desk.hub.advance()
+    desk.assert_idle()
+    assert desk.results["r1"]["error"]["code"] == "expired"
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13]
+    desk.accept(FakeCeleryRequest())
+    expire()
+    assert desk.results["r1"]["error"]["code"] == "expired"
+
+
+def test_a_fenced_request_is_left_to_its_new_worker(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    desk.redis.streams["headrace:stream:r1"].append((2, 0, "start", {"worker": "another"}))
+    desk.generate(13)
+    desk.assert_idle()
+    assert desk.results == {}
+    assert request.fate == ["accepted", "acknowledged"]
+
+
+def test_no_credit_is_given_while_the_engine_has_some_waiting(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13, waiting=1)
+    assert desk.dispatcher.credit() == 0
+    desk.generate(14, waiting=0)
+    assert desk.dispatcher.credit() == 3
+    desk.accept(FakeCeleryRequest("r2", {"prompt": "abc", "sampling_params": {"n": 9}}))
+    assert desk.dispatcher.credit() == 0
+    desk.engine.is_ready = False
+    assert desk.dispatcher.credit() == 0
+
+
+def test_terminating_what_is_not_here_does_nothing(desk: Desk) -> None:
+    assert not desk.dispatcher.terminate("r1")
+    request = desk.accept(FakeCeleryRequest())
+    assert desk.dispatcher.terminate("r1")
+    assert not desk.dispatcher.terminate("r1")
+    desk.assert_idle()
+    assert request.fate == ["accepted", "revoked"]
+    assert desk.redis.end("r1")["finish_reason"] == "cancelled"
+
+
+def test_a_dead_letter_ends_its_stream_unless_it_has_ended(desk: Desk) -> None:
+    body = b'{"headers": {"id": "r1"}}'
+    desk.dispatcher.dead_letter(DeadLetter("delivery limit", "headrace.tiny", 5, body))
+    desk.assert_idle()
+    assert desk.redis.end("r1")["error"]["code"] == "dead_letter"
+    assert desk.results.pop("r1")["error"]["code"] == "dead_letter"
+    desk.dispatcher.dead_letter(DeadLetter("rejected", "headrace.tiny", 1, body))
+    desk.dispatcher.dead_letter(DeadLetter("undecodable", "headrace.tiny", 1, b"[1]"))
+    desk.assert_idle()
+    assert desk.results == {}
+    assert len(desk.redis.entries("r1")) == 1

@@ -1,0 +1,68 @@
+"""The thread that stores, announces and acknowledges."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from headrace_workers.finisher import Finisher
+
+
+@pytest.fixture
+def finisher() -> Iterator[Finisher]:
+    finisher = Finisher()
+    yield finisher
+    finisher.stop()
+    finisher._thread.join(5)
+    assert not finisher._thread.is_alive()
+
+
+def never() -> None:
+    raise AssertionError("not to be called")
+
+
+def wait(finisher: Finisher) -> None:
+    """Until everything submitted so far has run."""
+    done = threading.Event()
+    finisher.submit(done.set, never)
+    assert done.wait(5)
+
+
+def test_work_is_done_in_its_order_on_one_other_thread(finisher: Finisher) -> None:
+    done: list[tuple[int, int]] = []
+    for number in range(20):
+        finisher.submit(lambda number=number: done.append((number, threading.get_ident())), never)  # type: ignore[misc]
+    wait(finisher)
+    assert [number for number, _ in done] == list(range(20))
+    [thread] = {thread for _, thread in done}
+    assert thread != threading.get_ident()
+
+
+def test_it_is_busy_until_the_last_work_has_ended(finisher: Finisher) -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        assert go_on.wait(5)
+
+    finisher.submit(work, never)
+    finisher.submit(lambda: None, never)
+    assert started.wait(5)
+    assert finisher.busy == 2
+    go_on.set()
+    finisher.stop()
+    finisher._thread.join(5)
+    assert finisher.busy == 0
+
+
+def test_a_failure_is_reported_and_the_next_work_is_done(finisher: Finisher) -> None:
+    failed = threading.Event()
+
+    def work() -> None:
+        raise OSError("no result backend")
+
+    finisher.submit(work, failed.set)
+    wait(finisher)
+    assert failed.is_set()

@@ -1,0 +1,109 @@
+"""The door: what a message says, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from headrace_broker.events import ChunkEvent
+from headrace_broker.streams import Claim
+from headrace_engine.input_processor import InputProcessor
+from headrace_engine.sampling_params import RequestOutputKind
+from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
+from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def intake() -> Intake:
+    return Intake(InputProcessor(MODEL, FakeTokenizer()), "tiny")  # type: ignore[arg-type]
+
+
+def incoming(kwargs: Any = None, request_id: str = "r1", **headers: Any) -> Incoming:
+    return Incoming.read(FakeCeleryRequest(request_id, kwargs, **headers))
+
+
+@pytest.mark.parametrize(
+    "odd", ["noon", float("nan"), float("inf"), 10**400, -5.0, 0, True, None, [1], {"a": 1}], ids=lambda _: ""
+)
+def test_an_odd_enqueue_time_counts_as_absent(odd: Any) -> None:
+    assert incoming(enqueued_at=odd).enqueued_at is None
+    assert incoming(enqueued_at=odd).waited is None
+
+
+@pytest.mark.parametrize(("given", "read"), [(3, 3), (-7, 0), (99, 9), ("high", 0), (None, 0)])
+def test_a_priority_is_held_between_0_and_9(given: Any, read: int) -> None:
+    assert incoming(priority=given).priority == read
+
+
+def test_the_deadline_is_the_earliest_of_expiry_and_time_limits() -> None:
+    in_ten = datetime.now(UTC) + timedelta(seconds=10)
+    assert incoming().deadline is None
+    assert incoming(expires=in_ten).deadline == in_ten.timestamp()
+    assert incoming(expires=in_ten, time_limits=(20, None)).deadline == in_ten.timestamp()
+    before = time.time()
+    deadline = incoming(expires=in_ten, time_limits=(20, 5)).deadline
+    assert deadline is not None
+    assert before + 5 <= deadline <= time.time() + 5
+
+
+@pytest.mark.parametrize("odd", [0, -1, "5", float("nan"), float("inf"), True, [5]], ids=lambda _: "")
+def test_an_odd_time_limit_is_no_deadline(odd: Any) -> None:
+    assert incoming(time_limits=(odd, None)).deadline is None
+
+
+def test_a_request_without_a_seed_draws_by_its_id(intake: Intake) -> None:
+    first, second, other = (intake.process(incoming(request_id=name)) for name in ("r1", "r1", "r2"))
+    assert first.seed == second.seed == seed_of("r1")
+    assert other.seed != first.seed
+    given = intake.process(incoming({"prompt": "abc", "sampling_params": {"seed": 7}}))
+    assert given.seed == 7
+
+
+def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
+    request = intake.process(incoming({"prompt": "abc", "model": "tiny"}, priority=3, enqueued_at=1000.5))
+    assert request.prompt_token_ids == [10, 11, 12]
+    assert request.params.output_kind is RequestOutputKind.DELTA
+    assert (request.choices[0].priority, request.choices[0].arrival_time) == (3, 1000.5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "code"),
+    [
+        ({"prompt": "abc", "model": "other"}, "model_not_found"),
+        ({"prompt": "a" * 100}, "context_length_exceeded"),
+        ({"prompt_token_ids": [5] * 64}, "context_length_exceeded"),
+        ({"prompt_token_ids": [100]}, "invalid_request"),
+        ({"prompt": "abc", "lora": "x"}, "unsupported"),
+        ({}, "invalid_request"),
+    ],
+)
+def test_wrong_requests_are_refused_with_their_code(intake: Intake, kwargs: Any, code: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        intake.process(incoming(kwargs))
+    assert refused.value.error.code == code
+
+
+@pytest.mark.parametrize(
+    "body", [None, 5, [], [[], {}], [[], 7, {}], [7, {}, {}], [[], {}, 9], "abc"], ids=lambda _: ""
+)
+def test_a_body_of_another_shape_is_refused(intake: Intake, body: Any) -> None:
+    request = FakeCeleryRequest()
+    request._payload = body
+    read = Incoming.read(request)
+    assert not read.is_well_formed
+    with pytest.raises(RefusedError, match="protocol 2"):
+        intake.process(read)
+
+
+def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
+    read = incoming(enqueued_at=1000.0)
+    entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
+    claim = Claim(2, list(entries), None)
+    job = intake.job(read, intake.process(read), claim, None, lambda _: None)
+    assert (job.attempt, job.num_tokens, job.enqueued_at) == (2, 2, 1000.0)
+    assert job.request.choices[0].output_token_ids == [10, 11]

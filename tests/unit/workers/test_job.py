@@ -1,0 +1,114 @@
+"""A job: what it publishes, what it asks of the engine, and how it is rebuilt from a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
+from headrace_broker.results import ErrorInfo, Logprob, Usage
+from headrace_engine.input_processor import InputProcessor
+from headrace_engine.outputs import CompletionOutput
+from headrace_engine.outputs import Logprob as EngineLogprob
+from headrace_engine.sampling_params import SamplingParams
+from headrace_workers.job import Job, recorded_choices, recorded_result
+from unit.workers.fakes import MODEL, FakeTimer, FakeTokenizer
+
+pytestmark = pytest.mark.torch
+
+
+def make_job(n: int = 1, attempt: int = 1, entries: list[StreamEvent] | None = None) -> Job:
+    processor = InputProcessor(MODEL, FakeTokenizer())  # type: ignore[arg-type]
+    request = processor.process("r1", "abc", SamplingParams(n=n, seed=5, max_tokens=9))
+    return Job(None, None, request, attempt, recorded_choices(entries or [], n), enqueued_at=None)
+
+
+def output(token_ids: list[int], text: str, index: int = 0, **more: Any) -> CompletionOutput:
+    return CompletionOutput(index=index, text=text, token_ids=token_ids, **more)
+
+
+def chunk(offset: int, token_ids: list[int], text: str, index: int = 0, **more: Any) -> ChunkEvent:
+    return ChunkEvent(f"1-{offset}", 1, offset, index, token_ids, text, **more)
+
+
+def test_offsets_count_the_tokens_of_all_choices() -> None:
+    job = make_job(n=2)
+    writes = [
+        job.take(output([10], "a")),
+        job.take(output([11, 12], "bc", index=1)),
+        job.take(output([13], "d", finish_reason="stop", stop_reason="d")),
+    ]
+    assert [write.offset for write in writes] == [1, 3, 4]
+    assert writes[-1].data["finish_reason"] == "stop"
+    assert writes[-1].data["stop_reason"] == "d"
+    assert job.num_tokens == 4
+    assert job.num_unfinished == 1
+    end = job.end("stop")
+    assert (end.offset, end.type) == (5, "end")
+    assert end.data["usage"]["completion_tokens"] == 4
+
+
+def test_an_earlier_attempt_is_taken_up_choice_by_choice() -> None:
+    entries: list[StreamEvent] = [
+        StartEvent("1-0", 1, "w"),
+        chunk(2, [10, 11], "ab"),
+        chunk(3, [12], "c", index=1, finish_reason="length"),
+        StartEvent("2-0", 2, "w"),
+        chunk(4, [13], "d"),
+    ]
+    job = make_job(n=2, attempt=3, entries=entries)
+    assert job.num_tokens == 4
+    assert job.num_unfinished == 1
+    [todo] = job.core_requests()
+    assert todo is job.request.choices[0]
+    assert todo.output_token_ids == [10, 11, 13]
+    write = job.take(output([14], "e"))
+    assert (write.attempt, write.offset) == (3, 5)
+    result = job.result()
+    assert [choice.text for choice in result.outputs] == ["abde", "c"]
+    assert result.outputs[1].finish_reason == "length"
+
+
+def test_what_the_engine_is_asked_does_not_grow_behind_its_back() -> None:
+    job = make_job()
+    job.take(output([10], "a"))
+    [todo] = job.core_requests()
+    job.take(output([11], "b"))
+    assert todo.output_token_ids == [10]
+
+
+def test_logprobs_go_on_where_the_stream_ended_with_the_sampled_token_first() -> None:
+    job = make_job(entries=[chunk(1, [10], "a", logprobs=[[Logprob(10, -0.5, 1, "a")]])])
+    candidates = {
+        12: EngineLogprob(logprob=-2.0, rank=3, decoded_token="c"),
+        11: EngineLogprob(logprob=-0.1, rank=1, decoded_token="b"),
+    }
+    write = job.take(output([12], "c", logprobs=[candidates]))
+    assert write.data["logprobs"] == [[[12, -2.0, 3, "c"], [11, -0.1, 1, "b"]]]
+    assert job.result().outputs[0].logprobs == [
+        [Logprob(10, -0.5, 1, "a")],
+        [Logprob(12, -2.0, 3, "c"), Logprob(11, -0.1, 1, "b")],
+    ]
+
+
+def test_entries_of_choices_that_were_not_asked_for_are_left_out() -> None:
+    assert [choice.token_ids for choice in recorded_choices([chunk(1, [10], "a", index=7)], 2)] == [[], []]
+
+
+def test_the_result_of_an_ended_stream_is_what_the_stream_says() -> None:
+    error = ErrorInfo("expired", "too late")
+    ended = EndEvent("1-4", 1, 3, "expired", Usage(3, 0, 3), error)
+    result = recorded_result("r1", [chunk(1, [10], "a", index=1), chunk(3, [11, 12], "bc")], ended)
+    assert [(output.index, output.text) for output in result.outputs] == [(0, "bc"), (1, "a")]
+    assert (result.usage, result.error) == (Usage(3, 0, 3), error)
+    assert recorded_result("r1", [], ended).outputs == []
+
+
+def test_timers_are_cancelled_once() -> None:
+    job = make_job()
+    timer = FakeTimer(0, lambda: None)
+    job.timers.append(timer)
+    job.cancel_timers()
+    assert timer.cancelled
+    assert job.timers == []

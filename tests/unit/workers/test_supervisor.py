@@ -1,0 +1,205 @@
+"""The engine's supervisor: start, death, back-off, and when to give up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace_engine.config import EngineArgs
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_workers.supervisor import RESTART_LIMIT, EngineSupervisor
+from unit.workers.fakes import FakeHub, FakeProcess, step
+
+CONFIG = EngineArgs(model="tiny").create_engine_config()
+
+
+class Events:
+    """Writes down what it is told, and fails when asked to."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.error: Exception | None = None
+
+    def on_engine_ready(self, model_info: ModelInfo) -> None:
+        self.told.append("ready")
+        if self.error:
+            raise self.error
+
+    def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self.told.append("outputs")
+        if self.error:
+            raise self.error
+
+    def on_engine_lost(self, reason: str, *, was_ready: bool) -> None:
+        self.told.append("lost" if was_ready else "lost while loading")
+
+    def on_engine_given_up(self, reason: str) -> None:
+        self.told.append(f"given up: {reason}")
+
+
+class Engine:
+    """A supervisor whose processes the test plays."""
+
+    def __init__(self) -> None:
+        self.hub = FakeHub()
+        self.events = Events()
+        self.processes: list[FakeProcess] = []
+        self.spawn_error: Exception | None = None
+        self.supervisor = EngineSupervisor(CONFIG, self.events, spawn=self._spawn)  # type: ignore[arg-type]
+        self.supervisor.attach(self.hub)
+        self.supervisor.start()
+
+    def _spawn(self, _: Any) -> FakeProcess:
+        if self.spawn_error:
+            raise self.spawn_error
+        self.processes.append(FakeProcess())
+        return self.processes[-1]
+
+    @property
+    def process(self) -> FakeProcess:
+        return self.processes[-1]
+
+    def readable(self) -> None:
+        self.hub.readers[self.process.fileno()]()
+
+    def ready(self) -> None:
+        self.process.is_ready = True
+        self.readable()
+
+    def die(self, error: Exception | None = None) -> None:
+        self.process.news.append(error or EngineDeadError("killed by SIGKILL"))
+        self.readable()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_an_engine_is_ready_once_and_its_steps_are_passed_on(engine: Engine) -> None:
+    assert not engine.supervisor.is_ready
+    engine.ready()
+    engine.process.news.append(step())
+    engine.readable()
+    assert engine.supervisor.is_ready
+    assert engine.events.told == ["ready", "outputs"]
+
+
+def test_a_dead_engine_is_buried_and_replaced_after_a_pause(engine: Engine) -> None:
+    engine.ready()
+    engine.die()
+    assert engine.events.told == ["ready", "lost"]
+    assert engine.process.calls == ["kill", "close"]
+    assert not engine.supervisor.is_ready
+    assert engine.hub.readers == {}
+    assert engine.hub.pending() == [0.5]
+    engine.hub.advance()
+    engine.ready()
+    assert engine.events.told == ["ready", "lost", "ready"]
+    assert len(engine.processes) == 2
+
+
+def test_pauses_double_and_the_worker_gives_up_at_the_limit(engine: Engine) -> None:
+    pauses = []
+    for _ in range(RESTART_LIMIT - 1):
+        engine.die()
+        pauses += engine.hub.pending()
+        engine.hub.advance()
+    engine.die()
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+    assert engine.events.told[:-1] == ["lost while loading"] * RESTART_LIMIT
+    assert engine.events.told[-1] == (f"given up: the engine died {RESTART_LIMIT} times in a row: killed by SIGKILL")
+    assert engine.hub.pending() == []
+
+
+def test_a_step_forgives_all_deaths_before_it(engine: Engine) -> None:
+    for _ in range(3 * RESTART_LIMIT):
+        engine.ready()
+        engine.process.news.append(step())
+        engine.readable()
+        engine.die()
+        engine.hub.advance()
+    assert engine.events.told.count("lost") == 3 * RESTART_LIMIT
+    assert not any("given up" in told for told in engine.events.told)
+
+
+@pytest.mark.parametrize("error", [ModelLoadError("no such model"), ConfigError("too little memory")])
+def test_what_can_never_work_is_not_tried_again(engine: Engine, error: Exception) -> None:
+    engine.die(error)
+    assert engine.events.told == [f"given up: {error}"]
+    assert engine.hub.pending() == []
+    assert engine.process.calls == ["kill", "close"]
+
+
+def test_a_process_that_cannot_be_started_counts_as_a_death(engine: Engine) -> None:
+    engine.ready()
+    engine.die()
+    engine.spawn_error = OSError("no memory")
+    for _ in range(RESTART_LIMIT - 1):
+        engine.hub.advance()
+    assert engine.events.told[-1].startswith(f"given up: the engine died {RESTART_LIMIT} times in a row")
+    assert "no memory" in engine.events.told[-1]
+
+
+@pytest.mark.parametrize("error", [KeyError("r1"), ModelLoadError("no tokenizer")])
+def test_news_that_cannot_be_handled_never_reach_the_event_loop(engine: Engine, error: Exception) -> None:
+    """kombu takes a KeyError for a lost connection; tokens would be missing from streams afterwards."""
+    engine.events.error = error
+    engine.ready()
+    assert engine.events.told[-1].startswith("given up: ")
+    assert not engine.supervisor.is_ready
+    assert engine.process.calls == ["kill", "close"]
+
+
+def test_requests_for_an_engine_that_is_not_ready_wait_until_it_is(engine: Engine) -> None:
+    request: Any = object()
+    engine.supervisor.send([request])
+    engine.supervisor.abort(["r1"])
+    assert engine.process.requests == []
+    engine.ready()
+    engine.supervisor.send([request])
+    assert engine.process.requests == [request]
+    engine.die()
+    engine.supervisor.send([request])
+    engine.supervisor.abort(["r1"])
+
+
+def test_sending_to_an_engine_that_is_just_dying_fails_silently(engine: Engine) -> None:
+    engine.ready()
+    engine.process.send_error = EngineDeadError("gone")
+    request: Any = object()
+    engine.supervisor.send([request])
+    engine.supervisor.abort(["r1"])
+    assert engine.events.told == ["ready"]
+
+
+def test_a_new_event_loop_reads_from_the_running_engine(engine: Engine) -> None:
+    engine.ready()
+    other = FakeHub()
+    engine.supervisor.attach(other)
+    engine.process.news.append(step())
+    other.readers[engine.process.fileno()]()
+    assert engine.events.told == ["ready", "outputs"]
+
+
+def test_a_stopped_engine_is_asked_to_end_and_a_loading_one_is_killed(engine: Engine) -> None:
+    loading = Engine()
+    loading.supervisor.stop()
+    assert loading.process.calls == ["kill", "close"]
+    engine.ready()
+    engine.supervisor.stop()
+    assert engine.process.calls == ["shutdown", "close"]
+    assert engine.hub.readers == {}
+    engine.supervisor.stop()
+    assert engine.process.calls == ["shutdown", "close"]
+
+
+def test_a_stopped_supervisor_starts_nothing_more(engine: Engine) -> None:
+    engine.ready()
+    engine.die()
+    engine.supervisor.stop()
+    engine.hub.advance()
+    assert len(engine.processes) == 1

@@ -34,8 +34,8 @@ _GLANCE_SECONDS: Final = 0.02
 So the most urgent list, which is the default one, wakes the worker at once; the others are looked at this often. The
 server's own timeouts would not do: an idle server notices them ten times a second."""
 
-_BUSY_GLANCES: Final = 5
-"""While messages are held, only every so many-th look is taken."""
+_BUSY_GLANCE_SECONDS: Final = 0.1
+"""While messages are held: a worker that is busy anyway has better things to do with its processor."""
 
 _DOORBELL_SECONDS: Final = 0.1
 """How long one wait for the most urgent list takes; a closing channel has to sit it out."""
@@ -284,23 +284,24 @@ class Transport(kombu_redis.Transport):
     lease_registry: ClassVar[LeaseRegistry] = LeaseRegistry()
 
     _timer: Any = None
-    _num_glances = 0
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)
         super().register_with_event_loop(connection, loop)
-        self._timer = loop.call_repeatedly(_GLANCE_SECONDS, self._glance)
+        self._timer = loop.call_later(_GLANCE_SECONDS, self._glance, loop)
 
     def close_connection(self, connection: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().close_connection(connection)
 
-    def _glance(self) -> None:
-        self._num_glances += 1
-        for channel in list(self.channels):
-            # a worker that is busy anyway need not look so often, and its processor has better things to do
-            if not len(channel.leases) or self._num_glances % _BUSY_GLANCES == 0:
+    def _glance(self, loop: Any) -> None:
+        try:
+            for channel in list(self.channels):
                 channel.glance()
+        finally:
+            busy = any(len(channel.leases) for channel in self.channels)
+            if not self._timer.canceled:  # the same entry again, which Celery cancels when it loses the connection
+                loop.timer.enter_after(_BUSY_GLANCE_SECONDS if busy else _GLANCE_SECONDS, self._timer)

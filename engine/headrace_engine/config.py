@@ -48,6 +48,12 @@ class SchedulerConfig:
     policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
     """Refuse a request when this many are waiting; None means no limit."""
+    max_num_queued_tokens: int | None = None
+    """Refuse a request with which the waiting ones would have more tokens than this; None means no limit."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in one step, so that a long one leaves budget to others; 0 means the whole budget."""
+    watermark: float = 0.01
+    """Share of the KV blocks that stays free when a request is admitted beside running ones, for these to grow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +101,9 @@ class EngineArgs:
     max_num_batched_tokens: int = 2048
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
+    max_num_queued_tokens: int | None = None
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.01
 
     def create_engine_config(self) -> EngineConfig:
         problems = self._problems()
@@ -108,6 +117,9 @@ class EngineArgs:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 policy=self.scheduling_policy,
                 max_num_queued_requests=self.max_num_queued_requests,
+                max_num_queued_tokens=self.max_num_queued_tokens,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                watermark=self.watermark,
             ),
         )
 
@@ -132,9 +144,13 @@ class EngineArgs:
                 ("kv_cache_memory", 1),
                 ("num_blocks", 2),
                 ("max_num_queued_requests", 1),
+                ("max_num_queued_tokens", 1),
+                ("long_prefill_token_threshold", 0),
             )
             if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < least)
         ]
+        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
+            problems.append(f"watermark is {self.watermark!r}, must be a number of at least 0 and below 1")
         if not self.model:
             problems.append("model is empty, expected a model folder or a hub name")
         return problems

@@ -46,11 +46,12 @@ class DuplicateRequestError(HeadraceEngineError, ValueError):
 
 
 class QueueFullError(HeadraceEngineError):
-    """The engine refuses more waiting requests; `limit` is the configured bound."""
+    """The engine refuses more waiting requests; `option` names the bound that is reached and `limit` is its value."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, option: str, limit: int, waiting: str) -> None:
+        self.option = option
         self.limit = limit
-        super().__init__(f"{limit} requests are waiting already, which is max_num_queued_requests")
+        super().__init__(f"the queue is full: {waiting}, and {option} is {limit}")
 
 
 class EngineDeadError(HeadraceEngineError):

@@ -313,7 +313,7 @@ def test_a_request_refused_by_the_core_ends_with_an_error(make_engine: MakeEngin
     outputs = run(engine)
     ends = {name: outputs[name][-1].outputs[0].finish_reason for name in "abc"}
     assert ends == {"a": "length", "b": "error", "c": "error"}
-    assert outputs["b"][-1].error == "1 requests are waiting already, which is max_num_queued_requests"
+    assert outputs["b"][-1].error == "the queue is full: 1 requests wait, and max_num_queued_requests is 1"
 
 
 def test_cached_tokens_are_reported(make_engine: MakeEngine) -> None:

@@ -8,6 +8,8 @@ A block that more than one request holds is full and is never written again; onl
 table is written, and it has one holder. Imports no torch.
 """
 
+from collections import Counter
+
 from headrace_engine.core.block_pool import Block, BlockPool
 from headrace_engine.request import Request
 
@@ -40,16 +42,23 @@ class KVCacheManager:
             hits.append(block)
         return hits
 
-    def admit(self, request: Request, hits: list[Block], num_new_tokens: int) -> list[int] | None:
+    def num_needed(self, hits: list[Block], num_tokens: int) -> int:
+        """Free blocks that a table of `num_tokens` takes whose first blocks are the hits."""
+        revived = sum(block.ref_count == 0 for block in hits)
+        return self.blocks_for(num_tokens) - len(hits) + revived
+
+    def num_held_alone(self, requests: list[Request], hits: list[Block]) -> int:
+        """Blocks that would be free if all of these requests gave up theirs and a new one then took the hits."""
+        holders = Counter(block for request in requests for block in self._tables[request.request_id])
+        return sum(count == block.ref_count for block, count in holders.items() if block not in hits)
+
+    def admit(self, request: Request, hits: list[Block], num_new_tokens: int) -> list[int]:
         """Give a request its first table: the hit blocks and room for `num_new_tokens` behind them.
 
-        Returns the whole table's block ids, or None (and changes nothing) when the blocks do not suffice.
+        Returns the whole table's block ids. The caller has checked `num_needed`.
         """
         assert request.request_id not in self._tables, f"{request.request_id} holds blocks already"
         num_new = self.blocks_for(len(hits) * self.block_size + num_new_tokens) - len(hits)
-        revived = sum(block.ref_count == 0 for block in hits)
-        if num_new > self.pool.num_free - revived:
-            return None
         self.pool.share(hits)
         self._tables[request.request_id] = [*hits, *self.pool.allocate(num_new)]
         self._num_remembered[request.request_id] = len(hits)

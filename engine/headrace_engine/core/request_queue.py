@@ -1,12 +1,16 @@
-"""Waiting requests in the order in which they are admitted: by arrival, or by priority and then arrival."""
+"""Waiting requests in the order in which they are admitted: by arrival, or by priority and then arrival.
+
+And how many of them there may be.
+"""
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from headrace_engine.config import SchedulingPolicy
-from headrace_engine.request import Request
+from headrace_engine.errors import QueueFullError
+from headrace_engine.request import Request, RequestStatus
 
 
 class RequestQueue(Protocol):
@@ -72,3 +76,39 @@ class PriorityQueue:
 
 def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
     return PriorityQueue() if policy == "priority" else FCFSQueue()
+
+
+class QueueLimits:
+    """Bounds on what waits for its first admission; preempted requests are no news and count in neither.
+
+    Args:
+        max_requests, max_tokens: None means no limit.
+    """
+
+    def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._num_requests = 0
+        self._num_tokens = 0
+
+    def enter(self, request: Request) -> None:
+        """Count a new request. Raises QueueFullError, and counts nothing, where it would be one too many."""
+        if self._max_requests is not None and self._num_requests >= self._max_requests:
+            raise QueueFullError("max_num_queued_requests", self._max_requests, f"{self._num_requests} requests wait")
+        if self._max_tokens is not None and self._num_tokens + request.num_tokens > self._max_tokens:
+            waiting = f"{self._num_tokens} tokens wait and the request has {request.num_tokens}"
+            raise QueueFullError("max_num_queued_tokens", self._max_tokens, waiting)
+        self._num_requests += 1
+        self._num_tokens += request.num_tokens
+
+    def leave(self, request: Request) -> None:
+        """The request is admitted or aborted; its status must still be that of a waiting one."""
+        if request.status is RequestStatus.WAITING:
+            self._num_requests -= 1
+            self._num_tokens -= request.num_tokens
+
+    def check_integrity(self, waiting: Iterable[Request]) -> None:
+        """Assert that the counts are those of the queue."""
+        new = [request for request in waiting if request.status is RequestStatus.WAITING]
+        assert self._num_requests == len(new)
+        assert self._num_tokens == sum(request.num_tokens for request in new)

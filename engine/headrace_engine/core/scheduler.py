@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace_engine.config import SchedulerConfig
+from headrace_engine.core.block_pool import Block
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
-from headrace_engine.core.request_queue import create_request_queue
-from headrace_engine.errors import ContextLengthError, DuplicateRequestError, QueueFullError
+from headrace_engine.core.request_queue import QueueLimits, create_request_queue
+from headrace_engine.errors import ContextLengthError, DuplicateRequestError
 from headrace_engine.request import FinishReason, Request, RequestStatus
 from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
 
@@ -30,7 +31,10 @@ class Scheduler:
         self._max_num_seqs = min(config.max_num_seqs, capabilities.max_batch or config.max_num_seqs)
         self._token_budget = config.max_num_batched_tokens
         self._max_chunk = max(capabilities.chunk_sizes) if capabilities.chunk_sizes else self._token_budget
-        self._max_queued = config.max_num_queued_requests
+        if config.long_prefill_token_threshold:
+            self._max_chunk = min(self._max_chunk, config.long_prefill_token_threshold)
+        self._watermark_blocks = int(config.watermark * kv.pool.num_usable)
+        self._queue_limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = create_request_queue(config.policy)
@@ -47,8 +51,7 @@ class Scheduler:
             raise ContextLengthError(
                 f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
             )
-        if self._max_queued is not None and len(self.waiting) >= self._max_queued:
-            raise QueueFullError(self._max_queued)
+        self._queue_limits.enter(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -62,6 +65,7 @@ class Scheduler:
                     self.running.remove(request)
                 else:
                     self.waiting.remove(request)
+                    self._queue_limits.leave(request)
                 self._finish(request)
                 aborted.append(request_id)
         return aborted
@@ -98,12 +102,12 @@ class Scheduler:
         """For runners that cannot mix: prefill whenever a prompt is incomplete or a whole one can be admitted."""
         if any(_is_prefill(request) for request in self.running):
             return True
-        if not self.waiting or len(self.running) >= self._max_num_seqs:
+        if not self.waiting:
             return False
         request = self.waiting.peek()
         hits = self.kv.computed_blocks(request)
-        free = self.kv.pool.num_free - sum(block.ref_count == 0 for block in hits)
-        return self.kv.blocks_for(request.num_tokens) - len(hits) <= free
+        needed = self.kv.num_needed(hits, request.num_tokens)
+        return self._has_room(needed) or self._victims(request, hits, needed) is not None
 
     def _schedule_running(self, plan: "_Plan", phase: Literal["prefill", "decode"] | None = None) -> None:
         index = 0
@@ -137,8 +141,7 @@ class Scheduler:
 
     def _choose_victim(self) -> Request:
         if self._policy == "priority":
-            # The waiting queue's order to the last tie: were two requests each other's victims, neither would end.
-            return max(self.running, key=lambda r: (r.priority, r.arrival_time, r.request_id))
+            return max(self.running, key=_urgency)
         return self.running[-1]
 
     def _preempt(self, request: Request) -> None:
@@ -155,23 +158,56 @@ class Scheduler:
     def _schedule_waiting(self, plan: "_Plan") -> None:
         if self.stats.preemptions:
             return  # memory is short: whoever runs goes first
-        while self.waiting and plan.budget > 0 and len(self.running) < self._max_num_seqs and self._may_prefill(plan):
+        while self.waiting and plan.budget > 0 and self._may_prefill(plan):
             request = self.waiting.peek()
             hits = self.kv.computed_blocks(request)
             num_hit = len(hits) * self.kv.block_size
             num_new = min(request.num_tokens - num_hit, plan.budget, self._max_chunk)
-            block_ids = self.kv.admit(request, hits, num_new)
-            if block_ids is None:
-                return
+            needed = self.kv.num_needed(hits, num_hit + num_new)
+            if not self._has_room(needed):
+                victims = self._victims(request, hits, needed)
+                if victims is None:
+                    return
+                for victim in victims:
+                    plan.withdraw(victim)
+                    self._preempt(victim)
             self.waiting.pop()
+            block_ids = self.kv.admit(request, hits, num_new)
             self._start(request, num_hit)
             plan.grant(request, num_new, prefill=True)
             plan.batch.new_requests.append(_new_request(request, block_ids))
-            # Nothing is preempted from here on, so these blocks will be filled in this step: batch-mates behind
-            # this request may share them already.
+            # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
+            # these blocks will be filled in it, and batch-mates behind this request may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
 
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether one more request may run and be given `num_blocks`.
+
+        The watermark is left free, so that the running ones can grow for a while before one of them is preempted;
+        where nothing runs it would only keep a large request out for ever.
+        """
+        reserve = self._watermark_blocks if self.running else 0
+        return len(self.running) < self._max_num_seqs and num_blocks + reserve <= self.kv.pool.num_free
+
+    def _victims(self, request: Request, hits: list[Block], num_blocks: int) -> list[Request] | None:
+        """The running requests that a more urgent waiting one displaces, the least urgent first.
+
+        None where they do not exist, or where all of them together would not make room enough.
+        """
+        if self._policy != "priority":
+            return None
+        victims: list[Request] = []
+        for candidate in sorted(self.running, key=_urgency, reverse=True):
+            if candidate.priority <= request.priority:
+                return None
+            victims.append(candidate)
+            # no watermark: `request` is more urgent than those that run
+            if num_blocks <= self.kv.pool.num_free + self.kv.num_held_alone(victims, hits):
+                return victims
+        return None
+
     def _start(self, request: Request, num_hit: int) -> None:
+        self._queue_limits.leave(request)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
             if self.kv.enable_prefix_caching:
@@ -254,6 +290,7 @@ class Scheduler:
         """Assert the scheduler's and the pool's invariants; cheap enough to run whenever the engine is idle."""
         assert len(self.running) + len(self.waiting) == len(self.requests)
         assert len(self.running) <= self._max_num_seqs
+        self._queue_limits.check_integrity(self.waiting)
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting)
         self.kv.check_integrity({request.request_id for request in self.running})
@@ -278,6 +315,11 @@ class _Plan:
         self.batch.new_block_ids.pop(request.request_id, None)
         self.budget += num_tokens
         self.num_prefills -= bool(num_tokens) and _is_prefill(request)
+
+
+def _urgency(request: Request) -> tuple[int, float, str]:
+    """The waiting queue's order to the last tie: were two requests each other's victims, neither would end."""
+    return request.priority, request.arrival_time, request.request_id
 
 
 def _is_prefill(request: Request) -> bool:

@@ -224,8 +224,9 @@ def fake_config(
     max_num_batched_tokens: int = 64,
     policy: str = "fcfs",
     prefix_caching: bool = True,
-    max_num_queued_requests: int | None = None,
+    watermark: float = 0.0,
     model: str = "fake",
+    **scheduler: Any,
 ) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=model),
@@ -234,7 +235,8 @@ def fake_config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,  # type: ignore[arg-type]
-            max_num_queued_requests=max_num_queued_requests,
+            watermark=watermark,
+            **scheduler,
         ),
         runner=IMPORT_PATH,
     )

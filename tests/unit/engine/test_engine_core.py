@@ -42,6 +42,8 @@ def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
         max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, 16, 64])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         prefix_caching=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.3])),
+        long_prefill_token_threshold=draw(st.sampled_from([0, 2, 5])),
     )
     runner = FakeRunner(
         caps=caps,
@@ -145,7 +147,7 @@ def test_a_refused_request_is_answered_with_an_error_and_disturbs_nobody() -> No
     core.add_request(core_request("b"))
     results = Results().drain(core)
     assert results.finished["b"] is FinishReason.ERROR
-    assert results.errors == {"b": "1 requests are waiting already, which is max_num_queued_requests"}
+    assert results.errors == {"b": "the queue is full: 1 requests wait, and max_num_queued_requests is 1"}
     assert results.tokens["a"] == tokens_alone(first)
 
 

@@ -10,7 +10,7 @@ from unit.engine.requests import request
 def computed(kv: KVCacheManager, name: str, prompt: range | list[int], **more: str) -> Request:
     """A request whose whole prompt has been computed."""
     found = request(name, list(prompt), **more)
-    assert kv.admit(found, [], found.num_tokens) is not None
+    kv.admit(found, [], found.num_tokens)
     found.num_computed_tokens = found.num_tokens
     kv.remember_full_blocks(found, found.num_computed_tokens)
     return found
@@ -30,16 +30,31 @@ def test_a_table_has_as_many_blocks_as_its_tokens_need() -> None:
     kv.check_integrity({"a"})
 
 
-def test_a_refused_admission_changes_nothing() -> None:
+def test_a_refused_extension_changes_nothing() -> None:
     kv = KVCacheManager(4, 4)
     first = computed(kv, "first", range(8))
+    assert kv.extend(first, 8) is None
+    kv.check_integrity({"first"})
+
+
+def test_blocks_that_a_running_request_shares_cost_nothing() -> None:
+    kv = KVCacheManager(4, 4)
+    computed(kv, "first", range(8))
     second = request("second", [*range(8), *range(100, 110)])
     hits = kv.computed_blocks(second)
     assert len(hits) == 2
-    assert kv.admit(second, hits, 10) is None
-    kv.check_integrity({"first"})
-    assert kv.extend(first, 8) is None
-    kv.check_integrity({"first"})
+    assert kv.num_needed(hits, 18) == 3
+
+
+def test_preemption_frees_what_nobody_else_holds_and_the_newcomer_does_not_share() -> None:
+    kv = KVCacheManager(12, 4)
+    first = computed(kv, "first", range(10))
+    second = request("second", [*range(8), 50])
+    kv.admit(second, kv.computed_blocks(second), 1)
+    assert kv.num_held_alone([first], []) == 1
+    assert kv.num_held_alone([first, second], []) == 4
+    third = request("third", [*range(4), 60])
+    assert kv.num_held_alone([first, second], kv.computed_blocks(third)) == 3
 
 
 def test_blocks_that_a_hit_revives_do_not_count_as_free() -> None:
@@ -48,8 +63,9 @@ def test_blocks_that_a_hit_revives_do_not_count_as_free() -> None:
     second = request("second", [*range(8), *range(100, 108)])
     hits = kv.computed_blocks(second)
     assert (len(hits), kv.pool.num_free) == (2, 3)
-    assert kv.admit(second, hits, 8) is None  # two to revive and two new are one too many
-    assert kv.admit(second, hits, 4) is not None
+    assert kv.num_needed(hits, 16) == 4  # two to revive and two new
+    kv.admit(second, hits, 4)
+    assert kv.pool.num_free == 0
 
 
 def test_a_hit_never_covers_the_last_token() -> None:

@@ -317,8 +317,98 @@ def test_an_id_in_use_is_refused() -> None:
 def test_a_full_queue_refuses_and_names_its_limit() -> None:
     scheduler = Scheduler(fake_config(max_num_queued_requests=1).scheduler, KVCacheManager(8, 4), Capabilities(), 32)
     scheduler.add_request(request("a"))
-    with pytest.raises(QueueFullError, match="1 requests are waiting already, which is max_num_queued_requests"):
+    with pytest.raises(QueueFullError, match="the queue is full: 1 requests wait, and max_num_queued_requests is 1"):
         scheduler.add_request(request("b"))
+
+
+def test_a_queue_full_of_tokens_refuses_until_one_of_its_requests_is_admitted_or_gone() -> None:
+    scheduler = Scheduler(fake_config(max_num_queued_tokens=10).scheduler, KVCacheManager(8, 4), Capabilities(), 32)
+    scheduler.add_request(request("a", range(6)))
+    with pytest.raises(QueueFullError, match="6 tokens wait and the request has 5, and max_num_queued_tokens is 10"):
+        scheduler.add_request(request("b", range(5)))
+    scheduler.schedule()
+    scheduler.add_request(request("b", range(5)))
+    scheduler.abort_requests(["b"])
+    scheduler.add_request(request("c", range(10)))
+    scheduler.check_integrity()
+
+
+def test_preempted_requests_take_no_place_in_a_bounded_queue() -> None:
+    core, _ = make_core(num_blocks=9, prefix_caching=False, max_num_queued_requests=1)
+    results = Results()
+    for name, first in (("old", 10), ("young", 40)):
+        core.add_request(core_request(name, range(first, first + 10), ignore_eos=True, max_tokens=10))
+        results.step(core)
+    while not results.preemptions:
+        results.step(core)
+    core.add_request(core_request("new", [60], max_tokens=1))
+    assert results.drain(core).errors == {}
+
+
+def test_a_long_prompt_leaves_budget_to_those_behind_it() -> None:
+    core, runner = make_core(long_prefill_token_threshold=6, max_num_batched_tokens=10)
+    core.add_request(core_request("long", range(20, 36), max_tokens=1))
+    core.add_request(core_request("short", [50, 51, 52], max_tokens=1))
+    Results().drain(core)
+    assert shapes(runner) == [{"long": 6, "short": 3}, {"long": 6}, {"long": 4}]
+
+
+def test_the_watermark_keeps_blocks_for_those_that_run_to_grow_into() -> None:
+    def preemptions(watermark: float) -> int:
+        core, _ = make_core(num_blocks=9, prefix_caching=False, watermark=watermark)
+        for name, first in (("a", 10), ("b", 40)):
+            core.add_request(core_request(name, range(first, first + 10), ignore_eos=True, max_tokens=10))
+        return Results().drain(core).preemptions
+
+    assert (preemptions(0.0), preemptions(0.4)) == (1, 0)
+
+
+def test_the_watermark_keeps_nobody_out_where_nothing_runs() -> None:
+    core, _ = make_core(num_blocks=9, prefix_caching=False, watermark=0.5)
+    message = core_request("large", range(30), max_tokens=1)
+    core.add_request(message)
+    assert Results().drain(core).tokens == {"large": tokens_alone(message)}
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("scarce", [{"max_num_seqs": 1}, {"num_blocks": 9}], ids=["slots", "blocks"])
+def test_an_urgent_request_displaces_a_less_urgent_one_which_goes_on_behind_it(
+    mixed: bool, scarce: dict[str, int]
+) -> None:
+    core, runner = make_core(Capabilities(mixed_batches=mixed), policy="priority", prefix_caching=False, **scarce)
+    least = core_request("least", range(10, 30), priority=5, ignore_eos=True, max_tokens=6)
+    urgent = core_request("urgent", range(40, 60), priority=1, arrival_time=1.0, ignore_eos=True, max_tokens=3)
+    results = Results()
+    core.add_request(least)
+    results.step(core)
+    core.add_request(urgent)
+    results.step(core)
+    assert shapes(runner)[-1] == {"urgent": 20}
+    results.drain(core)
+    assert list(results.finished) == ["urgent", "least"]
+    assert results.preemptions == 1
+    assert results.tokens == {m.request_id: tokens_alone(m) for m in (least, urgent)}
+
+
+def test_nobody_is_displaced_for_a_request_of_the_same_priority() -> None:
+    core, _ = make_core(policy="priority", max_num_seqs=1)
+    for name, arrival in (("late", 2.0), ("early", 1.0)):
+        core.add_request(core_request(name, [3, 4], arrival_time=arrival, ignore_eos=True, max_tokens=4))
+        Results().step(core)
+    assert [r.request_id for r in core.scheduler.running] == ["late"]
+
+
+def test_nobody_is_displaced_where_it_would_not_make_room_enough() -> None:
+    core, _ = make_core(policy="priority", num_blocks=9, prefix_caching=False)
+    results = Results()
+    for name, priority, count in (("first", 0, 17), ("least", 9, 5)):  # 5 and 2 of 8 blocks
+        core.add_request(core_request(name, range(count), priority=priority, ignore_eos=True, max_tokens=4))
+    results.step(core)
+    core.add_request(core_request("urgent", range(20, 37), priority=0, arrival_time=1.0, max_tokens=1))  # 5 blocks
+    results.step(core)
+    assert results.preemptions == 0
+    assert [r.request_id for r in core.scheduler.running] == ["first", "least"]
+    assert set(results.drain(core).finished) == {"first", "least", "urgent"}
 
 
 def test_statistics_account_for_every_block() -> None:

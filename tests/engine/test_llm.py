@@ -340,7 +340,7 @@ def test_a_runner_that_fails_leaves_a_dead_engine(make_engine: MakeEngine, monke
     def fail(*_: object) -> None:
         raise MemoryError("no memory for the attention kernel's scratch space")
 
-    monkeypatch.setattr(core_of(engine).runner, "_forward", fail)
+    monkeypatch.setattr(core_of(engine).runner, "execute_model", fail)
     engine.add_request("a", "mill")
     with pytest.raises(EngineDeadError, match="MemoryError: no memory"):
         engine.step()

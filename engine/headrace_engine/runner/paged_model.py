@@ -1,0 +1,94 @@
+"""A transformers model together with the paged K/V memory that its attention reads and writes.
+
+One runner may hold several: the model that it serves and, with speculative decoding, the one that drafts. They share
+block ids, not memory.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace_engine.config import ModelConfig
+from headrace_engine.runner import models, packed_linear
+from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from headrace_engine.runner.attention.selection import choose_backend
+from headrace_engine.runner.batch import StepInputs
+from headrace_engine.runner.contracts import ModelInfo
+
+
+class PagedModel:
+    """Loads the model in float32 or bfloat16 on the CPU; K/V memory is taken by `allocate`.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        ConfigError: an option does not fit the model.
+    """
+
+    def __init__(self, config: ModelConfig, block_size: int) -> None:
+        hf_config = models.load_config(config)
+        dtype = models.resolve_dtype(config, hf_config)
+        max_model_len = models.resolve_max_model_len(config, hf_config)
+        self.spec: AttentionSpec = models.attention_spec(hf_config, block_size, dtype)
+        self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec)
+        self._model: PreTrainedModel = models.load_weights(config, hf_config, self._attention)
+        self._metadata: AttentionMetadata | None = None
+        self.info = ModelInfo(
+            vocab_size=hf_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=models.eos_token_ids(self._model, hf_config),
+            architecture=type(self._model).__name__,
+            dtype=str(dtype).removeprefix("torch."),
+            device="cpu",
+            attention=self._backend.name,
+            num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+        )
+        self.num_packed = packed_linear.pack_linear_layers(self._model) if packed_linear.supports(dtype) else 0
+
+    def allocate(self, num_blocks: int) -> None:
+        self._backend.allocate(num_blocks)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
+        self._metadata = inputs.metadata
+        try:
+            logits: torch.Tensor = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                logits_to_keep=inputs.logits_indices,
+            ).logits[0]
+        finally:
+            self._metadata = None
+        return logits
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002  # causality is the backend's
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What transformers calls in every layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
+        assert self._metadata is not None
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        output = self._backend.forward(
+            layer,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self._metadata,
+            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return output[None], None

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench venv clean
+.PHONY: help demo test lint bench fuzz venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -31,6 +31,9 @@ lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
 
 bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
 	@$(BIN)/python benchmarks/throughput.py
+
+fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
+	@HEADRACE_FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/engine/test_fuzz.py --timeout 3600
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from headrace_engine.errors import ConfigError
+from headrace_engine.speculative_config import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig | None = None
     runner: str = "headrace_engine.runner.loader:create_runner"
     """Import path of the function that makes the runner from this config."""
 
@@ -75,6 +77,7 @@ class EngineConfig:
             model=ModelConfig(**values["model"]),
             cache=CacheConfig(**values["cache"]),
             scheduler=SchedulerConfig(**values["scheduler"]),
+            speculative=SpeculativeConfig(**values["speculative"]) if values["speculative"] else None,
             runner=values["runner"],
         )
 
@@ -104,6 +107,8 @@ class EngineArgs:
     max_num_queued_tokens: int | None = None
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
+    speculative_config: Mapping[str, Any] | None = None
+    """Options of `SpeculativeConfig`, such as {"method": "ngram", "num_speculative_tokens": 4}; None is off."""
 
     def create_engine_config(self) -> EngineConfig:
         problems = self._problems()
@@ -120,6 +125,9 @@ class EngineArgs:
                 max_num_queued_tokens=self.max_num_queued_tokens,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 watermark=self.watermark,
+            ),
+            speculative=(
+                SpeculativeConfig.from_map(self.speculative_config) if self.speculative_config is not None else None
             ),
         )
 
@@ -153,6 +161,8 @@ class EngineArgs:
             problems.append(f"watermark is {self.watermark!r}, must be a number of at least 0 and below 1")
         if not self.model:
             problems.append("model is empty, expected a model folder or a hub name")
+        if self.speculative_config is not None:
+            problems += SpeculativeConfig.problems(self.speculative_config)
         return problems
 
 

@@ -38,6 +38,11 @@ class Detokenizer:
         self._num_shown = 0
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens taken in; those behind a stop string are not."""
+        return self._num_tokens
+
+    @property
     def text(self) -> str:
         """All text shown so far."""
         return self._text[: self._num_shown]

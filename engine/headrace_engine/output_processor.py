@@ -138,9 +138,13 @@ class OutputProcessor:
         visible = output.new_token_ids
         if output.finish_reason is FinishReason.STOP and not state.params.include_stop_str_in_output:
             visible = visible[:-1]  # as a stop string, the stop or end token itself is not shown
+        num_before = choice.detokenizer.num_tokens
         text, stop = choice.detokenizer.update(visible, finished=output.finish_reason is not None)
-        choice.token_ids += output.new_token_ids
-        logprobs = [self._logprobs(entry) for entry in output.logprobs or ()]
+        # A step may give several tokens; those behind a stop string were never asked for.
+        num_taken = len(output.new_token_ids) if stop is None else choice.detokenizer.num_tokens - num_before
+        token_ids = output.new_token_ids[:num_taken]
+        choice.token_ids += token_ids
+        logprobs = [self._logprobs(entry) for entry in (output.logprobs or ())[:num_taken]]
         choice.logprobs += logprobs
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         state.error = state.error or output.error
@@ -148,7 +152,7 @@ class OutputProcessor:
             choice.finish_reason, choice.stop_reason = FinishReason.STOP.value, stop
         elif output.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = output.finish_reason.value, output.stop_reason
-        return _completion(state, choice, fresh=(output.new_token_ids, text, logprobs))
+        return _completion(state, choice, fresh=(token_ids, text, logprobs))
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         return {

@@ -70,6 +70,7 @@ class Request:
         "block_hashes",
         "block_size",
         "cache_salt",
+        "draft_token_ids",
         "eos_token_ids",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -99,6 +100,8 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared when the request was first admitted."""
         self.num_preemptions = 0
+        self.draft_token_ids: list[int] = []
+        """A guess at the tokens behind the last one, for the next step to verify."""
         self.status = RequestStatus.WAITING
         self.block_size = block_size
         self.block_hashes: list[bytes] = []

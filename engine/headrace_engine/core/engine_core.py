@@ -30,6 +30,9 @@ class EngineCore:
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self.runner = runner
         self.model_info = runner.load_model()
+        if config.speculative is not None and not runner.capabilities().verifies_drafts:
+            device = self.model_info.device
+            raise ConfigError(f"speculative_config is set, but the runner on {device} cannot verify drafts")
         spec = runner.kv_spec()
         num_blocks = _num_blocks(config, spec, self.model_info.max_model_len)
         runner.init_kv_cache(num_blocks)
@@ -39,6 +42,7 @@ class EngineCore:
             KVCacheManager(num_blocks, spec.block_size, enable_prefix_caching=config.cache.enable_prefix_caching),
             runner.capabilities(),
             self.model_info.max_model_len,
+            config.speculative,
         )
         self._answers: list[EngineCoreOutput] = []
         """News that no step has to be computed for."""

@@ -41,6 +41,10 @@ class StepStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    """Drafted tokens that were verified, by their place in the draft; empty where no request had a draft."""
+    accepted_per_position: list[int] = field(default_factory=list)
+    """How many of them were what the model drew."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
 

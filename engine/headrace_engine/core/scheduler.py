@@ -15,14 +15,21 @@ from headrace_engine.core.block_pool import Block
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
+from headrace_engine.core.speculation import Speculator
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
 from headrace_engine.request import FinishReason, Request, RequestStatus
 from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
+from headrace_engine.speculative_config import SpeculativeConfig
 
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, kv: KVCacheManager, capabilities: Capabilities, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        capabilities: Capabilities,
+        max_model_len: int,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self.kv = kv
         self.max_model_len = max_model_len
@@ -34,6 +41,7 @@ class Scheduler:
         if config.long_prefill_token_threshold:
             self._max_chunk = min(self._max_chunk, config.long_prefill_token_threshold)
         self._watermark_blocks = int(config.watermark * kv.pool.num_usable)
+        self._speculator = Speculator(speculative, max_model_len) if speculative is not None else None
         self._queue_limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -119,7 +127,11 @@ class Scheduler:
                 continue
             num_new = min(request.num_tokens - request.num_computed_tokens, plan.budget, self._max_chunk)
             assert num_new > 0, f"{request.request_id} runs but has nothing to compute"
-            new_blocks = self.kv.extend(request, num_new)
+            drafts = self._drafts_within(request, plan.budget - (len(self.running) - index - 1))
+            new_blocks = self._extend_for_drafts(request, num_new, drafts)
+            if new_blocks is None:
+                drafts = []  # nobody is preempted for a guess
+                new_blocks = self.kv.extend(request, num_new)
             while new_blocks is None:
                 victim = self._choose_victim()
                 if self.running.index(victim) < index:
@@ -130,10 +142,27 @@ class Scheduler:
                     break
                 new_blocks = self.kv.extend(request, num_new)
             else:
-                plan.grant(request, num_new, prefill)
+                plan.grant(request, num_new + len(drafts), prefill)
+                if drafts:
+                    plan.batch.draft_token_ids[request.request_id] = drafts
                 if new_blocks:
                     plan.batch.new_block_ids[request.request_id] = new_blocks
                 index += 1
+
+    def _drafts_within(self, request: Request, num_tokens: int) -> list[int]:
+        """As much of a request's draft as fits beside its last token; one token is left to everybody behind it."""
+        if not request.draft_token_ids or _is_prefill(request):
+            return []
+        return request.draft_token_ids[: max(min(num_tokens, self._max_chunk) - 1, 0)]
+
+    def _extend_for_drafts(self, request: Request, num_new: int, drafts: list[int]) -> list[int] | None:
+        """Room for drafts, and for those that the runner will make behind them where there is enough."""
+        if self._speculator is None:
+            return None
+        num_new += len(drafts)
+        lookahead = self._speculator.num_lookahead_tokens(request.num_computed_tokens + num_new)
+        new_blocks = self.kv.extend(request, num_new + lookahead)
+        return self.kv.extend(request, num_new) if new_blocks is None else new_blocks
 
     def _may_prefill(self, plan: "_Plan") -> bool:
         limit = self._capabilities.max_prefills_per_step
@@ -150,6 +179,7 @@ class Scheduler:
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.draft_token_ids = []
         request.num_preemptions += 1
         self.waiting.add_first(request)
         self._removed.append(request.request_id)
@@ -225,11 +255,18 @@ class Scheduler:
         finished: set[str] = set()
         for request_id in batch.num_scheduled_tokens:
             request = self.requests[request_id]
-            self.kv.remember_full_blocks(request, request.num_computed_tokens)
             sampled = output.sampled_token_ids.get(request_id)
             if sampled is None:
+                self.kv.remember_full_blocks(request, request.num_computed_tokens)
                 continue
+            drafts = batch.draft_token_ids.get(request_id)
+            if drafts:
+                self._take_back_rejected(request, drafts, len(sampled) - 1)
             entry = self._accept(request, sampled)
+            # Only now are accepted drafts the request's own tokens; those behind its end never are.
+            self.kv.remember_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+            if self._speculator is not None and entry.finish_reason is None:
+                request.draft_token_ids = self._speculator.propose(request, output)
             logprobs = output.logprobs.get(request_id)
             entry.logprobs = logprobs[: len(entry.new_token_ids)] if logprobs is not None else None
             news.append(entry)
@@ -240,6 +277,11 @@ class Scheduler:
             for request_id in finished:
                 self._finish(self.requests[request_id])
         return news
+
+    def _take_back_rejected(self, request: Request, drafts: list[int], num_accepted: int) -> None:
+        assert self._speculator is not None and 0 <= num_accepted <= len(drafts)
+        request.num_computed_tokens -= len(drafts) - num_accepted
+        self._speculator.count(self.stats, len(drafts), num_accepted)
 
     def _accept(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
         entry = EngineCoreOutput(
@@ -271,6 +313,8 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._removed.append(request.request_id)
         request.status = RequestStatus.FINISHED
+        if self._speculator is not None:
+            self._speculator.forget(request.request_id)
         self.kv.free(request)
         del self.requests[request.request_id]
 
@@ -278,7 +322,8 @@ class Scheduler:
         stats, pool = self.stats, self.kv.pool
         stats.num_tokens = batch.num_tokens
         stats.num_requests = len(batch.num_scheduled_tokens)
-        num_prefills = sum(count > 1 for count in batch.num_scheduled_tokens.values())
+        drafts = batch.draft_token_ids
+        num_prefills = sum(count - len(drafts.get(i, ())) > 1 for i, count in batch.num_scheduled_tokens.items())
         stats.kind = "decode" if not num_prefills else "prefill" if num_prefills == stats.num_requests else "mixed"
         stats.running, stats.waiting = len(self.running), len(self.waiting)
         stats.kv_blocks_total = pool.num_usable
@@ -313,6 +358,7 @@ class _Plan:
         """Take back what a victim of preemption was granted earlier in this step, if anything."""
         num_tokens = self.batch.num_scheduled_tokens.pop(request.request_id, 0)
         self.batch.new_block_ids.pop(request.request_id, None)
+        self.batch.draft_token_ids.pop(request.request_id, None)
         self.budget += num_tokens
         self.num_prefills -= bool(num_tokens) and _is_prefill(request)
 

@@ -4,7 +4,9 @@ Requests arrive whole once and as deltas afterwards (`StepBatch`); each holds on
 as the runner knows it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from headrace_engine.runner.contracts import NewRequest, StepBatch
 from headrace_engine.runner.rng import uniform
 from headrace_engine.runner.sampler import SamplingRow
 from headrace_engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -43,9 +47,31 @@ class StepInputs:
     """[tokens] int64"""
     metadata: AttentionMetadata
     sampled_ids: list[str]
-    """Requests that get a token in this step."""
+    """Requests that get tokens in this step."""
     logits_indices: torch.Tensor
-    """[sampled] index of each such request's last token."""
+    """[rows] for each such request its last token, and the drafts behind it."""
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+
+    def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
+        """What belongs to the accepted tokens of each request, from a map of logits rows; requests without are left."""
+        found, row = {}, 0
+        for request_id in self.sampled_ids:
+            if row in rows:
+                found[request_id] = [rows[row + index] for index in range(len(accepted[request_id]))]
+            row += 1 + len(self.draft_token_ids.get(request_id, ()))
+        return found
+
+
+@dataclass(slots=True)
+class TokenSpan:
+    """Neighbouring tokens of one request that are computed together."""
+
+    request: RunningRequest
+    start: int
+    """Position of the first one."""
+    token_ids: Sequence[int]
+    num_logits: int
+    """How many of the last ones give logits."""
 
 
 class RequestBatch:
@@ -88,26 +114,35 @@ class RequestBatch:
         request.num_blocks = end
 
     def prepare(self, batch: StepBatch) -> StepInputs:
-        """The step's tensors; counts the scheduled tokens as computed."""
-        token_ids: list[int] = []
-        counts, starts, rows, sampled_ids, last_tokens = [], [], [], [], []
+        """The step's tensors; counts the scheduled tokens as computed, but not yet the drafts among them."""
+        spans, sampled_ids = [], []
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
-            token_ids += request.token_ids[start : start + count]
-            request.num_computed_tokens = start + count
-            starts.append(start)
-            counts.append(count)
-            rows.append(request.table_row)
-            if request.num_computed_tokens == len(request.token_ids):
+            drafts = batch.draft_token_ids.get(request_id, ())
+            request.num_computed_tokens = end = start + count - len(drafts)
+            sampled = end == len(request.token_ids)
+            if sampled:
                 sampled_ids.append(request_id)
-                last_tokens.append(len(token_ids) - 1)
-        num_scheduled = np.array(counts, dtype=np.int32)
-        first_positions = np.array(starts, dtype=np.int32)
-        query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+            token_ids = request.token_ids[start:end]
+            spans.append(TokenSpan(request, start, [*token_ids, *drafts], 1 + len(drafts) if sampled else 0))
+        return self.pack(spans, sampled_ids, batch.draft_token_ids)
+
+    def pack(
+        self, spans: Sequence[TokenSpan], sampled_ids: list[str], draft_token_ids: dict[str, list[int]]
+    ) -> StepInputs:
+        """Spans behind one another in one row of tokens."""
+        token_ids: list[int] = []
+        logits_indices: list[int] = []
+        for span in spans:
+            token_ids += span.token_ids
+            logits_indices += range(len(token_ids) - span.num_logits, len(token_ids))
+        num_scheduled = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
+        first_positions = np.array([span.start for span in spans], dtype=np.int32)
+        query_start = np.zeros(len(spans) + 1, dtype=np.int32)
         np.cumsum(num_scheduled, out=query_start[1:])
         positions = np.arange(len(token_ids)) + np.repeat(first_positions - query_start[:-1], num_scheduled)
-        table_rows = np.array(rows, dtype=np.int32)
+        table_rows = np.array([span.request.table_row for span in spans], dtype=np.int32)
         blocks = self._table[np.repeat(table_rows, num_scheduled), positions // self._block_size]
         slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
         return StepInputs(
@@ -121,25 +156,53 @@ class RequestBatch:
                 slot_mapping=torch.from_numpy(slots),
             ),
             sampled_ids=sampled_ids,
-            logits_indices=torch.tensor(last_tokens, dtype=torch.long),
+            logits_indices=torch.tensor(logits_indices, dtype=torch.long),
+            draft_token_ids=draft_token_ids,
         )
 
-    def sampling_rows(self, request_ids: list[str]) -> list[SamplingRow]:
-        requests = [self.requests[request_id] for request_id in request_ids]
-        draws = uniform([r.seed for r in requests], [len(r.token_ids) for r in requests])
-        return [
-            SamplingRow(
-                params=request.params,
-                u=float(u),
-                prompt_token_ids=request.token_ids[: request.num_prompt_tokens] if request.params.has_penalties else (),
-                output_token_ids=request.token_ids[request.num_prompt_tokens :] if request.params.has_penalties else (),
-                suppressed_token_ids=(
-                    request.suppressed_token_ids if request.num_output_tokens < request.params.min_tokens else ()
-                ),
-            )
-            for request, u in zip(requests, draws, strict=True)
-        ]
+    def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:
+        """One entry a row of logits."""
+        if not inputs.draft_token_ids:
+            return _sampling_rows([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
+        places: list[tuple[RunningRequest, Sequence[int]]] = []
+        for request_id in inputs.sampled_ids:
+            drafts = inputs.draft_token_ids.get(request_id, ())
+            places += [(self.requests[request_id], drafts[:count]) for count in range(len(drafts) + 1)]
+        return _sampling_rows(places)
 
-    def append_tokens(self, request_ids: list[str], token_ids: list[int]) -> None:
-        for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            self.requests[request_id].token_ids.append(token_id)
+    def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> dict[str, list[int]]:
+        """Append what was drawn, one entry a row of logits: of each request up to the first one that is not its draft.
+
+        K/V of the drafts that were drawn count as computed.
+        """
+        accepted = {}
+        tokens = iter(drawn)
+        for request_id in inputs.sampled_ids:
+            request = self.requests[request_id]
+            drafts = inputs.draft_token_ids.get(request_id, ())
+            rows = [next(tokens) for _ in range(len(drafts) + 1)]
+            equal = next((i for i, draft in enumerate(drafts) if rows[i] != draft), len(drafts))
+            accepted[request_id] = rows[: equal + 1]
+            request.token_ids += accepted[request_id]
+            request.num_computed_tokens += equal
+        return accepted
+
+
+def _sampling_rows(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
+    """What is drawn behind a request's tokens, and behind its tokens and some of its drafts."""
+    draws = uniform([r.seed for r, _ in places], [len(r.token_ids) + len(drafts) for r, drafts in places])
+    rows = []
+    for (request, drafts), u in zip(places, draws, strict=True):
+        params, num_prompt = request.params, request.num_prompt_tokens
+        penalised = params.has_penalties
+        short = request.num_output_tokens + len(drafts) < params.min_tokens
+        rows.append(
+            SamplingRow(
+                params=params,
+                u=float(u),
+                prompt_token_ids=request.token_ids[:num_prompt] if penalised else (),
+                output_token_ids=[*request.token_ids[num_prompt:], *drafts] if penalised else (),
+                suppressed_token_ids=request.suppressed_token_ids if short else (),
+            )
+        )
+    return rows

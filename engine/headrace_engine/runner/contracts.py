@@ -37,6 +37,11 @@ class StepBatch:
     The runner keeps a request's tokens, adds those that it samples, and counts computed tokens itself. A request
     yields a token in this step exactly when its scheduled tokens reach the last known one.
 
+    With drafts, the scheduled tokens are the last known one and the drafts behind it. The runner draws a token at each
+    of these positions, for as long as what it draws is the draft that stands there: the first draw that differs, or
+    the one behind the last draft, is the last that it yields. K/V of drafts that were not drawn do not count as
+    computed; they are written again.
+
     Within a layer, K/V of all scheduled tokens are written before any token attends: a request may read blocks
     that another one of the same step fills.
     """
@@ -46,6 +51,8 @@ class StepBatch:
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Blocks appended to the block table of known requests."""
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Drafts of known requests, counted in their scheduled tokens."""
     removed_request_ids: list[str] = field(default_factory=list)
     """Finished, aborted or preempted since the last step: forget them first."""
 
@@ -60,6 +67,8 @@ class StepOutput:
     """Request id -> tokens sampled in this step; absent for a prompt that is not complete yet."""
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """Only for requests that asked, one entry a sampled token."""
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """What the runner's draft model, where it has one, guesses behind the sampled tokens."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in prepare, forward and sample."""
 
@@ -75,6 +84,8 @@ class Capabilities:
     """Allowed prefill chunk lengths in tokens (shorter chunks are padded by the runner); None means any."""
     max_batch: int | None = None
     """Most requests in one step."""
+    verifies_drafts: bool = False
+    """Draws at several positions of a request in one step (`StepBatch.draft_token_ids`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class CPURunner:
         return info
 
     def capabilities(self) -> Capabilities:
-        return Capabilities()
+        return Capabilities(verifies_drafts=True)
 
     def kv_spec(self) -> KVSpec:
         return KVSpec(
@@ -71,12 +71,12 @@ class CPURunner:
         prepared = time.perf_counter()
         logits = self._model.forward(inputs)
         forwarded = time.perf_counter()
-        token_ids, logprobs = sample(logits, self._batch.sampling_rows(inputs.sampled_ids))
-        self._batch.append_tokens(inputs.sampled_ids, token_ids)
+        drawn, logprobs = sample(logits, self._batch.sampling_rows(inputs))
+        accepted = self._batch.accept(inputs, drawn)
         sampled = time.perf_counter()
         return StepOutput(
-            sampled_token_ids={i: [token] for i, token in zip(inputs.sampled_ids, token_ids, strict=True)},
-            logprobs={inputs.sampled_ids[index]: [entry] for index, entry in logprobs.items()},
+            sampled_token_ids=accepted,
+            logprobs=inputs.by_request(logprobs, accepted) if logprobs else {},
             phase_seconds={
                 "prepare": prepared - started,
                 "forward": forwarded - prepared,

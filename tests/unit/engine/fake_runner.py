@@ -8,6 +8,7 @@ engine (`tokens_alone`), and no batch-mate, chunk, cache hit or preemption may c
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, NewRequest, StepBatch, StepOutput
+from headrace_engine.speculative_config import SpeculativeConfig
 
 VOCAB_SIZE = 61
 EOS = 7
@@ -80,6 +82,15 @@ class Known:
     def missing(self) -> int:
         return len(self.token_ids) - self.num_computed
 
+    def draw_next(self) -> int:
+        arrival = self.arrival
+        short = len(self.token_ids) - arrival.num_prompt_tokens < arrival.sampling_params.min_tokens
+        return draw(self.chain[-1], arrival.seed, arrival.suppressed_token_ids if short else ())
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.chain.append(extend_digest(self.chain[-1], token_id))
+
 
 @dataclass
 class FakeRunner:
@@ -92,6 +103,8 @@ class FakeRunner:
     max_requests: int = 1 << 30
     fail_on_token: int | None = None
     """Raise when a request with this token in its prompt arrives."""
+    num_drafts: int = 0
+    """Tokens that the runner's own draft model guesses; about three of four are right."""
     known: dict[str, Known] = field(default_factory=dict)
     batches: list[StepBatch] = field(default_factory=list)
     slots: list[bytes | None] = field(default_factory=list)
@@ -137,11 +150,16 @@ class FakeRunner:
         sampled: dict[str, list[int]] = {}
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.known[request_id]
-            request.num_computed += count
+            drafts = batch.draft_token_ids.get(request_id, [])
+            request.num_computed += count - len(drafts)
             self._read(request)
             if not request.missing:
-                sampled[request_id] = [self._sample(request)]
-        return StepOutput(sampled_token_ids=sampled, phase_seconds={"forward": 0.0})
+                sampled[request_id] = self._sample(request, drafts)
+        return StepOutput(
+            sampled_token_ids=sampled,
+            draft_token_ids={i: self._draft(self.known[i]) for i in sampled} if self.num_drafts else {},
+            phase_seconds={"forward": 0.0},
+        )
 
     def _update(self, batch: StepBatch) -> set[str]:
         for request_id in batch.removed_request_ids:
@@ -175,7 +193,9 @@ class FakeRunner:
         assert len(counts) <= (self.caps.max_batch or len(counts)), "over max_batch"
         for request_id, count in counts.items():
             request = self.known[request_id]
-            assert 1 <= count <= request.missing, "computes nothing, or tokens that do not exist"
+            drafts = batch.draft_token_ids.get(request_id, [])
+            assert not drafts or (request.missing == 1 and request_id not in new and self.caps.verifies_drafts)
+            assert 1 <= count - len(drafts) <= request.missing, "computes nothing, or tokens that do not exist"
             needed = -(-(request.num_computed + count) // self.block_size)
             assert needed <= len(request.table) <= -(-self.max_model_len // self.block_size)
             if self.caps.chunk_sizes:
@@ -190,10 +210,13 @@ class FakeRunner:
         writer: dict[int, str] = {}
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.known[request_id]
+            chain = list(request.chain)
+            for token_id in batch.draft_token_ids.get(request_id, []):
+                chain.append(extend_digest(chain[-1], token_id))
             for position in range(request.num_computed, request.num_computed + count):
                 block = request.table[position // self.block_size]
                 assert writer.setdefault(block, request_id) == request_id, f"block {block} has two writers"
-                self.slots[block * self.block_size + position % self.block_size] = request.chain[position]
+                self.slots[block * self.block_size + position % self.block_size] = chain[position]
         for request_id, request in self.known.items():
             if request_id not in new:  # a new one may share what a batch-mate writes in this very step
                 computed = request.table[: -(-request.num_computed // self.block_size)]
@@ -208,13 +231,25 @@ class FakeRunner:
                 f"position {position} of {request.arrival.request_id} is not there"
             )
 
-    def _sample(self, request: Known) -> int:
-        arrival = request.arrival
-        short = len(request.token_ids) - arrival.num_prompt_tokens < arrival.sampling_params.min_tokens
-        token_id = draw(request.chain[-1], arrival.seed, arrival.suppressed_token_ids if short else ())
-        request.token_ids.append(token_id)
-        request.chain.append(extend_digest(request.chain[-1], token_id))
-        return token_id
+    def _sample(self, request: Known, drafts: list[int]) -> list[int]:
+        tokens = []
+        for draft in [*drafts, None]:
+            token_id = request.draw_next()
+            request.append(token_id)
+            tokens.append(token_id)
+            if token_id != draft:
+                break
+            request.num_computed += 1
+            self._read(request)
+        return tokens
+
+    def _draft(self, request: Known) -> list[int]:
+        room = len(request.table) * self.block_size - len(request.token_ids) + 1
+        guess = dataclasses.replace(request, token_ids=list(request.token_ids), chain=list(request.chain))
+        for _ in range(min(self.num_drafts, room)):
+            token_id = guess.draw_next()
+            guess.append(token_id if guess.chain[-1][0] % 4 else (token_id + 1) % VOCAB_SIZE)
+        return guess.token_ids[len(request.token_ids) :]
 
 
 def fake_config(
@@ -225,6 +260,7 @@ def fake_config(
     policy: str = "fcfs",
     prefix_caching: bool = True,
     watermark: float = 0.0,
+    speculative: SpeculativeConfig | None = None,
     model: str = "fake",
     **scheduler: Any,
 ) -> EngineConfig:
@@ -238,6 +274,7 @@ def fake_config(
             watermark=watermark,
             **scheduler,
         ),
+        speculative=speculative,
         runner=IMPORT_PATH,
     )
 

@@ -12,6 +12,7 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError, EngineDeadError
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request
 
@@ -23,6 +24,17 @@ CAPABILITIES = st.builds(
     max_prefills_per_step=st.sampled_from([None, 1, 2]),
     chunk_sizes=st.sampled_from([None, (3,), (4, 8)]),
     max_batch=st.sampled_from([None, 1, 3]),
+    verifies_drafts=st.just(True),
+)
+SPECULATIVE = st.one_of(
+    st.none(),
+    st.builds(
+        SpeculativeConfig,
+        method=st.sampled_from(["ngram", "draft_model"]),
+        num_speculative_tokens=st.sampled_from([1, 3, 9]),
+        prompt_lookup_min=st.just(1),
+        prompt_lookup_max=st.just(2),
+    ),
 )
 # Few letters and few lengths, so that prefixes collide and blocks are shared, filled and evicted all the time.
 PROMPTS = st.builds(
@@ -44,11 +56,14 @@ def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
         prefix_caching=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.3])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 2, 5])),
+        speculative=draw(SPECULATIVE),
     )
+    drafting = config.speculative is not None and config.speculative.method == "draft_model"
     runner = FakeRunner(
         caps=caps,
         max_tokens_per_step=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
+        num_drafts=config.speculative.num_speculative_tokens if config.speculative and drafting else 0,
     )
     return EngineCore(config, runner), runner
 

@@ -1,0 +1,89 @@
+"""Options of speculative decoding, named as in vLLM, checked where they are made. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+SpeculativeMethod = Literal["ngram", "draft_model"]
+
+MAX_SPECULATIVE_TOKENS = 16
+"""Most drafted tokens a request and step: beyond it acceptance is nearly nothing, and metrics count by position."""
+_DEFAULT_LOOKUP = 5
+_MAX_LOOKUP = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Where drafts come from and how long they are."""
+
+    method: SpeculativeMethod
+    """ngram: what followed the last tokens earlier in the same request. draft_model: a smaller model's guess."""
+    num_speculative_tokens: int
+    """Most drafted tokens a request and step."""
+    prompt_lookup_min: int = _DEFAULT_LOOKUP
+    """ngram: fewest last tokens that must be found again."""
+    prompt_lookup_max: int = _DEFAULT_LOOKUP
+    """ngram: most last tokens that are looked for; the longest match wins."""
+    model: str | None = None
+    """draft_model: folder or hub name of a model with the same vocabulary."""
+
+    @classmethod
+    def from_map(cls, values: Mapping[str, Any]) -> "SpeculativeConfig":
+        """From checked values (`problems`). One lookup bound that is not given takes the other's value, as in vLLM."""
+        known = dict(values)
+        known.setdefault("prompt_lookup_min", known.get("prompt_lookup_max", _DEFAULT_LOOKUP))
+        known.setdefault("prompt_lookup_max", known["prompt_lookup_min"])
+        return cls(**known)
+
+    @classmethod
+    def problems(cls, values: object) -> list[str]:
+        """Everything that is wrong with a map of options; empty when `from_map` may be called."""
+        if not isinstance(values, Mapping):
+            return [f"speculative_config is {values!r}, must be a map of {_names()}"]
+        problems = [
+            f"speculative_config.{name} is not an option, allowed are {_names()}"
+            for name in values
+            if name not in _FIELDS
+        ]
+        method = values.get("method")
+        methods = get_args(SpeculativeMethod)
+        if method not in methods:
+            problems.append(f"speculative_config.method is {method!r}, allowed are {', '.join(methods)}")
+        problems += _wrong_integers(values)
+        model = values.get("model")
+        if method == "draft_model" and (not isinstance(model, str) or not model):
+            problems.append(f"speculative_config.model is {model!r}, method draft_model needs a model folder")
+        if method == "ngram" and model is not None:
+            problems.append(f"speculative_config.model is {model!r}, but method ngram uses no model")
+        if method == "draft_model":
+            problems += [
+                f"speculative_config.{name} is {values[name]!r}, but only method ngram looks tokens up"
+                for name in ("prompt_lookup_min", "prompt_lookup_max")
+                if name in values
+            ]
+        return problems
+
+
+_FIELDS = frozenset(field.name for field in fields(SpeculativeConfig))
+
+
+def _names() -> str:
+    return ", ".join(field.name for field in fields(SpeculativeConfig))
+
+
+def _wrong_integers(values: Mapping[str, Any]) -> list[str]:
+    limits = {"num_speculative_tokens": MAX_SPECULATIVE_TOKENS}
+    limits.update((name, _MAX_LOOKUP) for name in ("prompt_lookup_min", "prompt_lookup_max") if name in values)
+    problems = [
+        f"speculative_config.{name} is {values.get(name)!r}, must be an integer from 1 to {most}"
+        for name, most in limits.items()
+        if not _is_integer(values.get(name), most)
+    ]
+    least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+    if not problems and least is not None and most is not None and least > most:
+        problems.append(f"speculative_config.prompt_lookup_min is {least}, but prompt_lookup_max is only {most}")
+    return problems
+
+
+def _is_integer(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 
 @cache
-def lua(name: str, *, prelude: str) -> str:
-    """The text of `lua/<name>.lua` behind that of `lua/<prelude>.lua`."""
+def lua(name: str, *, prelude: str | None) -> str:
+    """The text of `lua/<name>.lua`, behind that of `lua/<prelude>.lua` where one is named."""
     folder = files("headrace_broker") / "lua"
-    return "\n".join((folder / f"{part}.lua").read_text() for part in (prelude, name))
+    return "\n".join((folder / f"{part}.lua").read_text() for part in (prelude, name) if part)

@@ -213,7 +213,7 @@ def queue() -> list[Panel]:
     return [
         graph(
             "Messages by state",
-            "Levels in Redis: ready to be taken, leased by a worker, scheduled for later, dead letters.",
+            "Levels in Redis: ready to be taken, leased by a worker (unacked), dead letters.",
             "none",
             [("max by (queue, state) (headrace_queue_messages{@})", "{{queue}} {{state}}")],
         ),

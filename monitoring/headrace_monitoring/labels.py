@@ -18,7 +18,7 @@ STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 WORKER_STATES: tuple[WorkerState, ...] = get_args(WorkerState)
 
 STEP_PHASES = ("schedule", "prepare", "forward", "sample", "update")
-MESSAGE_STATES = ("ready", "unacked", "scheduled", "dead")
+MESSAGE_STATES = ("ready", "unacked", "dead")
 ENGINE_REQUEST_STATES = ("running", "waiting")
 BLOCK_STATES = ("used", "cached", "free")
 SLOT_STATES = ("used", "free")
@@ -47,3 +47,8 @@ class LabelSets:
     def priority_step(self, priority: int) -> int:
         """The queue list a priority lands in: the highest step not above it."""
         return max((step for step in self.priority_steps if step <= priority), default=self.priority_steps[0])
+
+    def dead_letter_reason(self, reason: str) -> str:
+        """The label value of a reason: of "undecodable: ValueError" the word before the colon, or "other"."""
+        word = reason.partition(":")[0].replace(" ", "_")
+        return word if word in self.dead_letter_reasons else OTHER

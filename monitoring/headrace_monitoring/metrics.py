@@ -92,13 +92,11 @@ class Metrics:
 
     def dead_lettered(self, reason: str) -> None:
         """A message was given up. Of "undecodable: ValueError" the word before the colon is counted."""
-        _child(self._queue.dead_lettered, reason.partition(":")[0].replace(" ", "_")).inc()
+        self._queue.dead_lettered[self._sets.dead_letter_reason(reason)].inc()
 
-    def queue_depth(
-        self, ready: int, unacked: int, scheduled: int, dead: int, oldest_age_seconds: float | None
-    ) -> None:
+    def queue_depth(self, ready: int, unacked: int, dead: int, oldest_age_seconds: float | None) -> None:
         """Levels read from Redis; a key that is not there counts 0, and no ready message is age None."""
-        for state, count in {"ready": ready, "unacked": unacked, "scheduled": scheduled, "dead": dead}.items():
+        for state, count in {"ready": ready, "unacked": unacked, "dead": dead}.items():
             self._queue.messages[state].set(count)
         self._queue.oldest_age.set(_elapsed(oldest_age_seconds) or 0.0)
 

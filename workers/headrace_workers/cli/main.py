@@ -9,6 +9,7 @@ import click
 _COMMANDS = {
     "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
+    "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
     "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
     "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),
@@ -51,11 +52,12 @@ def _headrace() -> None:
 def main() -> None:
     """Entry point of the console script."""
     from headrace_broker.errors import HeadraceBrokerError
+    from headrace_monitoring.errors import HeadraceMonitoringError
     from headrace_workers.errors import HeadraceWorkerError
 
     try:
         _headrace()
-    except (HeadraceBrokerError, HeadraceWorkerError) as error:
+    except (HeadraceBrokerError, HeadraceMonitoringError, HeadraceWorkerError) as error:
         click.echo(f"headrace: {error}", err=True)
         sys.exit(1)
     except ModuleNotFoundError as error:

@@ -1,0 +1,120 @@
+"""`QueueLevelReader`: how many messages of each queue are ready, held and dead, in one round trip that writes nothing.
+
+For monitors. Works with no worker running, and under a Redis user that may only read.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_broker.keys import (
+    DEAD_LETTERS_KEY,
+    LEASE_META_KEY,
+    LEASES_KEY,
+    PRIORITY_SEPARATOR,
+    PRIORITY_STEPS,
+    queue_lists,
+)
+from headrace_broker.scripts import lua
+
+if TYPE_CHECKING:
+    import redis
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLevels:
+    """One queue at one moment."""
+
+    ready: Mapping[int, int]
+    """By priority step: messages that a worker may take."""
+    leased: int
+    """Messages in a worker's hands."""
+    run_out: int
+    """Of these, whose lease has run out while no worker has put them back yet."""
+    dead: Mapping[str, int]
+    """By reason: dead letters, counting the newest 16 MiB."""
+    oldest_age_seconds: float | None
+    """Since the enqueue of the message that has waited longest at the head of a list, the producer's clock against
+    Redis's; None where no head says when it was enqueued."""
+
+    @property
+    def num_ready(self) -> int:
+        return sum(self.ready.values())
+
+    @property
+    def num_dead(self) -> int:
+        return sum(self.dead.values())
+
+
+@dataclass(slots=True)
+class _DeadLetters:
+    mark: str = ""
+    by_queue: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+class QueueLevelReader:
+    """Reads levels again and again. Redis's errors pass through.
+
+    The dead letters are counted again only when they have changed.
+    """
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client: Final = client
+        self._dead: Final = _DeadLetters()
+
+    def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
+        """The levels of these queues, by name."""
+        queues = list(queues)
+        keys = [
+            LEASES_KEY,
+            LEASE_META_KEY,
+            DEAD_LETTERS_KEY,
+            *(name for queue in queues for name in queue_lists(queue)),
+        ]
+        # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
+        reply: Any = self._client.eval_ro(lua("queue_levels", prelude=None), len(keys), *keys, self._dead.mark)
+        now, lists, leases, mark, dead = reply
+        if dead is not None:
+            self._dead.mark, self._dead.by_queue = mark.decode(), _by_queue(dead)
+        held, run_out = Counter[str](), Counter[str]()
+        for name, num_held, num_run_out in _triples(leases):
+            queue = _queue_of(name)
+            held[queue] += num_held
+            run_out[queue] += num_run_out
+        levels = {}
+        for position, queue in enumerate(queues):
+            heads = lists[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
+            levels[queue] = QueueLevels(
+                ready={step: length for step, (length, _) in zip(PRIORITY_STEPS, heads, strict=True)},
+                leased=held[queue],
+                run_out=run_out[queue],
+                dead=self._dead.by_queue.get(queue, Counter()),
+                oldest_age_seconds=_oldest_age(float(now), [enqueued_at for _, enqueued_at in heads]),
+            )
+        return levels
+
+
+def _by_queue(dead: Sequence[Any]) -> dict[str, Counter[str]]:
+    by_queue: dict[str, Counter[str]] = {}
+    for name, reason, count in _triples(dead):
+        by_queue.setdefault(_queue_of(name), Counter())[reason.decode(errors="replace")] += count
+    return by_queue
+
+
+def _triples(flat: Sequence[Any]) -> Iterable[tuple[Any, Any, Any]]:
+    return zip(flat[0::3], flat[1::3], flat[2::3], strict=True)
+
+
+def _queue_of(list_name: bytes) -> str:
+    return list_name.decode(errors="replace").partition(PRIORITY_SEPARATOR)[0]
+
+
+def _oldest_age(now: float, enqueue_times: Iterable[bytes]) -> float | None:
+    ages = []
+    for text in enqueue_times:
+        try:
+            ages.append(max(0.0, now - float(text)))
+        except ValueError:  # the message does not say, or says nonsense
+            continue
+    return max(ages, default=None)

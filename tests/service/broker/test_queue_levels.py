@@ -1,0 +1,111 @@
+"""What a monitor reads of the queues, against a real server."""
+
+import json
+import time
+
+import pytest
+import redis
+
+from headrace_broker.client import Client
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import DEAD_LETTERS_KEY, queue_lists, queue_name
+from headrace_broker.leases import Leases
+from headrace_broker.queue_levels import QueueLevelReader
+
+QUEUE, OTHER = queue_name("one"), queue_name("two")
+
+
+@pytest.fixture
+def leases(redis_client: "redis.Redis") -> Leases:
+    return Leases(redis_client, lease_seconds=60, delivery_limit=1)
+
+
+def test_an_empty_server_shows_nothing_waiting(redis_client: "redis.Redis") -> None:
+    levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
+    assert dict(levels.ready) == {0: 0, 3: 0, 6: 0, 9: 0}
+    assert (levels.leased, levels.run_out, levels.num_dead, levels.oldest_age_seconds) == (0, 0, 0, None)
+
+
+def test_each_queue_and_priority_is_counted_for_itself(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit_many(
+            [{"prompt": "a", "model": "one"}] * 3
+            + [{"prompt": "a", "model": "one", "priority": 7}] * 2
+            + [{"prompt": "a", "model": "two"}]
+        )
+    levels = QueueLevelReader(redis_client).read([QUEUE, OTHER])
+    assert dict(levels[QUEUE].ready) == {0: 3, 3: 0, 6: 2, 9: 0}
+    assert levels[OTHER].num_ready == 1
+
+
+def test_a_message_in_a_workers_hands_is_leased_and_counts_for_its_own_queue(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", leases: Leases
+) -> None:
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit_many([{"prompt": "a", "model": "one"}, {"prompt": "a", "model": "two"}])
+    leases.fetch(queue_lists(QUEUE), 1)
+    levels = QueueLevelReader(redis_client).read([QUEUE, OTHER])
+    assert (levels[QUEUE].num_ready, levels[QUEUE].leased, levels[QUEUE].run_out) == (0, 1, 0)
+    assert (levels[OTHER].num_ready, levels[OTHER].leased) == (1, 0)
+
+
+def test_a_lease_that_ran_out_and_was_put_back_by_nobody_is_shown(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit("a", model="one")
+    Leases(redis_client, lease_seconds=0.0, delivery_limit=5).fetch(queue_lists(QUEUE), 1)
+    levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
+    assert (levels.leased, levels.run_out) == (1, 1)
+
+
+def test_the_oldest_message_is_the_one_that_waits_longest_in_any_list(redis_client: "redis.Redis") -> None:
+    now = time.time()
+    urgent, _, low, _ = queue_lists(QUEUE)
+    for name, age in ((urgent, 5), (low, 100)):
+        redis_client.lpush(name, json.dumps({"body": "x", "headers": {"enqueued_at": now - age}}))
+    age = QueueLevelReader(redis_client).read([QUEUE])[QUEUE].oldest_age_seconds
+    assert age is not None
+    assert 99 < age < 130
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"enqueued_at": "yesterday"}, {"tenant": '"enqueued_at": 5'}, {"enqueued_at": None}, {"x": ".."}]
+)
+def test_a_message_that_does_not_say_when_it_was_sent_has_no_age(redis_client: "redis.Redis", headers: object) -> None:
+    redis_client.lpush(QUEUE, json.dumps({"headers": headers}))
+    levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
+    assert (levels.num_ready, levels.oldest_age_seconds) == (1, None)
+
+
+def test_dead_letters_are_counted_by_queue_and_reason_and_again_when_they_change(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", leases: Leases
+) -> None:
+    reader = QueueLevelReader(redis_client)
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit_many([{"prompt": "a", "model": "one"}] * 2 + [{"prompt": "a", "model": "two"}])
+    for message in leases.fetch(queue_lists(QUEUE), 2):
+        leases.hold(message.lease_id, message)
+        leases.bury(message.lease_id, "poison")
+    redis_client.lpush(DEAD_LETTERS_KEY, b"not a letter")
+    levels = reader.read([QUEUE, OTHER])
+    assert dict(levels[QUEUE].dead) == {"poison": 2}
+    assert levels[OTHER].num_dead == 0
+    assert reader.read([QUEUE])[QUEUE].num_dead == 2
+    redis_client.delete(DEAD_LETTERS_KEY)
+    assert reader.read([QUEUE])[QUEUE].num_dead == 0
+
+
+def test_reading_writes_nothing(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    redis_client.execute_command("ACL", "SETUSER", "monitor", "on", "nopass", "resetkeys", "%R~*", "+@all")
+    host, port = redis_server.url.removeprefix("redis://").partition("/")[0].split(":")
+    try:
+        with redis.Redis(host, int(port), username="monitor", password="any", protocol=2) as reader:
+            reader.ping()
+            assert QueueLevelReader(reader).read([QUEUE])[QUEUE].num_ready == 0
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                reader.set("a", "b")
+    finally:
+        redis_client.execute_command("ACL", "DELUSER", "monitor")

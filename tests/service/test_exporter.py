@@ -1,0 +1,154 @@
+"""The stand-alone exporter against a real server: no worker lives in any of these tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace_broker.client import Client
+from headrace_broker.connections import connect
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import queue_lists, queue_name
+from headrace_broker.leases import Leases
+from headrace_broker.registry import register_model
+from headrace_workers.exporter import MAX_MODELS, Exporter
+
+
+@pytest.fixture
+def exporter(redis_client: "redis.Redis") -> Exporter:
+    return Exporter(redis_client, port=0)
+
+
+def value(exporter: Exporter, name: str, **labels: str) -> float:
+    values = [
+        sample.value
+        for family in text_string_to_metric_families(exporter.exposition.exposition().decode())
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    assert len(values) == 1, f"{len(values)} samples match {name} {labels}"
+    return values[0]
+
+
+def names(exporter: Exporter) -> set[str]:
+    return {family.name for family in text_string_to_metric_families(exporter.exposition.exposition().decode())}
+
+
+def test_the_queues_of_every_registered_model_are_shown_without_any_worker(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", exporter: Exporter
+) -> None:
+    register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit_many([{"prompt": "a", "model": "one", "priority": 4}] * 3)
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=3)
+    (message,) = leases.fetch(queue_lists(queue_name("one")), 1)
+    leases.hold(message.lease_id, message)
+    leases.bury(message.lease_id, "poison")
+    leases.fetch(queue_lists(queue_name("one")), 1)
+    exporter.poll()
+    queue = {"model": "one", "queue": "headrace.one"}
+    assert value(exporter, "headrace_queue_messages", state="ready", **queue) == 1
+    assert value(exporter, "headrace_queue_messages", state="unacked", **queue) == 1
+    assert value(exporter, "headrace_queue_messages", state="dead", **queue) == 1
+    assert value(exporter, "headrace_queue_ready_messages", priority="3", **queue) == 1
+    assert value(exporter, "headrace_queue_dead_letters", reason="poison", **queue) == 1
+    assert value(exporter, "headrace_queue_run_out_leases", **queue) == 0
+    assert 0 < value(exporter, "headrace_queue_oldest_message_age_seconds", **queue) < 60
+    assert value(exporter, "headrace_model_last_seen_timestamp_seconds", model="one") == 1234
+    assert value(exporter, "headrace_exporter_redis_up") == 1
+    assert value(exporter, "headrace_redis_memory_used_bytes") > 0
+    assert value(exporter, "headrace_redis_persistence_ok") == 1
+
+
+def test_a_model_that_nobody_has_served_yet_can_be_named(redis_client: "redis.Redis") -> None:
+    exporter = Exporter(redis_client, models=["new"], port=0)
+    exporter.poll()
+    assert value(exporter, "headrace_queue_messages", model="new", state="ready") == 0
+    assert value(exporter, "headrace_model_last_seen_timestamp_seconds", model="new") == 0
+
+
+def test_while_redis_is_away_no_level_is_shown_and_afterwards_they_are_back() -> None:
+    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server, connect(server.url) as client:
+        exporter = Exporter(client, models=["one"], port=0)
+        exporter.poll()
+        assert value(exporter, "headrace_exporter_redis_up") == 1
+        server.kill()
+        exporter.poll()
+        assert value(exporter, "headrace_exporter_redis_up") == 0
+        assert value(exporter, "headrace_exporter_poll_failures_total") == 1
+        assert not {"headrace_queue_messages", "headrace_redis_memory_used_bytes"} & names(exporter)
+        server.start()
+        exporter.poll()
+        assert value(exporter, "headrace_exporter_redis_up") == 1
+        assert value(exporter, "headrace_queue_messages", model="one", state="ready") == 0
+
+
+def test_ten_models_are_scraped_in_a_fraction_of_the_time_allowed(redis_client: "redis.Redis") -> None:
+    exporter = Exporter(redis_client, models=[f"model-{number}" for number in range(10)], port=0)
+    exporter.poll()
+    best = min(_seconds(exporter.exposition.exposition) for _ in range(5))
+    assert best < 0.02
+
+
+def test_the_number_of_series_is_bounded_however_many_models_were_ever_served(
+    redis_client: "redis.Redis", exporter: Exporter
+) -> None:
+    for number in range(MAX_MODELS + 5):
+        register_model(redis_client, f"model-{number}", max_model_len=1, worker="w", seen=float(number))
+    exporter.poll()
+    assert value(exporter, "headrace_exporter_models_left_out") == 5
+    assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
+    text = exporter.exposition.exposition().decode()
+    assert 'model="model-4"' not in text  # the longest unseen are left out
+    # 3 states, 4 priorities, 7 reasons, age, run-out leases, last seen: what docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 17 * MAX_MODELS
+
+
+def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "exporter", "--port", "0"]
+    environ = os.environ | {"HEADRACE_REDIS_URL": redis_server.url}
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "--model", "one"], env=environ, stderr=output)
+    try:
+        url = _wait_for(lambda: log.read_text().partition("metrics on ")[2].partition("/metrics")[0])
+        _wait_for(lambda: _status(f"{url}/health/ready") == 200)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+            assert b'headrace_queue_messages{model="one",queue="headrace.one",state="ready"} 0.0' in response.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.thread_time()  # of the processor: other processes may keep it busy
+    call()
+    return time.thread_time() - started
+
+
+def _status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _wait_for(condition: Callable[[], Any], timeout: float = 60.0) -> Any:
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found

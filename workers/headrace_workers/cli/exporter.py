@@ -1,0 +1,52 @@
+"""`headrace exporter`: the queues and Redis as Prometheus metrics, also while no worker lives."""
+
+import signal
+
+import click
+
+from headrace_broker.connections import connect
+from headrace_broker.settings import BrokerSettings
+from headrace_monitoring.logging import configure_logging
+from headrace_workers.cli import options
+from headrace_workers.exporter import Exporter
+
+
+@click.command()
+@options.redis_url
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME",
+    help="Show this model's queue before any worker has served it; may be given more than once.",
+)
+@click.option("--host", envvar="HEADRACE_EXPORTER_HOST", default="127.0.0.1", show_default=True, help="Address.")
+@click.option(
+    "--port",
+    envvar="HEADRACE_EXPORTER_PORT",
+    type=click.IntRange(0, 65535),
+    default=9465,
+    show_default=True,
+    help="Port, 0 for a free one.",
+)
+@click.option(
+    "--interval",
+    envvar="HEADRACE_EXPORTER_INTERVAL",
+    type=click.FloatRange(0.1, 60.0),
+    default=2.0,
+    show_default=True,
+    metavar="S",
+    help="From one look at Redis to the next.",
+)
+def exporter(redis_url: str, models: tuple[str, ...], host: str, port: int, interval: float) -> None:
+    """Serve metrics of all queues, and of Redis, on /metrics; and /health/ready, /health/live.
+
+    It needs to read Redis only, and runs where no worker does: what scales workers from zero asks it.
+    """
+    configure_logging()
+    settings = BrokerSettings(redis_url=redis_url)
+    with connect(settings.redis_url) as client:
+        running = Exporter(client, models=models, interval_seconds=interval, host=host, port=port)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: running.stop())
+        running.run()

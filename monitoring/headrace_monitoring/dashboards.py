@@ -360,6 +360,19 @@ def engine() -> list[Panel]:
             "percentunit",
             [(f"{hit} / {queried}", "hit rate")],
         ),
+        graph(
+            "Draft acceptance",
+            "Speculative decoding: share of the guessed tokens that the model drew itself, in all and by place in the "
+            "draft. Where it is low, shorter drafts cost less.",
+            "percentunit",
+            [
+                (f"{rate('draft_accepted_tokens_total')} / {rate('draft_tokens_total')}", "all"),
+                (
+                    f"{rate('draft_accepted_tokens_total', 'position')} / {rate('draft_tokens_total', 'position')}",
+                    "place {{position}}",
+                ),
+            ],
+        ),
     ]
 
 

@@ -160,6 +160,18 @@ class EngineFamilies:
             "prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."
         )
         self.prefix_hit = make.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
+        self.drafted = make.counters(
+            "draft_tokens_total",
+            "Tokens that speculative decoding guessed and the model verified, by their place in the draft.",
+            "position",
+            labels.DRAFT_POSITIONS,
+        )
+        self.accepted = make.counters(
+            "draft_accepted_tokens_total",
+            "Guessed tokens that were what the model drew, by their place in the draft.",
+            "position",
+            labels.DRAFT_POSITIONS,
+        )
 
 
 class WorkerFamilies:

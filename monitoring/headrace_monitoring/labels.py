@@ -17,7 +17,9 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
 WORKER_STATES: tuple[WorkerState, ...] = get_args(WorkerState)
 
-STEP_PHASES = ("schedule", "prepare", "forward", "sample", "update")
+STEP_PHASES = ("schedule", "prepare", "forward", "sample", "draft", "update")
+DRAFT_POSITIONS = tuple(str(position) for position in range(1, 17))
+"""Places in a draft of speculative decoding; the engine's limit on a draft's length is the last one."""
 MESSAGE_STATES = ("ready", "unacked", "dead")
 ENGINE_REQUEST_STATES = ("running", "waiting")
 BLOCK_STATES = ("used", "cached", "free")

@@ -158,7 +158,8 @@ class Metrics:
 
         Keys: step_seconds, kind ("prefill" | "decode" | "mixed"), num_tokens, num_requests, running, waiting,
         kv_blocks_used, kv_blocks_cached, kv_blocks_free, kv_blocks_total, prefix_queried_tokens, prefix_hit_tokens,
-        preemptions, phase_seconds (map of schedule, prepare, forward, sample, update).
+        preemptions, drafted_per_position and accepted_per_position (lists, empty without speculative decoding),
+        phase_seconds (map of schedule, prepare, forward, sample, draft, update).
         """
         engine = self._engine
         engine.last_step.set(self._clock())
@@ -176,6 +177,12 @@ class Metrics:
         engine.prefix_queried.inc(stats["prefix_queried_tokens"])
         engine.prefix_hit.inc(stats["prefix_hit_tokens"])
         engine.preemptions.inc(stats["preemptions"])
+        for children, counts in (
+            (engine.drafted, stats["drafted_per_position"]),
+            (engine.accepted, stats["accepted_per_position"]),
+        ):
+            for position, count in enumerate(counts, start=1):
+                children[str(position)].inc(count)
 
     def engine_up(self, up: bool) -> None:
         """The engine process is ready for its first step, or is gone with all it held."""

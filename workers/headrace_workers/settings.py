@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from pydantic import ByteSize, Field, ValidationError
+from pydantic import ByteSize, Field, Json, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_broker.errors import SettingsError
@@ -33,6 +34,8 @@ class WorkerSettings(BaseSettings):
     kv_cache_memory: ByteSize | None = None
     """Bytes, or with a unit: 4GiB."""
     attention_backend: str = "auto"
+    speculative_config: Json[dict[str, Any]] | None = None
+    """Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}."""
     trust_remote_code: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
@@ -77,6 +80,13 @@ class WorkerSettings(BaseSettings):
             max_model_len=self.max_model_len,
             kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
             attention_backend=self.attention_backend,
+            speculative_config=self._speculative_config(),
             trust_remote_code=self.trust_remote_code,
             scheduling_policy="priority",
         ).create_engine_config()
+
+    def _speculative_config(self) -> dict[str, Any] | None:
+        config = self.speculative_config
+        if config is None or not isinstance(config.get("model"), str):
+            return config
+        return {**config, "model": str(default_model.resolve(config["model"], self.dtype))}

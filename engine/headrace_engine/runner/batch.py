@@ -31,6 +31,8 @@ class RunningRequest:
     suppressed_token_ids: list[int]
     table_row: int
     num_blocks: int
+    num_draft_computed: int
+    """Leading tokens whose K/V the draft model, where there is one, has computed."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -104,6 +106,7 @@ class RequestBatch:
             suppressed_token_ids=arrival.suppressed_token_ids,
             table_row=self._free_rows.pop(),
             num_blocks=0,
+            num_draft_computed=arrival.num_computed_tokens,
         )
         self._append_blocks(request, arrival.block_ids)
         self.requests[arrival.request_id] = request
@@ -163,12 +166,12 @@ class RequestBatch:
     def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:
         """One entry a row of logits."""
         if not inputs.draft_token_ids:
-            return _sampling_rows([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
+            return rows_at([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
         places: list[tuple[RunningRequest, Sequence[int]]] = []
         for request_id in inputs.sampled_ids:
             drafts = inputs.draft_token_ids.get(request_id, ())
             places += [(self.requests[request_id], drafts[:count]) for count in range(len(drafts) + 1)]
-        return _sampling_rows(places)
+        return rows_at(places)
 
     def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> dict[str, list[int]]:
         """Append what was drawn, one entry a row of logits: of each request up to the first one that is not its draft.
@@ -188,7 +191,7 @@ class RequestBatch:
         return accepted
 
 
-def _sampling_rows(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
+def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
     """What is drawn behind a request's tokens, and behind its tokens and some of its drafts."""
     draws = uniform([r.seed for r, _ in places], [len(r.token_ids) + len(drafts) for r, drafts in places])
     rows = []

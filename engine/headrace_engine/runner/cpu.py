@@ -10,6 +10,7 @@ import torch
 from headrace_engine.config import EngineConfig
 from headrace_engine.runner.batch import RequestBatch
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
+from headrace_engine.runner.draft_model import DraftModel
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.sampler import sample
 
@@ -26,6 +27,7 @@ class CPURunner:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._model: PagedModel
+        self._draft: DraftModel | None = None
         self._batch: RequestBatch
 
     def load_model(self) -> ModelInfo:
@@ -41,6 +43,10 @@ class CPURunner:
             self._model.num_packed,
             time.perf_counter() - started,
         )
+        speculative = self._config.speculative
+        if speculative is not None and speculative.method == "draft_model":
+            self._draft = DraftModel(self._config, info)
+            logger.info("drafts by %s: %.0f M parameters", speculative.model, self._draft.info.num_parameters / 1e6)
         return info
 
     def capabilities(self) -> Capabilities:
@@ -49,12 +55,14 @@ class CPURunner:
     def kv_spec(self) -> KVSpec:
         return KVSpec(
             block_size=self._model.spec.block_size,
-            bytes_per_block=self._model.spec.bytes_per_block,
+            bytes_per_block=self._model.spec.bytes_per_block + (self._draft.spec.bytes_per_block if self._draft else 0),
             default_memory=min(int(_available_memory() * _DEFAULT_KV_SHARE), _DEFAULT_KV_LIMIT),
         )
 
     def init_kv_cache(self, num_blocks: int) -> None:
         self._model.allocate(num_blocks)
+        if self._draft is not None:
+            self._draft.allocate(num_blocks)
         blocks_per_seq = -(-self._model.info.max_model_len // self._model.spec.block_size)
         self._batch = RequestBatch(self._config.scheduler.max_num_seqs, blocks_per_seq, self._model.spec.block_size)
 
@@ -74,7 +82,7 @@ class CPURunner:
         drawn, logprobs = sample(logits, self._batch.sampling_rows(inputs))
         accepted = self._batch.accept(inputs, drawn)
         sampled = time.perf_counter()
-        return StepOutput(
+        output = StepOutput(
             sampled_token_ids=accepted,
             logprobs=inputs.by_request(logprobs, accepted) if logprobs else {},
             phase_seconds={
@@ -83,6 +91,10 @@ class CPURunner:
                 "sample": sampled - forwarded,
             },
         )
+        if self._draft is not None:
+            output.draft_token_ids = self._draft.propose(self._batch, batch, inputs.sampled_ids)
+            output.phase_seconds["draft"] = time.perf_counter() - sampled
+        return output
 
     def health(self) -> dict[str, Any]:
         return {"device": "cpu", "threads": torch.get_num_threads(), "requests": len(self._batch.requests)}

@@ -87,6 +87,7 @@ def test_a_message_without_an_enqueue_time_is_counted_but_not_timed(metrics: Met
 
 @settings(deadline=None)
 @given(seconds=st.floats())
+@settings(deadline=None)
 def test_no_enqueue_time_can_spoil_a_sum(seconds: float) -> None:
     metrics = Metrics(model="m", queue="q")
     metrics.first_token(seconds, 0.1)
@@ -143,6 +144,8 @@ def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clo
     assert scrape.value("headrace_prefix_cache_queried_tokens_total") == 200
     assert scrape.value("headrace_prefix_cache_hit_tokens_total") == 96
     assert scrape.value("headrace_engine_preemptions_total") == 2
+    assert [scrape.value("headrace_draft_tokens_total", position=place) for place in "1234"] == [8, 6, 6, 0]
+    assert [scrape.value("headrace_draft_accepted_tokens_total", position=place) for place in "1234"] == [6, 2, 0, 0]
     assert scrape.value("headrace_engine_last_step_timestamp_seconds") == 2000.0
 
 

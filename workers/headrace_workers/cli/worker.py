@@ -22,6 +22,11 @@ from headrace_workers import default_model
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."
 )
+@click.option(
+    "--speculative-config",
+    metavar="JSON",
+    help='Speculative decoding, e.g. \'{"method": "ngram", "num_speculative_tokens": 4}\' [default: off].',
+)
 @click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
 @click.option("--grace-seconds", type=float, metavar="S", help="Time for running requests after SIGTERM [default: 30].")

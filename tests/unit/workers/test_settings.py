@@ -1,0 +1,43 @@
+"""What an operator sets on a worker reaches the engine, and a wrong value is one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_engine.errors import ConfigError
+from headrace_engine.speculative_config import SpeculativeConfig
+from headrace_workers.errors import WorkerSettingsError
+from headrace_workers.settings import WorkerSettings
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("HEADRACE_MODEL", "/models/some-model")
+    return monkeypatch
+
+
+def test_speculative_decoding_is_off_unless_it_is_set(setting: pytest.MonkeyPatch) -> None:
+    setting.delenv("HEADRACE_SPECULATIVE_CONFIG", raising=False)
+    assert WorkerSettings.from_env().engine_config().speculative is None
+
+
+def test_speculative_decoding_is_set_as_json(setting: pytest.MonkeyPatch) -> None:
+    setting.setenv(
+        "HEADRACE_SPECULATIVE_CONFIG", '{"method": "draft_model", "model": "d", "num_speculative_tokens": 2}'
+    )
+    assert WorkerSettings.from_env().engine_config().speculative == SpeculativeConfig(
+        method="draft_model", model="d", num_speculative_tokens=2
+    )
+
+
+@pytest.mark.parametrize("value", ["{bad", "[1]", "ngram"])
+def test_what_is_no_json_map_is_named(setting: pytest.MonkeyPatch, value: str) -> None:
+    setting.setenv("HEADRACE_SPECULATIVE_CONFIG", value)
+    with pytest.raises(WorkerSettingsError, match="HEADRACE_SPECULATIVE_CONFIG: "):
+        WorkerSettings.from_env()
+
+
+def test_a_wrong_option_in_it_is_named(setting: pytest.MonkeyPatch) -> None:
+    setting.setenv("HEADRACE_SPECULATIVE_CONFIG", '{"method": "ngram", "num_speculative_tokens": 99}')
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 99, must be an integer from 1 to 16"):
+        WorkerSettings.from_env().engine_config()

@@ -85,7 +85,6 @@ def test_a_message_without_an_enqueue_time_is_counted_but_not_timed(metrics: Met
     assert scrape.value("headrace_queue_wait_seconds_count", priority="0") == 0
 
 
-@settings(deadline=None)
 @given(seconds=st.floats())
 @settings(deadline=None)
 def test_no_enqueue_time_can_spoil_a_sum(seconds: float) -> None:

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench fuzz venv clean
+.PHONY: help demo test lint bench fuzz chaos venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -34,6 +34,9 @@ bench: $(STAMP) ## throughput of the engine alone and through the queue, side by
 
 fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 	@HEADRACE_FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/engine/test_fuzz.py --timeout 3600
+
+chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
+	@cd tests && ../$(BIN)/python -m chaos
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -82,6 +82,7 @@ class Service:
     def __init__(self, server: EmbeddedServer, model: str, folder: Path) -> None:
         self.server = server
         self.workers: list[WorkerProcess] = []
+        self._num_started = 0
         self._handles: list[AsyncResult] = []
         self.client = redis.Redis.from_url(server.url, socket_timeout=30, protocol=2)
         self.app = Celery("producer", broker=server.url, backend=server.url, set_as_current=False)
@@ -92,7 +93,8 @@ class Service:
         self._folder = folder
 
     def start_worker(self, **settings: object) -> WorkerProcess:
-        log = self._folder / f"worker-{len(self.workers)}.log"
+        self._num_started += 1
+        log = self._folder / f"worker-{self._num_started}.log"
         options: dict[str, Any] = {"model": self._model, "redis_url": self.server.url, **settings}
         self.workers.append(WorkerProcess(log=log, **options))
         return self.workers[-1]
@@ -107,6 +109,11 @@ class Service:
     def _keep(self, handle: AsyncResult) -> AsyncResult:
         self._handles.append(handle)
         return handle
+
+    def forget(self) -> None:
+        """Let go of the handles that were given out and of workers that are gone; for runs of many rounds."""
+        self._handles.clear()
+        self.workers = [worker for worker in self.workers if worker.process.poll() is None]
 
     def generate(self, prompt: str = "the wheel", **params: Any) -> AsyncResult:
         """A greedy request of exactly `max_tokens` tokens, unless told otherwise."""

@@ -1,0 +1,61 @@
+"""`make chaos`: rounds of random faults on a real service, with a table of what was lost.
+
+Exit status 1 where anything was lost, doubled, out of order, other than undisturbed, or left over.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from chaos.faults import FAULTS
+from chaos.harness import Harness, Round, summary
+from chaos.model import save_chaos_model
+from chaos.site import Site
+
+
+def main() -> int:
+    names = {fault.__name__: fault for fault in FAULTS}
+    parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", nargs="+", choices=sorted(names), help="only these [default: all]")
+    parser.add_argument("--json", metavar="FILE", help="write every round and the summary there")
+    parser.add_argument("--logs", metavar="FOLDER", help="keep the workers' logs there")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = Path(options.logs or temporary) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        model = save_chaos_model(Path(temporary) / "tiny")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Site(model, logs) as site, Progress(*columns, console=console) as progress:
+            harness = Harness(site, options.seed)
+            task = progress.add_task("undisturbed runs", total=options.rounds)
+            harness.learn()
+
+            def report(done: Round) -> None:
+                progress.update(task, advance=1, description=done.fault)
+                for problem in done.problems:
+                    progress.console.print(f"round {done.number}, {done.fault}: {problem}", style="red", markup=False)
+
+            faults = [names[name] for name in options.faults] if options.faults else FAULTS
+            rounds = harness.run(options.rounds, report, faults)
+    lines = summary(rounds)
+    table = Table(*(name.replace("_", " ") for name in lines[0]), title=f"seed {options.seed}")
+    for line in lines:
+        table.add_row(*("" if value is None else str(value) for value in line.values()))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if options.json:
+        Path(options.json).write_text(json.dumps({"summary": lines, "rounds": [asdict(r) for r in rounds]}, indent=1))
+    return 1 if lines[-1]["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What is done to the service, one fault a function. Each returns when the fault is over; recovery is the service's."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+from chaos.site import Site
+
+Fault = Callable[[Site, random.Random], None]
+
+
+def kill_worker(site: Site, draw: random.Random) -> None:
+    """kill -9 of a worker; a new one is started in its place."""
+    post = site.any_post(draw)
+    post.worker.kill()
+    post.start()
+
+
+def kill_all_workers(site: Site, draw: random.Random) -> None:
+    """kill -9 of every worker at once."""
+    for post in site.posts:
+        post.worker.kill()
+    for post in site.posts:
+        post.start()
+
+
+def kill_engine(site: Site, draw: random.Random) -> None:
+    """kill -9 of a worker's engine process."""
+    os.kill(site.any_post(draw).worker.engine_pid(), signal.SIGKILL)
+
+
+def freeze_worker(site: Site, draw: random.Random) -> None:
+    """SIGSTOP of a worker for longer than its lease, then SIGCONT: it comes back to work that others have."""
+    worker = site.any_post(draw).worker
+    worker.send_signal(signal.SIGSTOP)
+    time.sleep(site.lease_seconds + draw.uniform(0.5, 2.0))
+    worker.send_signal(signal.SIGCONT)
+
+
+def freeze_worker_and_engine(site: Site, draw: random.Random) -> None:
+    """The same for the whole process family, as a paused virtual machine does it."""
+    pids = site.any_post(draw).worker.processes()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(site.lease_seconds + draw.uniform(0.5, 2.0))
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def kill_connections(site: Site, draw: random.Random) -> None:
+    """CLIENT KILL of every connection to the server."""
+    site.client.client_kill_filter(_type="normal", skipme=True)
+    site.client.client_kill_filter(_type="pubsub", skipme=True)
+
+
+def restart_redis(site: Site, draw: random.Random) -> None:
+    """kill -9 of the server, which comes back with its append-only file."""
+    site.server.kill()
+    time.sleep(draw.uniform(0.0, 1.5))
+    site.server.start()
+
+
+def drain_worker(site: Site, draw: random.Random) -> None:
+    """SIGTERM with a grace that is too short; a new worker is started in its place."""
+    post = site.any_post(draw)
+    post.worker.send_signal(signal.SIGTERM)
+    post.worker.wait(60)
+    post.start()
+
+
+def stall_network(site: Site, draw: random.Random) -> None:
+    """Nothing passes between a worker and the server for up to twice the lease, and then all of it at once."""
+    proxy = site.any_post(draw).proxy
+    proxy.stall()
+    time.sleep(draw.uniform(0.3, 2 * site.lease_seconds))
+    proxy.heal()
+
+
+def refuse_network(site: Site, draw: random.Random) -> None:
+    """A worker's connections are reset and none is accepted for up to twice the lease."""
+    proxy = site.any_post(draw).proxy
+    proxy.refuse()
+    time.sleep(draw.uniform(0.3, 2 * site.lease_seconds))
+    proxy.heal()
+
+
+FAULTS: tuple[Fault, ...] = (
+    kill_worker,
+    kill_engine,
+    freeze_worker,
+    kill_connections,
+    restart_redis,
+    drain_worker,
+    stall_network,
+    refuse_network,
+    freeze_worker_and_engine,
+    kill_all_workers,
+)

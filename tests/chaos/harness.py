@@ -1,0 +1,169 @@
+"""Rounds of faults on a running service, and what each cost.
+
+A round sends requests, waits until tokens flow, breaks something, and then waits for every stream to end. Nothing may
+be lost, doubled or out of order, and every output must be what the same request gave undisturbed.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+from celery.result import AsyncResult
+
+from chaos.faults import FAULTS, Fault
+from chaos.load import kinds
+from chaos.site import Site
+from chaos.watcher import Watcher
+from service.workers.service import ChoiceStream, assert_result_is_stream
+
+REQUESTS_A_ROUND = 8
+END_SECONDS = 300.0  # all workers may have to start anew, on a slow machine
+SETTLE_SECONDS = 30.0
+
+
+@dataclass
+class Round:
+    """One round's account; `problems` holds a sentence for each broken promise."""
+
+    number: int
+    fault: str
+    requests: int = 0
+    resumed: int = 0
+    """Requests that more than one attempt worked on."""
+    lost: int = 0
+    broken: int = 0
+    """Streams out of order, with a token twice, or with other content than undisturbed."""
+    gaps: list[float] = field(default_factory=list)
+    """Longest silence of each stream after the fault began, seconds."""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Harness:
+    """Args:
+    seed: of the choice of requests, faults, victims and times; the machine adds its own.
+    """
+
+    def __init__(self, site: Site, seed: int) -> None:
+        self._site = site
+        self._draw = random.Random(seed)
+        self._kinds = kinds()
+        self._expected: dict[int, dict[int, ChoiceStream]] = {}
+
+    def learn(self) -> None:
+        """Run every kind of request undisturbed."""
+        self._site.wait_ready()
+        handles = [self._site.service.send(kind.body) for kind in self._kinds]
+        logs = self._site.service.wait_ended([handle.id for handle in handles], END_SECONDS)
+        for number, handle in enumerate(handles):
+            self._expected[number] = logs[handle.id].content
+        self._site.service.wait_settled(SETTLE_SECONDS)
+
+    def run(self, rounds: int, report: Callable[[Round], None], faults: Sequence[Fault] = FAULTS) -> list[Round]:
+        """Faults come in random order, each as often as the others."""
+        done = []
+        order: list[Fault] = []
+        for number in range(1, rounds + 1):
+            if not order:
+                order = list(faults)
+                self._draw.shuffle(order)
+            done.append(self._round(number, order.pop()))
+            report(done[-1])
+        return done
+
+    def _round(self, number: int, fault: Fault) -> Round:
+        account = Round(number, fault.__name__)
+        started = time.monotonic()
+        self._site.wait_ready()
+        numbers = [self._draw.randrange(len(self._kinds)) for _ in range(REQUESTS_A_ROUND)]
+        handles = [self._site.service.send(self._kinds[number].body) for number in numbers]
+        account.requests = len(handles)
+        watcher = Watcher(self._site.server.url, [handle.id for handle in handles])
+        try:
+            self._wait_for_tokens(watcher, handles, at_least=self._draw.randrange(1, 80))
+            open_streams = [handle.id for handle in handles if handle.id not in watcher.ended]
+            broken_at = time.monotonic()
+            fault(self._site, self._draw)
+            self._wait(lambda: len(watcher.ended) == len(handles), END_SECONDS)
+        finally:
+            watcher.stop()
+        account.gaps = watcher.longest_gaps(broken_at, open_streams)
+        for handle, kind_number in zip(handles, numbers, strict=True):
+            self._check(account, handle, kind_number, ended=handle.id in watcher.ended)
+        self._check_settled(account)
+        self._forget(handles)
+        account.seconds = time.monotonic() - started
+        return account
+
+    def _wait_for_tokens(self, watcher: Watcher, handles: Sequence[AsyncResult], at_least: int) -> None:
+        self._wait(lambda: all(len(watcher.arrivals[h.id]) >= at_least or h.id in watcher.ended for h in handles), 30.0)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            self._site.revive()
+            time.sleep(0.01)
+
+    def _check(self, account: Round, handle: AsyncResult, kind_number: int, *, ended: bool) -> None:
+        name = f"{self._kinds[kind_number].name} request {handle.id}"
+        if not ended:
+            account.lost += 1
+            account.problems.append(f"{name} did not end")
+            return
+        try:
+            log = self._site.service.stream(handle.id)
+            account.resumed += len(log.attempts) > 1
+            assert log.end is not None
+            assert log.end["error"] is None, f"ended with {log.end['error']}"
+            assert log.content == self._expected[kind_number], "other content than undisturbed"
+            assert_result_is_stream(handle.get(timeout=SETTLE_SECONDS), log)
+        except (AssertionError, redis.RedisError, TimeoutError) as error:
+            account.broken += 1
+            account.problems.append(f"{name}: {type(error).__name__} {error}"[:400])
+
+    def _check_settled(self, account: Round) -> None:
+        """No message queued or leased, no dead letter, no worker that gave up."""
+        try:
+            self._site.service.wait_settled(SETTLE_SECONDS)
+        except AssertionError as error:
+            account.problems.append(f"messages are left over: {error}"[:400])
+        dead = self._site.client.llen("headrace:dead")
+        if dead:
+            account.problems.append(f"{dead} dead letters")
+            self._site.client.delete("headrace:dead")
+        gone = self._site.take_ended()
+        account.problems += [f"a worker ended by itself, see {log}" for log in gone]
+
+    def _forget(self, handles: Sequence[AsyncResult]) -> None:
+        """Long runs must not grow: neither this process nor the server keeps what is checked."""
+        for handle in handles:
+            handle.forget()
+            self._site.client.delete(f"headrace:stream:{handle.id}")
+            handle.backend = None
+        self._site.service.forget()
+
+
+def summary(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """A line for each fault, and one for all."""
+    names = [fault.__name__ for fault in FAULTS if any(r.fault == fault.__name__ for r in rounds)]
+    lines = [_line(name, [r for r in rounds if r.fault == name]) for name in names]
+    return [*lines, _line("all", rounds)]
+
+
+def _line(name: str, rounds: Sequence[Round]) -> dict[str, Any]:
+    gaps = sorted(gap for r in rounds for gap in r.gaps)
+    return {
+        "fault": name,
+        "rounds": len(rounds),
+        "requests": sum(r.requests for r in rounds),
+        "resumed": sum(r.resumed for r in rounds),
+        "lost": sum(r.lost for r in rounds),
+        "broken": sum(r.broken for r in rounds),
+        "problems": sum(len(r.problems) for r in rounds),
+        "silence_p50_seconds": round(statistics.median(gaps), 2) if gaps else None,
+        "silence_p99_seconds": round(gaps[int(0.99 * (len(gaps) - 1))], 2) if gaps else None,
+    }

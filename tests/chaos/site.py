@@ -1,0 +1,91 @@
+"""`Site`: a server with its append-only file, and workers that reach it each over a network of its own."""
+
+import random
+import time
+from pathlib import Path
+from typing import Self
+
+from chaos.proxy import Proxy
+from headrace_broker.embedded import EmbeddedServer
+from service.workers.service import Service
+from service.workers.worker_process import WorkerProcess
+
+READY_SECONDS = 120.0
+
+
+class Post:
+    """A place for a worker: whoever dies here is replaced."""
+
+    def __init__(self, service: Service, proxy: Proxy, **settings: object) -> None:
+        self._service = service
+        self._settings = settings
+        self.proxy = proxy
+        self.num_starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.num_starts += 1
+        self.worker: WorkerProcess = self._service.start_worker(redis_url=self.proxy.url, **self._settings)
+
+    @property
+    def is_ready(self) -> bool:
+        text = self.worker.log_text()
+        return "metrics on http://" in text and self.worker.health("ready")[0] == 200
+
+
+class Site:
+    """A context manager that holds the whole service on loopback.
+
+    Args:
+        folder: for the workers' logs; it stays.
+    """
+
+    lease_seconds = 2.0
+
+    def __init__(self, model: str, folder: Path, num_workers: int = 2) -> None:
+        self.server = EmbeddedServer(environ={}, appendonly=True)
+        self.server.start()
+        self.service = Service(self.server, model, folder)
+        self.client = self.service.client
+        self._ended: list[str] = []
+        settings = {"lease_seconds": self.lease_seconds, "grace_seconds": 0.3, "delivery_limit": 1000}
+        port = int(self.server.url.rpartition(":")[2].partition("/")[0])
+        self.posts = [Post(self.service, Proxy(port), **settings) for _ in range(num_workers)]
+
+    def wait_ready(self) -> None:
+        """Wait until every worker serves."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not all(post.is_ready for post in self.posts):
+            self.revive()
+            assert time.monotonic() < deadline, f"not every worker is ready:\n{self.service.logs()}"
+            time.sleep(0.05)
+
+    def any_post(self, draw: random.Random) -> Post:
+        return draw.choice(self.posts)
+
+    def revive(self) -> None:
+        """Start anew whoever ended by himself, as a supervisor such as systemd would, and remember it."""
+        for post in self.posts:
+            if post.worker.process.poll() is not None:
+                self._ended.append(str(post.worker.log))
+                post.start()
+
+    def take_ended(self) -> list[str]:
+        """The logs of the workers that ended by themselves since the last call."""
+        self.revive()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        for post in self.posts:
+            post.proxy.heal()
+        self.service.close()
+        for post in self.posts:
+            post.proxy.close()
+        self.server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,26 @@
+"""A short seeded cut of `make chaos`: every fault once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos.faults import FAULTS
+from chaos.harness import Harness, summary
+from chaos.model import save_chaos_model
+from chaos.site import Site
+
+
+@pytest.mark.service
+@pytest.mark.redis
+@pytest.mark.timeout(900)
+def test_whatever_breaks_no_request_is_lost_doubled_or_changed(tmp_path: Path) -> None:
+    with Site(save_chaos_model(tmp_path / "tiny"), tmp_path) as site:
+        harness = Harness(site, seed=20)
+        harness.learn()
+        rounds = harness.run(len(FAULTS), report=lambda _: None)
+    assert [problem for done in rounds for problem in done.problems] == []
+    total = summary(rounds)[-1]
+    assert total["lost"] == total["broken"] == 0
+    assert total["resumed"] >= len(FAULTS), "the faults came when nothing ran"

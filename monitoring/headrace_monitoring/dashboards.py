@@ -400,6 +400,12 @@ def outcomes() -> list[Panel]:
             [("sum by (reason) (increase(headrace_engine_restarts_total{@}[1h]))", "{{reason}}")],
         ),
         graph(
+            "Leases lost (1 h)",
+            "Messages that another worker took because this one was silent for longer than its lease.",
+            "none",
+            [("sum by (instance) (increase(headrace_leases_lost_total{@}[1h]))", "{{instance}}")],
+        ),
+        graph(
             "Redis errors",
             "Commands a second that failed, by command.",
             "ops",

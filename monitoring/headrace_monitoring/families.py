@@ -71,6 +71,7 @@ class QueueFamilies:
         self.redelivered = make.counter(
             "queue_redelivered_messages_total", "Messages received that an earlier worker had not finished."
         )
+        self.leases_lost = make.counter("leases_lost_total", "Messages that another worker took from this silent one.")
         self.dead_lettered = make.counters(
             "queue_dead_lettered_messages_total",
             "Messages moved to the dead letters.",

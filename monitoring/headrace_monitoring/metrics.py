@@ -90,6 +90,10 @@ class Metrics:
         """The message just received had been with a worker before."""
         self._queue.redelivered.inc()
 
+    def lease_lost(self) -> None:
+        """Another worker has taken a message that this one held."""
+        self._queue.leases_lost.inc()
+
     def dead_lettered(self, reason: str) -> None:
         """A message was given up. Of "undecodable: ValueError" the word before the colon is counted."""
         self._queue.dead_lettered[self._sets.dead_letter_reason(reason)].inc()

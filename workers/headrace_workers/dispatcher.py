@@ -290,6 +290,7 @@ class Dispatcher:
 
     def lease_lost(self, message: Any) -> None:
         """Another worker has this message: stop, write nothing more, acknowledge nothing."""
+        self._metrics.lease_lost()
         job = self._jobs.get(message.headers.get("id"))
         if job is not None and job.celery_request.lease_id == message.delivery_tag:
             logger.warning("request was taken over by another worker", request_id=job.request_id)

@@ -6,6 +6,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 
 STEP = {
     "step_seconds": 0.02,
@@ -25,6 +26,35 @@ STEP = {
     "accepted_per_position": [3, 1, 0],
     "phase_seconds": {"schedule": 0.001, "prepare": 0.002, "forward": 0.015, "sample": 0.001, "update": 0.001},
 }
+
+
+EXPORTER = ServiceExposition(version="1.2.3")
+EXPORTER.polled(
+    ServiceLevels(
+        models=[
+            ModelLevels(
+                model="tiny",
+                queue="headrace.tiny",
+                ready={0: 3, 9: 1},
+                leased=2,
+                run_out=1,
+                dead={"poison": 1, "undecodable: ValueError": 2, "bad luck": 1},
+                oldest_age_seconds=12.5,
+                last_seen=900.0,
+            )
+        ],
+        redis=RedisLevels(
+            memory_used_bytes=1000,
+            memory_limit_bytes=0,
+            connected_clients=4,
+            persistence_ok=True,
+            evicted_keys=0,
+            rejected_connections=0,
+        ),
+    ),
+    0.002,
+)
+"""An exporter after its first look at Redis."""
 
 
 class Clock:

@@ -109,5 +109,5 @@ def test_labels_in_queries_exist(metrics: Metrics, panels: list[dict[str, Any]])
         for name, label, value in re.findall(r'(headrace_\w+)\{[^}]*?,(le|state)="([^"]+)"\}', expression):
             assert any(found == name and (label, value) in labels for found, labels in samples), expression
         for labels in re.findall(r"by \(([a-z, ]+)\)", expression):
-            known = {label for _, have in samples for label, _ in have}
+            known = {label for _, have in samples for label, _ in have} | {"instance", "job"}  # Prometheus adds these
             assert set(labels.split(", ")) <= known, expression

@@ -11,7 +11,14 @@ from typing import Any, TypeAlias
 import msgpack
 
 from headrace_broker.errors import MalformedEntryError
-from headrace_broker.results import ErrorInfo, TokenLogprobs, Usage, logprobs_from_wire
+from headrace_broker.results import (
+    ErrorInfo,
+    PromptLogprobs,
+    TokenLogprobs,
+    Usage,
+    logprobs_from_wire,
+    prompt_logprobs_from_wire,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,8 @@ class ChunkEvent:
     logprobs: TokenLogprobs | None = field(default=None, repr=False)
     finish_reason: str | None = None
     stop_reason: int | str | None = field(default=None, repr=False)
+    prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
+    """In the first chunk of choice 0, where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,7 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             logprobs=logprobs_from_wire(data["logprobs"]),
             finish_reason=data.get("finish_reason"),
             stop_reason=data.get("stop_reason"),
+            prompt_logprobs=prompt_logprobs_from_wire(data.get("prompt_logprobs")),
         )
     if kind == b"start":
         return StartEvent(entry_id, attempt, worker=data["worker"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from headrace_broker.errors import InvalidRequestError
-from headrace_broker.sampling_rules import is_unicode, sampling_problems, shown, token_id_problem
+from headrace_broker.sampling_rules import as_sent, is_unicode, sampling_problems, shown, token_id_problem
 
 TASK_NAME: Final = "headrace.generate"
 
@@ -55,9 +55,7 @@ class GenerateRequest:
             prompt=given.get("prompt"),
             prompt_token_ids=list(given["prompt_token_ids"]) if "prompt_token_ids" in given else None,
             messages=[dict(message) for message in given["messages"]] if "messages" in given else None,
-            sampling_params={
-                name: value for name, value in given.get("sampling_params", {}).items() if value is not None
-            },
+            sampling_params=as_sent(given.get("sampling_params", {})),
             model=given.get("model"),
         )
 

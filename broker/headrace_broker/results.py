@@ -25,11 +25,14 @@ class Logprob(NamedTuple):
     token_id: int
     logprob: float
     rank: int
-    decoded_text: str
+    decoded_text: str | None
+    """None where the request asked for no text."""
 
 
 TokenLogprobs: TypeAlias = list[list[Logprob]]
 """One list a generated token, the sampled token first."""
+PromptLogprobs: TypeAlias = list[list[Logprob] | None]
+"""One list a prompt token, the token itself first; None for the first token, which nothing comes before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +114,12 @@ class GenerateResult:
     outputs: list[CompletionOutput]
     usage: Usage | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
 
     def to_wire(self) -> dict[str, Any]:
         return {
             "request_id": self.request_id,
+            "prompt_logprobs": prompt_logprobs_to_wire(self.prompt_logprobs),
             "outputs": [output.to_wire() for output in self.outputs],
             "usage": self.usage.to_wire() if self.usage else None,
             "error": self.error.to_wire() if self.error else None,
@@ -128,6 +133,7 @@ class GenerateResult:
                 outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
                 usage=Usage.from_wire(wire["usage"]) if wire["usage"] is not None else None,
                 error=ErrorInfo.from_wire(wire["error"]) if wire["error"] is not None else None,
+                prompt_logprobs=prompt_logprobs_from_wire(wire.get("prompt_logprobs")),
             )
 
 
@@ -139,6 +145,18 @@ def logprobs_from_wire(wire: Sequence[Sequence[Sequence[Any]]] | None) -> TokenL
     if wire is None:
         return None
     return [[Logprob(*candidate) for candidate in position] for position in wire]
+
+
+def prompt_logprobs_to_wire(logprobs: PromptLogprobs | None) -> list[list[list[Any]] | None] | None:
+    if logprobs is None:
+        return None
+    return [None if entry is None else [list(candidate) for candidate in entry] for entry in logprobs]
+
+
+def prompt_logprobs_from_wire(wire: Sequence[Sequence[Sequence[Any]] | None] | None) -> PromptLogprobs | None:
+    if wire is None:
+        return None
+    return [None if entry is None else [Logprob(*candidate) for candidate in entry] for entry in wire]
 
 
 class _Shape:

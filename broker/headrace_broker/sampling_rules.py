@@ -1,4 +1,8 @@
-"""The sampling parameters that a message may carry: one table of names, types and ranges."""
+"""The sampling parameters that a message may carry: one table of names, types and ranges.
+
+The engine has rules of its own (`headrace_engine.sampling_checks`), for those who use it without a queue. What is
+accepted here is accepted there; some limits are tighter here, where strangers share a worker.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,10 +11,20 @@ from typing import Any, Final, TypeAlias
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_CHARS: Final = 256
+MAX_ALLOWED_TOKEN_IDS: Final = 2**18
+MAX_BIASED_TOKENS: Final = 1024
+MAX_LOGIT_BIAS: Final = 100
+MAX_LOGPROBS: Final = 20
+MAX_PATTERN_SIZE: Final = 1024
+MAX_EXTRA_ARGS: Final = 64
 MAX_TOKEN_ID: Final = 2**31 - 1
 
 DEFAULT_MAX_TOKENS: Final = 16
 DEFAULT_TEMPERATURE: Final = 1.0
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below it nothing is drawn."""
 
 Rule: TypeAlias = Callable[[Any], str | None]
 """Says what the value must be and is not, or None where it is."""
@@ -54,26 +68,78 @@ def _boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"must be true or false, not {shown(value)}"
 
 
-def _stop(value: Any) -> str | None:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, (list, tuple)):
-        return f"must be a string or a list of strings, not {shown(value)}"
-    if len(strings) > MAX_STOP_STRINGS:
-        return f"must hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}"
-    for string in strings:
-        if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
-            return f"must hold strings of 1 to {MAX_STOP_CHARS} characters, not {shown(string)}"
-        if not is_unicode(string):
-            return "must hold valid Unicode text, without lone surrogates"
+def _strings(most: int, most_chars: int) -> Rule:
+    def rule(value: Any) -> str | None:
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, (list, tuple)):
+            return f"must be a string or a list of strings, not {shown(value)}"
+        if len(strings) > most:
+            return f"must hold at most {most} strings, not {len(strings)}"
+        for string in strings:
+            if not isinstance(string, str) or not 1 <= len(string) <= most_chars:
+                return f"must hold strings of 1 to {most_chars} characters, not {shown(string)}"
+            if not is_unicode(string):
+                return "must hold valid Unicode text, without lone surrogates"
+        return None
+
+    return rule
+
+
+def _token_ids(most: int, *, least: int = 0) -> Rule:
+    def rule(value: Any) -> str | None:
+        if not isinstance(value, (list, tuple)):
+            return f"must be a list of token ids, not {shown(value)}"
+        if not least <= len(value) <= most:
+            return f"must hold {f'{least} to' if least else 'at most'} {most} token ids, not {len(value)}"
+        return token_id_problem(value)
+
+    return rule
+
+
+def _logit_bias(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return f"must be a map from token ids to numbers, not {shown(value)}"
+    if len(value) > MAX_BIASED_TOKENS:
+        return f"must hold at most {MAX_BIASED_TOKENS} tokens, not {len(value)}"
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        if not is_integer(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
+            return f"must have token ids from 0 to {MAX_TOKEN_ID} as keys, as numbers or in digits, not {shown(key)}"
+        number = is_integer(bias) or isinstance(bias, float)
+        if not number or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            return f"must be from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS} for token {token_id}, not {shown(bias)}"
     return None
 
 
-def _stop_token_ids(value: Any) -> str | None:
-    if not isinstance(value, (list, tuple)):
-        return f"must be a list of token ids, not {shown(value)}"
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        return f"must hold at most {MAX_STOP_TOKEN_IDS} token ids, not {len(value)}"
-    return token_id_problem(value)
+_PATTERN_RULES: Final[Mapping[str, Rule]] = {
+    "max_pattern_size": _integer(0, MAX_PATTERN_SIZE),
+    "min_pattern_size": _integer(0, MAX_PATTERN_SIZE),
+    "min_count": _integer(0, MAX_TOKEN_ID),
+}
+
+
+def _repetition_detection(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return f"must be a map of {', '.join(_PATTERN_RULES)}, not {shown(value)}"
+    for name, number in value.items():
+        if name not in _PATTERN_RULES:
+            return f"must hold nothing but {', '.join(_PATTERN_RULES)}, not {str(name)[:40]!r}"
+        complaint = _PATTERN_RULES[name](number)
+        if complaint:
+            return f"must hold a {name} that {complaint}"
+    longest, shortest = value.get("max_pattern_size", 0), value.get("min_pattern_size", 0)
+    if shortest > longest:
+        return f"must have a min_pattern_size of at most max_pattern_size ({longest}), not {shortest}"
+    if longest > 0 and value.get("min_count", 0) < 2:
+        return f"must have a min_count of at least 2, not {value.get('min_count', 0)}"
+    return None
+
+
+def _extra_args(value: Any) -> str | None:
+    """Which names are read is known to the worker alone: it refuses the others."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return f"must be a map from names to values, not {shown(value)}"
+    return None if len(value) <= MAX_EXTRA_ARGS else f"must hold at most {MAX_EXTRA_ARGS} values, not {len(value)}"
 
 
 def token_id_problem(token_ids: list[Any] | tuple[Any, ...]) -> str | None:
@@ -103,15 +169,24 @@ SAMPLING_RULES: Final[Mapping[str, Rule]] = {
     "seed": _optional(_integer(-(2**63), 2**63 - 1)),
     "max_tokens": _integer(1, MAX_TOKEN_ID),
     "min_tokens": _integer(0, MAX_TOKEN_ID),
-    "stop": _optional(_stop),
-    "stop_token_ids": _optional(_stop_token_ids),
+    "stop": _optional(_strings(MAX_STOP_STRINGS, MAX_STOP_CHARS)),
+    "stop_token_ids": _optional(_token_ids(MAX_STOP_TOKEN_IDS)),
     "ignore_eos": _boolean,
-    "logprobs": _optional(_integer(0, 20)),
+    "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
+    "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0, 2, above=True),
+    "repetition_penalty": _number(0, above=True),
+    "logit_bias": _optional(_logit_bias),
+    "allowed_token_ids": _optional(_token_ids(MAX_ALLOWED_TOKEN_IDS, least=1)),
+    "bad_words": _optional(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)),
+    "repetition_detection": _optional(_repetition_detection),
+    "detokenize": _boolean,
     "skip_special_tokens": _boolean,
+    "spaces_between_special_tokens": _boolean,
     "include_stop_str_in_output": _boolean,
+    "stream_interval": _optional(_integer(1, MAX_TOKEN_ID)),
+    "extra_args": _optional(_extra_args),
 }
 
 
@@ -127,6 +202,16 @@ def sampling_problems(params: Mapping[str, Any]) -> list[str]:
     min_tokens, max_tokens = params.get("min_tokens", 0), params.get("max_tokens", DEFAULT_MAX_TOKENS)
     if min_tokens > max_tokens:
         problems.append(f"min_tokens must be at most max_tokens ({max_tokens}), not {min_tokens}")
-    if params.get("n", 1) > 1 and params.get("temperature", DEFAULT_TEMPERATURE) == 0:
+    if params.get("n", 1) > 1 and params.get("temperature", DEFAULT_TEMPERATURE) < GREEDY_TEMPERATURE:
         problems.append(f"n must be 1 when temperature is 0, not {params['n']}: all choices would be equal")
+    if params.get("stop") and params.get("detokenize") is False:
+        problems.append("stop must be absent when detokenize is false: stop strings are found in text")
     return problems
+
+
+def as_sent(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters as they travel: without those that are null, all keys text, as strict msgpack wants them."""
+    sent = {name: value for name, value in params.items() if value is not None}
+    if "logit_bias" in sent:
+        sent["logit_bias"] = {str(token_id): bias for token_id, bias in sent["logit_bias"].items()}
+    return sent

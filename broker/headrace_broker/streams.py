@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
 from headrace_broker.keys import stream_key
-from headrace_broker.results import ErrorInfo, TokenLogprobs, Usage, logprobs_to_wire
+from headrace_broker.results import (
+    ErrorInfo,
+    PromptLogprobs,
+    TokenLogprobs,
+    Usage,
+    logprobs_to_wire,
+    prompt_logprobs_to_wire,
+)
 from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
@@ -50,6 +57,7 @@ class StreamWrite:
         logprobs: TokenLogprobs | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> Self:
         """`offset` counts the tokens of all choices and attempts up to and including these.
 
@@ -62,6 +70,8 @@ class StreamWrite:
             "text": text,
             "logprobs": logprobs_to_wire(logprobs),
         }
+        if prompt_logprobs is not None:
+            data["prompt_logprobs"] = prompt_logprobs_to_wire(prompt_logprobs)
         if finish_reason is not None:
             data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         return cls(request_id, attempt, offset, "chunk", data)

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from headrace_engine.config import EngineArgs as EngineArgs
     from headrace_engine.llm import LLM as LLM
     from headrace_engine.llm_engine import LLMEngine as LLMEngine
+    from headrace_engine.logits_processor import LogitsProcessor as LogitsProcessor
     from headrace_engine.outputs import CompletionOutput as CompletionOutput
     from headrace_engine.outputs import RequestOutput as RequestOutput
+    from headrace_engine.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from headrace_engine.sampling_params import RequestOutputKind as RequestOutputKind
     from headrace_engine.sampling_params import SamplingParams as SamplingParams
 
 limit_spinning()  # before anything imports torch
@@ -28,7 +31,10 @@ _HOMES = {
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "LLMEngine": "llm_engine",
+    "LogitsProcessor": "logits_processor",
+    "RepetitionDetectionParams": "sampling_params",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
 }
 __all__ = [*_HOMES]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError
-from headrace_engine.input_processor import ChatMessage, InputProcessor, ProcessedRequest, Prompt
-from headrace_engine.llm_engine import start_core
+from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
+from headrace_engine.llm_engine import create_input_processor, start_core
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ class AsyncLLMEngine:
         self._core = start_core(config, in_process=core_in_process)
         self.model_info = self._core.model_info
         tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
-        self._input_processor = InputProcessor(self._core.model_info, tokenizer)
+        self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
         self._output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")

@@ -3,11 +3,12 @@
 Options are checked here, where they are made. Imports no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from headrace_engine.errors import ConfigError
+from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.speculative_config import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -27,6 +28,10 @@ class ModelConfig:
     trust_remote_code: bool = False
     attention_backend: str = "auto"
     """auto, native (compiled kernel) or torch (reference)."""
+    max_logprobs: int = 20
+    """Most log-probabilities a request may ask for at one position; -1 means no limit."""
+    logits_processors: list[str] = field(default_factory=list)
+    """Import paths of `LogitsProcessor` subclasses, applied in this order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +101,8 @@ class EngineArgs:
     max_model_len: int | None = None
     trust_remote_code: bool = False
     attention_backend: str = "auto"
+    max_logprobs: int = 20
+    logits_processors: Sequence[str | type[LogitsProcessor]] = ()
     block_size: int = 32
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
@@ -114,8 +121,10 @@ class EngineArgs:
         problems = self._problems()
         if problems:
             raise ConfigError("; ".join(problems))
+        model = _pick(ModelConfig, self)
+        model.logits_processors = [import_path(processor) for processor in self.logits_processors]
         return EngineConfig(
-            model=_pick(ModelConfig, self),
+            model=model,
             cache=_pick(CacheConfig, self),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
@@ -151,6 +160,7 @@ class EngineArgs:
                 ("max_model_len", 1),
                 ("kv_cache_memory", 1),
                 ("num_blocks", 2),
+                ("max_logprobs", -1),
                 ("max_num_queued_requests", 1),
                 ("max_num_queued_tokens", 1),
                 ("long_prefill_token_threshold", 0),

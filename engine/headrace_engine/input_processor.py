@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
+from headrace_engine.logits_processor import LogitsProcessor
 from headrace_engine.request import EngineCoreRequest
+from headrace_engine.request_checks import RequestChecks
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
@@ -36,9 +38,24 @@ class ProcessedRequest:
 
 
 class InputProcessor:
-    def __init__(self, model_info: ModelInfo, tokenizer: ModelTokenizer) -> None:
+    """The door to one loaded model.
+
+    Args:
+        max_logprobs: most log-probabilities a request may ask for at one position; -1 means no limit.
+        logits_processors: those of the core; they say what `extra_args` may hold.
+    """
+
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        tokenizer: ModelTokenizer,
+        *,
+        max_logprobs: int = 20,
+        logits_processors: Sequence[type[LogitsProcessor]] = (),
+    ) -> None:
         self._model_info = model_info
         self._tokenizer = tokenizer
+        self._checks = RequestChecks(model_info, max_logprobs, logits_processors)
         self._admissions = itertools.count(1)
 
     def process(
@@ -114,21 +131,26 @@ class InputProcessor:
         arrival_time: float,
         cache_salt: str,
     ) -> ProcessedRequest:
-        self._check_tokens(token_ids, params)
+        self._checks.check_prompt(token_ids)
+        bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
+        self._checks.check_params(token_ids, params, bad_words_token_ids)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        # Output kind and stop strings are the output processor's business and stay here.
-        core_params = replace(params, stop=[])
+        # Output kind and stop strings are the output processor's business and stay here; so does all other text.
+        core_params = replace(params, stop=[], bad_words=[])
+        # The choices share one prompt: the first reports its log-probabilities, the others may find it in the cache.
+        further_params = core_params if params.prompt_logprobs is None else replace(core_params, prompt_logprobs=None)
         admission = next(self._admissions)
         choices = [
             EngineCoreRequest(
                 request_id=choice_id(request_id, index, admission),
                 prompt_token_ids=token_ids,
-                sampling_params=core_params,
+                sampling_params=further_params if index else core_params,
                 seed=choice_seed(seed, index),
                 eos_token_ids=self._model_info.eos_token_ids,
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
+                bad_words_token_ids=bad_words_token_ids,
             )
             for index in range(params.n)
         ]
@@ -136,22 +158,17 @@ class InputProcessor:
             request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, seed=seed, choices=choices
         )
 
-    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> None:
-        info = self._model_info
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty")
-        if len(token_ids) >= info.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(token_ids)} tokens and leaves no room for output: "
-                f"prompt and output together are limited to {info.max_model_len}"
-            )
-        problems = [
-            f"{name} holds {bad}, the vocabulary ends at {info.vocab_size - 1}"
-            for name, values in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids))
-            if (bad := next((token for token in values if not 0 <= token < info.vocab_size), None)) is not None
-        ]
-        if problems:
-            raise InvalidRequestError(problems)
+    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it stands at the start of a text and behind a space, where these differ."""
+        found: list[list[int]] = []
+        for word in words:
+            plain, spaced = (self._tokenizer.encode_plain(prefix + word.lstrip()) for prefix in ("", " "))
+            if plain:
+                found.append(plain)
+            # Where a space is a token of its own, whatever follows it is the word that is forbidden already.
+            if spaced and spaced[-len(plain) :] != plain:
+                found.append(spaced)
+        return found
 
 
 def choice_id(request_id: str, index: int, admission: int) -> str:

@@ -7,8 +7,10 @@ from headrace_engine.core.client import CoreClient, InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError
 from headrace_engine.input_processor import ChatMessage, InputProcessor, ProcessedRequest, Prompt
+from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
+from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 
@@ -23,7 +25,7 @@ class LLMEngine:
         self._core = start_core(config, in_process=core_in_process)
         self.model_info = self._core.model_info
         tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
-        self._input_processor = InputProcessor(self._core.model_info, tokenizer)
+        self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
         self._output_processor = OutputProcessor(tokenizer)
         self._arrivals = 0
 
@@ -113,6 +115,16 @@ class LLMEngine:
     def _next_arrival(self) -> float:
         self._arrivals += 1
         return float(self._arrivals)
+
+
+def create_input_processor(config: EngineConfig, model_info: ModelInfo, tokenizer: ModelTokenizer) -> InputProcessor:
+    """The door that fits a core made from this config."""
+    return InputProcessor(
+        model_info,
+        tokenizer,
+        max_logprobs=config.model.max_logprobs,
+        logits_processors=load_logits_processors(config.model.logits_processors),
+    )
 
 
 def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:

@@ -3,11 +3,11 @@
 Runs beside the step loop, never in it: while this module turns step N into text, the core computes step N + 1.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace_engine.core.outputs import EngineCoreOutput
-from headrace_engine.detokenizer import Detokenizer
+from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.errors import DuplicateRequestError
 from headrace_engine.input_processor import ProcessedRequest
 from headrace_engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -25,6 +25,26 @@ class _Choice:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_shown_tokens: int = 0
+    num_shown_logprobs: int = 0
+    unshown_text: str = ""
+    """Gathered since the last output, under stream_interval."""
+
+    def is_due(self, params: SamplingParams) -> bool:
+        """Whether what is new is to be shown: the first token and the last at once, the others in their interval."""
+        if self.finish_reason is not None:
+            return True
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        interval = params.stream_interval
+        num_unshown = len(self.token_ids) - self.num_shown_tokens
+        return interval is None or self.num_shown_tokens == 0 or num_unshown >= interval
+
+    def take_unshown(self) -> tuple[list[int], str, list[dict[int, Logprob]]]:
+        fresh = self.token_ids[self.num_shown_tokens :], self.unshown_text, self.logprobs[self.num_shown_logprobs :]
+        self.num_shown_tokens, self.num_shown_logprobs = len(self.token_ids), len(self.logprobs)
+        self.unshown_text = ""
+        return fresh
 
 
 @dataclass(slots=True)
@@ -38,6 +58,7 @@ class _RequestState:
     """The core's names of the choices, by index."""
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -74,7 +95,7 @@ class OutputProcessor:
         choices = [
             _Choice(
                 index=index,
-                detokenizer=Detokenizer(self._tokenizer.backend, request.prompt_token_ids, request.params),
+                detokenizer=create_detokenizer(self._tokenizer.backend, request.prompt_token_ids, request.params),
             )
             for index in range(len(request.choices))
         ]
@@ -88,6 +109,7 @@ class OutputProcessor:
         )
         for choice, core_request in zip(choices, request.choices, strict=True):
             choice.token_ids += core_request.output_token_ids
+            choice.num_shown_tokens = len(choice.token_ids)
             choice.detokenizer.update(core_request.output_token_ids, finished=False)
             self._choices[core_request.request_id] = (state, choice)
         self._requests[request.request_id] = state
@@ -109,13 +131,14 @@ class OutputProcessor:
             completion = self._update(state, choice, output)
             if choice.finish_reason is not None and output.finish_reason is None:
                 stopped.append(output.request_id)
-            touched.setdefault(state.request_id, (state, []))[1].append(completion)
+            if completion is not None:
+                touched.setdefault(state.request_id, (state, []))[1].append(completion)
         results = []
         for state, completions in touched.values():
             if state.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 results.append(self._request_output(state, completions))
             elif state.finished:
-                results.append(self._request_output(state, [_completion(state, c) for c in state.choices]))
+                results.append(self._request_output(state, [_completion(state, choice) for choice in state.choices]))
             if state.finished:
                 self._forget(state)
         return ProcessedOutputs(results, stopped)
@@ -130,11 +153,12 @@ class OutputProcessor:
             if choice.finish_reason is None:
                 choice.finish_reason = FinishReason.ABORT.value
                 alive.append(choice_id)
-                completions.append(_completion(state, choice, fresh=([], "", [])))
+                completions.append(_completion(state, choice))
         self._forget(state)
         return self._request_output(state, completions), alive
 
-    def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> CompletionOutput:
+    def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> CompletionOutput | None:
+        """The choice's part of an output, if one is due."""
         visible = output.new_token_ids
         if output.finish_reason is FinishReason.STOP and not state.params.include_stop_str_in_output:
             visible = visible[:-1]  # as a stop string, the stop or end token itself is not shown
@@ -142,29 +166,36 @@ class OutputProcessor:
         text, stop = choice.detokenizer.update(visible, finished=output.finish_reason is not None)
         # A step may give several tokens; those behind a stop string were never asked for.
         num_taken = len(output.new_token_ids) if stop is None else choice.detokenizer.num_tokens - num_before
-        token_ids = output.new_token_ids[:num_taken]
-        choice.token_ids += token_ids
-        logprobs = [self._logprobs(entry) for entry in (output.logprobs or ())[:num_taken]]
-        choice.logprobs += logprobs
+        choice.token_ids += output.new_token_ids[:num_taken]
+        choice.unshown_text += text
+        choice.logprobs += [self._logprobs(entry, state.params) for entry in (output.logprobs or ())[:num_taken]]
+        if output.prompt_logprobs is not None:
+            entries = [self._logprobs(entry, state.params) for entry in output.prompt_logprobs]
+            state.prompt_logprobs = [None, *entries]
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         state.error = state.error or output.error
         if stop is not None:
             choice.finish_reason, choice.stop_reason = FinishReason.STOP.value, stop
         elif output.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = output.finish_reason.value, output.stop_reason
-        return _completion(state, choice, fresh=(token_ids, text, logprobs))
+        return _completion(state, choice) if choice.is_due(state.params) else None
 
-    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+    def _logprobs(self, entry: TokenLogprobs, params: SamplingParams) -> dict[int, Logprob]:
+        decode = self._tokenizer.decode_token if params.detokenize else None
         return {
-            token_id: Logprob(logprob=value, rank=rank, decoded_token=self._tokenizer.decode_token(token_id))
+            token_id: Logprob(logprob=value, rank=rank, decoded_token=decode(token_id) if decode else None)
             for token_id, value, rank in entry
         }
 
     def _request_output(self, state: _RequestState, completions: list[CompletionOutput]) -> RequestOutput:
+        prompt_logprobs = state.prompt_logprobs
+        if state.params.output_kind is RequestOutputKind.DELTA:
+            state.prompt_logprobs = None  # shown now, and not again
         return RequestOutput(
             request_id=state.request_id,
             prompt=state.prompt,
             prompt_token_ids=state.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
             outputs=completions,
             finished=state.finished,
             num_cached_tokens=state.num_cached_tokens,
@@ -177,14 +208,11 @@ class OutputProcessor:
             del self._choices[choice_id]
 
 
-def _completion(
-    state: _RequestState,
-    choice: _Choice,
-    fresh: tuple[Sequence[int], str, list[dict[int, Logprob]]] | None = None,
-) -> CompletionOutput:
-    """The choice as its request wants it: `fresh` alone for deltas, else all of it."""
-    if fresh is not None and state.params.output_kind is RequestOutputKind.DELTA:
-        token_ids, text, logprobs = list(fresh[0]), fresh[1], fresh[2]
+def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
+    """The choice as its request wants it: what is new alone for deltas, else all of it."""
+    fresh = choice.take_unshown()
+    if state.params.output_kind is RequestOutputKind.DELTA:
+        token_ids, text, logprobs = fresh
     else:
         token_ids, text, logprobs = list(choice.token_ids), choice.detokenizer.text, list(choice.logprobs)
     return CompletionOutput(

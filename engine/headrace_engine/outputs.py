@@ -10,7 +10,8 @@ class Logprob:
     logprob: float
     rank: int
     """1 for the most likely token."""
-    decoded_token: str
+    decoded_token: str | None
+    """None where the request asked for no text."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: the sampled token's entry first, then the most likely ones."""
     finish_reason: str | None = None
-    """stop, length, abort or error; None while the choice goes on."""
+    """stop, length, repetition, abort or error; None while the choice goes on."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the model's own end token."""
 
@@ -37,6 +38,9 @@ class RequestOutput:
     prompt: str | None
     """None when the prompt came as token ids."""
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry a prompt token, None for the first, which nothing comes before. With `RequestOutputKind.DELTA` only in
+    the first output."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0

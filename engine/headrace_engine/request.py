@@ -20,6 +20,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPETITION = "repetition"
 
 
 class RequestStatus(Enum):
@@ -47,6 +48,8 @@ class EngineCoreRequest:
     """Orders requests of one priority; seconds of any one clock."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only among requests of the same salt."""
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    """The bad words of the sampling parameters, each in all its tokenisations."""
 
     def to_wire(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -67,6 +70,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "bad_words_token_ids",
         "block_hashes",
         "block_size",
         "cache_salt",
@@ -77,6 +81,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "sampling_params",
         "seed",
@@ -102,6 +107,11 @@ class Request:
         self.num_preemptions = 0
         self.draft_token_ids: list[int] = []
         """A guess at the tokens behind the last one, for the next step to verify."""
+        self.bad_words_token_ids = message.bad_words_token_ids
+        wants_prompt_logprobs = message.sampling_params.prompt_logprobs is not None and not message.output_token_ids
+        self.prompt_logprobs: list[list[tuple[int, float, int]]] | None = [] if wants_prompt_logprobs else None
+        """Those of the prompt tokens computed so far, from the second on; None when nobody waits for them (any more).
+        They leave with the first output token, so a request that resumes behind one has had them."""
         self.status = RequestStatus.WAITING
         self.block_size = block_size
         self.block_hashes: list[bytes] = []

@@ -4,19 +4,14 @@ Values are checked when the object is made, and every problem is reported at onc
 (vocabulary size, context length) are made by the input processor.
 """
 
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.sampling_checks import pattern_problems, value_problems
 
-MAX_N = 64
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARS = 256
 # Below this temperature float32 softmax is a one-hot up to rounding: take the arg max outright.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -27,6 +22,27 @@ class RequestOutputKind(Enum):
     CUMULATIVE = "cumulative"
     DELTA = "delta"
     FINAL_ONLY = "final_only"
+
+
+@dataclass(slots=True, kw_only=True)
+class RepetitionDetectionParams:
+    """When the end of the output counts as a loop: one pattern of tokens, several times in a row.
+
+    Raises:
+        InvalidRequestError: the three numbers do not fit together.
+    """
+
+    max_pattern_size: int = 0
+    """Longest pattern looked for, in tokens (at most 1024); 0 looks for none."""
+    min_pattern_size: int = 0
+    """Shortest pattern looked for; 0 means 1."""
+    min_count: int = 0
+    """How often the pattern must stand in a row, at least 2."""
+
+    def __post_init__(self) -> None:
+        problems = pattern_problems(self)
+        if problems:
+            raise InvalidRequestError(problems)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +60,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once for each time it was generated (-2 to 2)."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output (above 0, at most 2)."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output (above 0)."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_p: float = 1.0
@@ -63,25 +79,66 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence or stop token can be drawn before this many tokens."""
     logprobs: int | None = None
-    """Log-probabilities returned for each generated token beside its own (0 to 20)."""
+    """Log-probabilities returned for each generated token beside its own (0 to the engine's max_logprobs; -1: all)."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first; they come with the first generated token."""
+    detokenize: bool = True
+    """False returns token ids alone and saves the work of making text."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """Whether special tokens that follow one another are shown with what the tokenizer puts between them."""
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    """Tokens of a choice gathered into one streamed output; its first and its last one are shown at once."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens (-100 to 100). Keys may be digits, as JSON has them."""
+    allowed_token_ids: list[int] | None = None
+    """No other token is ever generated."""
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that are not generated, at the start of a word or within it: the token that would complete one is not
+    drawn. One text may be given alone."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """Ends a choice that has fallen into a loop, with finish reason repetition. A map may be given, too."""
+    extra_args: dict[str, Any] | None = None
+    """Values for the engine's own logits processors, by name; a name that none of them reads is refused."""
 
     def __post_init__(self) -> None:
-        stop: object = self.stop
-        if isinstance(stop, str):
-            self.stop = [stop]
-        elif stop is None:
-            self.stop = []
-        stop_token_ids: object = self.stop_token_ids
-        if stop_token_ids is None:
-            self.stop_token_ids = []
-        if self.top_k == -1:
-            self.top_k = 0
-        problems = list(self._problems())
+        problems = self._normalise()
+        problems += value_problems(self)
         if problems:
             raise InvalidRequestError(problems)
+
+    def _normalise(self) -> list[str]:
+        """Bring the short forms that callers may use to the one form that the engine reads."""
+        self.stop = _as_list(self.stop)
+        self.stop_token_ids = _as_list(self.stop_token_ids)
+        self.bad_words = _as_list(self.bad_words)
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _as_list(self.allowed_token_ids)
+        bias: Any = self.logit_bias
+        if isinstance(bias, Mapping):
+            self.logit_bias = {
+                int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id: value
+                for token_id, value in bias.items()
+            }
+        detection: object = self.repetition_detection
+        if detection is None or isinstance(detection, RepetitionDetectionParams):
+            return []
+        self.repetition_detection = None
+        if not isinstance(detection, Mapping):
+            return ["repetition_detection must be a map of max_pattern_size, min_pattern_size and min_count"]
+        known = {f.name for f in fields(RepetitionDetectionParams)}
+        unknown = sorted(str(name) for name in detection if name not in known)
+        if unknown:
+            return [f"repetition_detection.{name} is not known" for name in unknown]
+        try:
+            self.repetition_detection = RepetitionDetectionParams(**detection)
+        except InvalidRequestError as error:
+            return error.problems
+        return []
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -98,8 +155,14 @@ class SamplingParams:
         return cls(**{**values, "output_kind": kind})
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain map that `from_dict` reads."""
-        return {**asdict(self), "output_kind": self.output_kind.value}
+        """The plain map that `from_dict` reads; all keys are text, so that JSON and strict msgpack carry it."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values["output_kind"] = self.output_kind.value
+        if self.logit_bias is not None:
+            values["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = asdict(self.repetition_detection)
+        return values
 
     @property
     def is_greedy(self) -> bool:
@@ -109,73 +172,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
-    def _problems(self) -> "list[str]":
-        problems = [
-            *_number("temperature", self.temperature, 0.0, math.inf),
-            *_number("top_p", self.top_p, 0.0, 1.0, above=True),
-            *_number("min_p", self.min_p, 0.0, 1.0),
-            *_number("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            *_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            *_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, above=True),
-            *_integer("n", self.n, 1, MAX_N),
-            *_integer("top_k", self.top_k, 0, None),
-            *_integer("min_tokens", self.min_tokens, 0, None),
-        ]
-        if self.max_tokens is not None:
-            problems += _integer("max_tokens", self.max_tokens, 1, None)
-        if self.logprobs is not None:
-            problems += _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            problems += _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        flags = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-        problems += [
-            f"{name} is {getattr(self, name)!r}, expected true or false"
-            for name in flags
-            if not isinstance(getattr(self, name), bool)
-        ]
-        problems += self._stop_problems()
-        if not problems:
-            if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-                problems.append(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
-            if self.n > 1 and self.is_greedy:
-                problems.append(
-                    f"n is {self.n} but temperature is 0: all choices would be the same; set n=1 or a temperature"
-                )
-        return problems
 
-    def _stop_problems(self) -> "list[str]":
-        problems: list[str] = []
-        if not isinstance(self.stop, list) or not all(isinstance(s, str) for s in self.stop):
-            problems.append("stop must be a string or a list of strings")
-        else:
-            if len(self.stop) > MAX_STOP_STRINGS:
-                problems.append(f"stop holds {len(self.stop)} strings, the limit is {MAX_STOP_STRINGS}")
-            if any(not 1 <= len(s) <= MAX_STOP_STRING_CHARS for s in self.stop):
-                problems.append(f"every stop string must have 1 to {MAX_STOP_STRING_CHARS} characters")
-        if not isinstance(self.stop_token_ids, list) or not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
-            problems.append("stop_token_ids must be a list of token ids (integers from 0)")
-        return problems
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> list[str]:
-    largest = sys.float_info.max  # Python's integers go beyond it
-    if not isinstance(value, int | float) or isinstance(value, bool) or not -largest <= value <= largest:
-        return [f"{name} is {value!r}, expected a finite number"]
-    if value < low or value > high or (above and value == low):
-        least = f"above {low:g}" if above else f"at least {low:g}"
-        most = "" if high == math.inf else f" and at most {high:g}"
-        return [f"{name} is {value:g}, must be {least}{most}"]
-    return []
-
-
-def _integer(name: str, value: object, low: int, high: int | None) -> list[str]:
-    if not _is_int(value):
-        return [f"{name} is {value!r}, expected an integer"]
-    assert isinstance(value, int)
-    if value < low or (high is not None and value > high):
-        return [f"{name} is {value}, must be at least {low}" + ("" if high is None else f" and at most {high}")]
-    return []
+def _as_list(value: Any) -> Any:
+    """A list of what may be given as one string, as a tuple, or not at all; anything else is left for the checks."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    return [*value] if isinstance(value, tuple) else value

@@ -36,6 +36,11 @@ class ModelTokenizer:
         ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Without the special tokens that a prompt gets."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Apply the chat template; returns its text and ids, ready for the assistant's turn.
 
@@ -51,8 +56,7 @@ class ModelTokenizer:
         except Exception as error:  # templates are programs of the model's authors and raise what they like
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
         # The template writes the special tokens itself.
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return text, ids
+        return text, self.encode_plain(text)
 
     def decode_token(self, token_id: int) -> str:
         return self.backend.decode([token_id], skip_special_tokens=False)

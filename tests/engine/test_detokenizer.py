@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.tiny_models import VOCAB_SIZE, TinyModel
-from headrace_engine.detokenizer import Detokenizer
+from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
@@ -22,7 +22,7 @@ def tokenizer(llama: TinyModel) -> Tokenizer:
 
 
 def detokenizer(tokenizer: Tokenizer, stop: list[str] | str = (), **params: object) -> Detokenizer:  # type: ignore[assignment]
-    return Detokenizer(tokenizer, PROMPT, SamplingParams(stop=list(stop) if stop else [], **params))  # type: ignore[arg-type]
+    return create_detokenizer(tokenizer, PROMPT, SamplingParams(stop=list(stop) if stop else [], **params))  # type: ignore[arg-type]
 
 
 def stream(made: Detokenizer, ids: list[int]) -> tuple[list[str], str | None]:
@@ -127,5 +127,5 @@ def test_special_tokens_are_hidden_unless_asked_for(tokenizer: Tokenizer) -> Non
 
 
 def test_the_prompt_is_not_shown(tokenizer: Tokenizer) -> None:
-    made = Detokenizer(tokenizer, encode(tokenizer, "The wheel"), SamplingParams())
+    made = create_detokenizer(tokenizer, encode(tokenizer, "The wheel"), SamplingParams())
     assert made.update(encode(tokenizer, " turns"), finished=True)[0] == " turns"

@@ -280,7 +280,7 @@ class Dispatcher:
         job = self._jobs.get(request_id)
         if job is None:
             return False
-        self._abort(job)
+        self._publish_unshown(job, self._abort(job))
         self._publisher.add([job.end("cancelled", _CANCELLED)])
         self._finish_metrics(job, "cancelled")
         self._flush()
@@ -299,18 +299,29 @@ class Dispatcher:
 
     def _expire(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
-            self._abort(job)
+            self._publish_unshown(job, self._abort(job))
             self._complete_with(job, "expired", _EXPIRED)
             self._flush()
 
-    def _abort(self, job: Job) -> None:
-        """Take a request out of engine and books; its stream and its message are the caller's."""
+    def _abort(self, job: Job) -> RequestOutput | None:
+        """Take a request out of engine and books; its stream and its message are the caller's.
+
+        Returns what was not shown yet, under stream_interval.
+        """
         del self._jobs[job.request_id]
         job.cancel_timers()
         assert self._output_processor is not None
         aborted = self._output_processor.abort(job.request_id)
-        if aborted is not None:
-            self.supervisor.abort(aborted[1])
+        if aborted is None:
+            return None
+        self.supervisor.abort(aborted[1])
+        return aborted[0]
+
+    def _publish_unshown(self, job: Job, last: RequestOutput | None) -> None:
+        for completion in last.outputs if last is not None else ():
+            if completion.token_ids:
+                completion.finish_reason = None  # the end of the stream says why
+                self._publisher.add([job.take(completion, last)])
 
     def _abandon(self, job: Job) -> None:
         self._abort(job)
@@ -324,13 +335,20 @@ class Dispatcher:
             tokenizer = self._load_tokenizer()
             self._intake = Intake(InputProcessor(model_info, tokenizer), self._served_name)
             self._output_processor = OutputProcessor(tokenizer)
+        assert self._output_processor is not None
         self._model_info = model_info
         self._engine_waiting = 0
         self._metrics.engine_up(True)
         self.set_state("draining" if self._draining else "ready")
         self.register_model()
         for job in self._jobs.values():
-            self.supervisor.send(job.core_requests())
+            self._send_again(job, self._output_processor)
+
+    def _send_again(self, job: Job, output_processor: OutputProcessor) -> None:
+        todo = job.core_requests()
+        output_processor.abort(job.request_id)  # what stream_interval held back will be generated again
+        self._follow(job)
+        self.supervisor.send(todo)
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
         assert self._output_processor is not None
@@ -351,7 +369,7 @@ class Dispatcher:
         for job in list(self._jobs.values()):
             job.engine_losses += was_ready  # one that was still loading had no request yet
             if job.engine_losses >= ENGINE_LOSS_LIMIT:
-                self._abort(job)
+                self._publish_unshown(job, self._abort(job))
                 message = f"the engine died {job.engine_losses} times while it computed this request: {reason}"
                 self._complete_with(job, "error", ErrorInfo("engine_error", message))
         self._flush()
@@ -369,7 +387,7 @@ class Dispatcher:
             if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
                 job.choices[completion.index].finish_reason = completion.finish_reason
                 continue
-            self._publisher.add([job.take(completion)])
+            self._publisher.add([job.take(completion, output)])
             if job.first_token_at is None:
                 job.first_token_at = now
                 since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at

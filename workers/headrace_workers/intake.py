@@ -15,7 +15,7 @@ from headrace_engine import errors as engine_errors
 from headrace_engine.input_processor import InputProcessor, ProcessedRequest
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_workers.errors import HeadraceWorkerError
-from headrace_workers.job import Job, recorded_choices
+from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
 _LATEST_UNIX_TIME = 1e11
 MALFORMED = "the message is malformed: its body is not what Celery's protocol 2 says"
@@ -133,6 +133,7 @@ class Intake:
             request=request,
             attempt=claim.attempt,
             choices=recorded_choices(claim.entries, request.params.n),
+            prompt_logprobs=recorded_prompt_logprobs(claim.entries),
             enqueued_at=incoming.enqueued_at,
         )
         job.num_resumed_tokens = job.num_tokens

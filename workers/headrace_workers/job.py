@@ -1,15 +1,25 @@
 """`Job`: one message in this worker's hands, from its claim to its acknowledgement."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent
-from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, TokenLogprobs, Usage
+from headrace_broker.results import (
+    CompletionOutput,
+    ErrorInfo,
+    GenerateResult,
+    Logprob,
+    PromptLogprobs,
+    TokenLogprobs,
+    Usage,
+)
 from headrace_broker.streams import StreamWrite
 from headrace_engine.input_processor import ProcessedRequest
 from headrace_engine.outputs import CompletionOutput as EngineOutput
+from headrace_engine.outputs import Logprob as EngineLogprob
+from headrace_engine.outputs import RequestOutput
 from headrace_engine.request import EngineCoreRequest
 
 
@@ -50,6 +60,8 @@ class Job:
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    """Published with choice 0's first token, by this attempt or an earlier one."""
     num_resumed_tokens: int = 0
     """Tokens of earlier attempts."""
     engine_losses: int = 0
@@ -77,10 +89,19 @@ class Job:
                 todo.append(core_request)
         return todo
 
-    def take(self, output: EngineOutput) -> StreamWrite:
-        """Record news of one choice and return the chunk that publishes it."""
+    def take(self, output: EngineOutput, request_output: RequestOutput | None = None) -> StreamWrite:
+        """Record news of one choice and return the chunk that publishes it.
+
+        Args:
+            request_output: what the choice's news came in.
+        """
         choice = self.choices[output.index]
-        logprobs = _to_wire_logprobs(output)
+        logprobs = None if output.logprobs is None else [_candidates(entry) for entry in output.logprobs]
+        prompt_logprobs: PromptLogprobs | None = None
+        if request_output is not None and request_output.prompt_logprobs is not None and output.index == 0:
+            entries = request_output.prompt_logprobs
+            prompt_logprobs = [None if entry is None else _candidates(entry) for entry in entries]
+            self.prompt_logprobs = prompt_logprobs
         choice.add(output.token_ids, output.text, logprobs)
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         return StreamWrite.chunk(
@@ -93,6 +114,7 @@ class Job:
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def end(self, finish_reason: str, error: ErrorInfo | None = None) -> StreamWrite:
@@ -110,7 +132,7 @@ class Job:
 
     def result(self, error: ErrorInfo | None = None) -> GenerateResult:
         outputs = [choice.to_output(index) for index, choice in enumerate(self.choices)]
-        return GenerateResult(self.request_id, outputs, self.usage(), error)
+        return GenerateResult(self.request_id, outputs, self.usage(), error, self.prompt_logprobs)
 
     def cancel_timers(self) -> None:
         for timer in self.timers:
@@ -134,13 +156,14 @@ def recorded_result(request_id: str, entries: Sequence[StreamEvent], ended: EndE
     count = 1 + max((entry.index for entry in entries if isinstance(entry, ChunkEvent)), default=-1)
     choices = recorded_choices(entries, count)
     outputs = [choice.to_output(index) for index, choice in enumerate(choices)]
-    return GenerateResult(request_id, outputs, ended.usage, ended.error)
+    return GenerateResult(request_id, outputs, ended.usage, ended.error, recorded_prompt_logprobs(entries))
 
 
-def _to_wire_logprobs(output: EngineOutput) -> TokenLogprobs | None:
-    if output.logprobs is None:
-        return None
-    return [
-        [Logprob(token_id, entry.logprob, entry.rank, entry.decoded_token) for token_id, entry in candidates.items()]
-        for candidates in output.logprobs
-    ]
+def recorded_prompt_logprobs(entries: Sequence[StreamEvent]) -> PromptLogprobs | None:
+    """Those that an earlier attempt has published; the engine makes them for the first token only."""
+    found = (entry.prompt_logprobs for entry in entries if isinstance(entry, ChunkEvent))
+    return next((logprobs for logprobs in found if logprobs is not None), None)
+
+
+def _candidates(entry: Mapping[int, EngineLogprob]) -> list[Logprob]:
+    return [Logprob(token_id, found.logprob, found.rank, found.decoded_token) for token_id, found in entry.items()]

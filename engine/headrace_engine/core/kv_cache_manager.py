@@ -29,9 +29,10 @@ class KVCacheManager:
     def computed_blocks(self, request: Request) -> list[Block]:
         """The longest run of leading full blocks whose content is in the pool.
 
-        At most `num_tokens - 1` tokens are hit: the last one must be computed to give logits.
+        At most `num_tokens - 1` tokens are hit: the last one must be computed to give logits. A request that waits for
+        prompt log-probabilities hits nothing: it needs the logits of every token.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
         most = (request.num_tokens - 1) // self.block_size
         hits: list[Block] = []

@@ -14,9 +14,11 @@ class EngineCoreOutput:
     request_id: str
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt tokens from the second on; with the first new token of a request that asked."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token, where one ended the choice."""
+    """The stop token, where one ended the choice; `repetition_detected` for a loop."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     error: str | None = None
@@ -64,6 +66,7 @@ class EngineCoreOutputs:
                     o.stop_reason,
                     o.num_cached_tokens,
                     o.error,
+                    o.prompt_logprobs,
                 ]
                 for o in self.outputs
             ],
@@ -82,8 +85,9 @@ class EngineCoreOutputs:
                     stop_reason=stop_reason,
                     num_cached_tokens=num_cached,
                     error=error,
+                    prompt_logprobs=prompt_logprobs,
                 )
-                for request_id, token_ids, logprobs, reason, stop_reason, num_cached, error in wire[0]
+                for request_id, token_ids, logprobs, reason, stop_reason, num_cached, error, prompt_logprobs in wire[0]
             ],
             stats=StepStats(**wire[1]),
         )

@@ -14,12 +14,16 @@ from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.block_pool import Block
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
+from headrace_engine.core.repetition import ends_in_repetition
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
 from headrace_engine.core.speculation import Speculator
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
 from headrace_engine.request import FinishReason, Request, RequestStatus
 from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
 from headrace_engine.speculative_config import SpeculativeConfig
+
+# A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
+_MAX_PROMPT_LOGPROBS_CHUNK = 512
 
 
 class Scheduler:
@@ -125,7 +129,7 @@ class Scheduler:
             if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
                 index += 1
                 continue
-            num_new = min(request.num_tokens - request.num_computed_tokens, plan.budget, self._max_chunk)
+            num_new = min(request.num_tokens - request.num_computed_tokens, plan.budget, self._chunk_limit(request))
             assert num_new > 0, f"{request.request_id} runs but has nothing to compute"
             drafts = self._drafts_within(request, plan.budget - (len(self.running) - index - 1))
             new_blocks = self._extend_for_drafts(request, num_new, drafts)
@@ -164,6 +168,11 @@ class Scheduler:
         new_blocks = self.kv.extend(request, num_new + lookahead)
         return self.kv.extend(request, num_new) if new_blocks is None else new_blocks
 
+    def _chunk_limit(self, request: Request) -> int:
+        if request.prompt_logprobs is None:
+            return self._max_chunk
+        return min(self._max_chunk, _MAX_PROMPT_LOGPROBS_CHUNK)
+
     def _may_prefill(self, plan: "_Plan") -> bool:
         limit = self._capabilities.max_prefills_per_step
         return limit is None or plan.num_prefills < limit
@@ -192,7 +201,7 @@ class Scheduler:
             request = self.waiting.peek()
             hits = self.kv.computed_blocks(request)
             num_hit = len(hits) * self.kv.block_size
-            num_new = min(request.num_tokens - num_hit, plan.budget, self._max_chunk)
+            num_new = min(request.num_tokens - num_hit, plan.budget, self._chunk_limit(request))
             needed = self.kv.num_needed(hits, num_hit + num_new)
             if not self._has_room(needed):
                 victims = self._victims(request, hits, needed)
@@ -240,7 +249,7 @@ class Scheduler:
         self._queue_limits.leave(request)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
-            if self.kv.enable_prefix_caching:
+            if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
                 self.stats.prefix_queried_tokens += request.num_tokens
                 self.stats.prefix_hit_tokens += num_hit
         request.num_computed_tokens = num_hit
@@ -255,18 +264,18 @@ class Scheduler:
         finished: set[str] = set()
         for request_id in batch.num_scheduled_tokens:
             request = self.requests[request_id]
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs += output.prompt_logprobs.get(request_id, ())
             sampled = output.sampled_token_ids.get(request_id)
-            if sampled is None:
+            if request_id in output.errors:
+                entry = self._accept(request, sampled or [])
+                if entry.finish_reason is None:
+                    entry.finish_reason, entry.error = FinishReason.ERROR, output.errors[request_id]
+            elif sampled is not None:
+                entry = self._accept_verified(request, sampled, batch, output)
+            else:
                 self.kv.remember_full_blocks(request, request.num_computed_tokens)
                 continue
-            drafts = batch.draft_token_ids.get(request_id)
-            if drafts:
-                self._take_back_rejected(request, drafts, len(sampled) - 1)
-            entry = self._accept(request, sampled)
-            # Only now are accepted drafts the request's own tokens; those behind its end never are.
-            self.kv.remember_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            if self._speculator is not None and entry.finish_reason is None:
-                request.draft_token_ids = self._speculator.propose(request, output)
             logprobs = output.logprobs.get(request_id)
             entry.logprobs = logprobs[: len(entry.new_token_ids)] if logprobs is not None else None
             news.append(entry)
@@ -278,6 +287,19 @@ class Scheduler:
                 self._finish(self.requests[request_id])
         return news
 
+    def _accept_verified(
+        self, request: Request, sampled: list[int], batch: StepBatch, output: StepOutput
+    ) -> EngineCoreOutput:
+        drafts = batch.draft_token_ids.get(request.request_id)
+        if drafts:
+            self._take_back_rejected(request, drafts, len(sampled) - 1)
+        entry = self._accept(request, sampled)
+        # Only now are accepted drafts the request's own tokens; those behind its end never are.
+        self.kv.remember_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        if self._speculator is not None and entry.finish_reason is None:
+            request.draft_token_ids = self._speculator.propose(request, output)
+        return entry
+
     def _take_back_rejected(self, request: Request, drafts: list[int], num_accepted: int) -> None:
         assert self._speculator is not None and 0 <= num_accepted <= len(drafts)
         request.num_computed_tokens -= len(drafts) - num_accepted
@@ -287,6 +309,9 @@ class Scheduler:
         entry = EngineCoreOutput(
             request_id=request.request_id, new_token_ids=[], num_cached_tokens=request.num_cached_tokens
         )
+        if request.prompt_logprobs is not None:
+            assert len(request.prompt_logprobs) == request.num_prompt_tokens - 1
+            entry.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         for token_id in sampled:
             request.append_token(token_id)
             entry.new_token_ids.append(token_id)
@@ -295,8 +320,8 @@ class Scheduler:
                 break
         return entry
 
-    def check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-        """Whether this token, the request's last, ends it; and the stop token that did."""
+    def check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | str | None]:
+        """Whether this token, the request's last, ends it; and the stop token or the word for what did."""
         params = request.sampling_params
         if request.num_output_tokens >= params.min_tokens:
             if token_id in request.eos_token_ids and not params.ignore_eos:
@@ -307,6 +332,13 @@ class Scheduler:
             return FinishReason.LENGTH, None
         if request.num_tokens >= self.max_model_len:
             return FinishReason.LENGTH, None
+        detection = params.repetition_detection
+        if (
+            detection is not None
+            and request.num_output_tokens >= params.min_tokens
+            and ends_in_repetition(request.token_ids, request.num_prompt_tokens, detection)
+        ):
+            return FinishReason.REPETITION, "repetition_detected"
         return None, None
 
     def _finish(self, request: Request) -> None:
@@ -383,4 +415,6 @@ def _new_request(request: Request, block_ids: list[int]) -> NewRequest:
         suppressed_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
         block_ids=block_ids,
         num_computed_tokens=request.num_computed_tokens,
+        bad_words_token_ids=request.bad_words_token_ids,
+        num_prompt_logprobs=None if request.prompt_logprobs is None else len(request.prompt_logprobs),
     )

@@ -14,8 +14,10 @@ import torch
 
 from headrace_engine.runner.attention.backend import AttentionMetadata
 from headrace_engine.runner.contracts import NewRequest, StepBatch
+from headrace_engine.runner.request_processors import ProcessorSet, RequestProcessors
 from headrace_engine.runner.rng import uniform
-from headrace_engine.runner.sampler import SamplingRow
+from headrace_engine.runner.sampler import NO_TOKEN, SamplingRow
+from headrace_engine.runner.token_rules import TokenRules, create_token_rules
 from headrace_engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -33,6 +35,16 @@ class RunningRequest:
     num_blocks: int
     num_draft_computed: int
     """Leading tokens whose K/V the draft model, where there is one, has computed."""
+    num_prompt_logprobs: int | None
+    """Entries made so far; None when nobody wants any."""
+    rules: TokenRules | None
+    processors: RequestProcessors | None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the sampler must see the request's tokens, and not only its logits."""
+        rules = self.rules
+        return self.params.has_penalties or self.processors is not None or (rules is not None and rules.needs_output)
 
     @property
     def num_output_tokens(self) -> int:
@@ -51,8 +63,11 @@ class StepInputs:
     sampled_ids: list[str]
     """Requests that get tokens in this step."""
     logits_indices: torch.Tensor
-    """[rows] for each such request its last token, and the drafts behind it."""
+    """[rows + targets] for each such request its last token, and the drafts behind it; then the token before each of
+    the prompt's targets."""
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    prompt_targets: dict[str, list[int]] = field(default_factory=dict)
+    """The prompt tokens whose log-probabilities are wanted, by request."""
 
     def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
         """What belongs to the accepted tokens of each request, from a map of logits rows; requests without are left."""
@@ -79,8 +94,9 @@ class TokenSpan:
 class RequestBatch:
     """All requests that the scheduler holds in the runner."""
 
-    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, processors: ProcessorSet) -> None:
         self._block_size = block_size
+        self._processors = processors
         self._table: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.requests: dict[str, RunningRequest] = {}
@@ -107,6 +123,9 @@ class RequestBatch:
             table_row=self._free_rows.pop(),
             num_blocks=0,
             num_draft_computed=arrival.num_computed_tokens,
+            num_prompt_logprobs=arrival.num_prompt_logprobs,
+            rules=create_token_rules(arrival.sampling_params, arrival.bad_words_token_ids),
+            processors=self._processors.for_request(arrival.sampling_params),
         )
         self._append_blocks(request, arrival.block_ids)
         self.requests[arrival.request_id] = request
@@ -119,9 +138,18 @@ class RequestBatch:
     def prepare(self, batch: StepBatch) -> StepInputs:
         """The step's tensors; counts the scheduled tokens as computed, but not yet the drafts among them."""
         spans, sampled_ids = [], []
+        prompt_targets: dict[str, list[int]] = {}
+        target_indices: list[int] = []
+        num_tokens = 0
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.requests[request_id]
             start = request.num_computed_tokens
+            if request.num_prompt_logprobs is not None:
+                wanted = _wanted_targets(request, start, count)
+                prompt_targets[request_id] = request.token_ids[wanted.start : wanted.stop]
+                request.num_prompt_logprobs += len(wanted)
+                target_indices += [num_tokens + position - 1 - start for position in wanted]
+            num_tokens += count
             drafts = batch.draft_token_ids.get(request_id, ())
             request.num_computed_tokens = end = start + count - len(drafts)
             sampled = end == len(request.token_ids)
@@ -129,7 +157,11 @@ class RequestBatch:
                 sampled_ids.append(request_id)
             token_ids = request.token_ids[start:end]
             spans.append(TokenSpan(request, start, [*token_ids, *drafts], 1 + len(drafts) if sampled else 0))
-        return self.pack(spans, sampled_ids, batch.draft_token_ids)
+        inputs = self.pack(spans, sampled_ids, batch.draft_token_ids)
+        if target_indices:
+            inputs.prompt_targets = prompt_targets
+            inputs.logits_indices = torch.cat([inputs.logits_indices, torch.tensor(target_indices)])
+        return inputs
 
     def pack(
         self, spans: Sequence[TokenSpan], sampled_ids: list[str], draft_token_ids: dict[str, list[int]]
@@ -164,7 +196,7 @@ class RequestBatch:
         )
 
     def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:
-        """One entry a row of logits."""
+        """One entry a row of logits that is drawn from."""
         if not inputs.draft_token_ids:
             return rows_at([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
         places: list[tuple[RunningRequest, Sequence[int]]] = []
@@ -173,22 +205,27 @@ class RequestBatch:
             places += [(self.requests[request_id], drafts[:count]) for count in range(len(drafts) + 1)]
         return rows_at(places)
 
-    def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> dict[str, list[int]]:
+    def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> tuple[dict[str, list[int]], dict[str, str]]:
         """Append what was drawn, one entry a row of logits: of each request up to the first one that is not its draft.
 
-        K/V of the drafts that were drawn count as computed.
+        K/V of the drafts that were drawn count as computed. Returns the tokens by request, and why there is none
+        behind them for the requests that the sampler found none for.
         """
-        accepted = {}
+        accepted, errors = {}, {}
         tokens = iter(drawn)
         for request_id in inputs.sampled_ids:
             request = self.requests[request_id]
             drafts = inputs.draft_token_ids.get(request_id, ())
             rows = [next(tokens) for _ in range(len(drafts) + 1)]
             equal = next((i for i, draft in enumerate(drafts) if rows[i] != draft), len(drafts))
-            accepted[request_id] = rows[: equal + 1]
+            if rows[equal] == NO_TOKEN:
+                errors[request_id] = _why_no_token(request)
+                accepted[request_id] = rows[:equal]
+            else:
+                accepted[request_id] = rows[: equal + 1]
             request.token_ids += accepted[request_id]
             request.num_computed_tokens += equal
-        return accepted
+        return accepted, errors
 
 
 def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
@@ -197,15 +234,31 @@ def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[Samp
     rows = []
     for (request, drafts), u in zip(places, draws, strict=True):
         params, num_prompt = request.params, request.num_prompt_tokens
-        penalised = params.has_penalties
+        shown = request.needs_tokens
         short = request.num_output_tokens + len(drafts) < params.min_tokens
         rows.append(
             SamplingRow(
                 params=params,
                 u=float(u),
-                prompt_token_ids=request.token_ids[:num_prompt] if penalised else (),
-                output_token_ids=[*request.token_ids[num_prompt:], *drafts] if penalised else (),
+                prompt_token_ids=request.token_ids[:num_prompt] if shown else (),
+                output_token_ids=[*request.token_ids[num_prompt:], *drafts] if shown else (),
                 suppressed_token_ids=request.suppressed_token_ids if short else (),
+                rules=request.rules,
+                processor=request.processors,
             )
         )
     return rows
+
+
+def _why_no_token(request: RunningRequest) -> str:
+    """The sentence for a request whose logits were all forbidden."""
+    if request.processors is not None and request.processors.failure is not None:
+        return request.processors.failure
+    return "no token is left that may follow: the request's rules forbid them all"
+
+
+def _wanted_targets(request: RunningRequest, start: int, count: int) -> range:
+    """Positions of the prompt tokens behind the tokens `start` to `start + count`, without those that are known."""
+    assert request.num_prompt_logprobs is not None
+    first = max(start + 1, request.num_prompt_logprobs + 1)
+    return range(first, max(first, min(start + count + 1, request.num_prompt_tokens)))

@@ -28,6 +28,10 @@ class NewRequest:
     """End and stop tokens, which the sampler must not draw before `sampling_params.min_tokens`."""
     block_ids: list[int]
     num_computed_tokens: int
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    """Token sequences whose last token must not be drawn behind the others."""
+    num_prompt_logprobs: int | None = None
+    """How many prompt log-probabilities the core has already; None when it wants none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +73,11 @@ class StepOutput:
     """Only for requests that asked, one entry a sampled token."""
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     """What the runner's draft model, where it has one, guesses behind the sampled tokens."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Only for requests that want some: those of the prompt tokens that follow the tokens computed in this step, from
+    the first one that the core does not have."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests for which no token could be chosen, and why: the scheduler ends them, the others go on."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in prepare, forward and sample."""
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from headrace_engine.config import EngineConfig
-from headrace_engine.runner.batch import RequestBatch
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
+from headrace_engine.runner.batch import RequestBatch, StepInputs
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
 from headrace_engine.runner.draft_model import DraftModel
 from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.sampler import sample
+from headrace_engine.runner.request_processors import ProcessorSet
+from headrace_engine.runner.sampler import prompt_logprobs, sample
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,9 @@ class CPURunner:
         if self._draft is not None:
             self._draft.allocate(num_blocks)
         blocks_per_seq = -(-self._model.info.max_model_len // self._model.spec.block_size)
-        self._batch = RequestBatch(self._config.scheduler.max_num_seqs, blocks_per_seq, self._model.spec.block_size)
+        self._batch = RequestBatch(
+            self._config.scheduler.max_num_seqs, blocks_per_seq, self._model.spec.block_size, ProcessorSet(self._config)
+        )
 
     def warm_up(self) -> None:
         """Nothing to compile: the kernel was built when the backend was chosen."""
@@ -79,12 +82,16 @@ class CPURunner:
         prepared = time.perf_counter()
         logits = self._model.forward(inputs)
         forwarded = time.perf_counter()
-        drawn, logprobs = sample(logits, self._batch.sampling_rows(inputs))
-        accepted = self._batch.accept(inputs, drawn)
+        rows = self._batch.sampling_rows(inputs)
+        drawn, logprobs = sample(logits[: len(rows)], rows)
+        accepted, errors = self._batch.accept(inputs, drawn)
+        prompt_entries = self._prompt_logprobs(logits[len(rows) :], inputs) if inputs.prompt_targets else {}
         sampled = time.perf_counter()
         output = StepOutput(
             sampled_token_ids=accepted,
             logprobs=inputs.by_request(logprobs, accepted) if logprobs else {},
+            prompt_logprobs=prompt_entries,
+            errors=errors,
             phase_seconds={
                 "prepare": prepared - started,
                 "forward": forwarded - prepared,
@@ -92,9 +99,19 @@ class CPURunner:
             },
         )
         if self._draft is not None:
-            output.draft_token_ids = self._draft.propose(self._batch, batch, inputs.sampled_ids)
+            output.draft_token_ids = self._draft.propose(self._batch, batch, [i for i in accepted if i not in errors])
             output.phase_seconds["draft"] = time.perf_counter() - sampled
         return output
+
+    def _prompt_logprobs(self, logits: torch.Tensor, inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
+        found: dict[str, list[TokenLogprobs]] = {}
+        done = 0
+        for request_id, targets in inputs.prompt_targets.items():
+            count = self._batch.requests[request_id].params.prompt_logprobs
+            assert count is not None
+            found[request_id] = prompt_logprobs(logits[done : done + len(targets)], targets, count)
+            done += len(targets)
+        return found
 
     def health(self) -> dict[str, Any]:
         return {"device": "cpu", "threads": torch.get_num_threads(), "requests": len(self._batch.requests)}

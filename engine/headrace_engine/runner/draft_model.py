@@ -14,7 +14,7 @@ from headrace_engine.runner.attention.backend import AttentionSpec
 from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, rows_at
 from headrace_engine.runner.contracts import ModelInfo, StepBatch
 from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.sampler import sample
+from headrace_engine.runner.sampler import NO_TOKEN, sample
 
 
 class DraftModel:
@@ -83,9 +83,14 @@ class DraftModel:
         active = list(wanted)
         while spans:
             tokens = self._draw(requests, spans, active, drafts)
+            going_on = []
             for request_id, token_id in zip(active, tokens, strict=True):
+                if token_id == NO_TOKEN:
+                    continue
                 drafts[request_id].append(token_id)
-            active = [request_id for request_id in active if len(drafts[request_id]) < wanted[request_id]]
+                if len(drafts[request_id]) < wanted[request_id]:
+                    going_on.append(request_id)
+            active = going_on
             spans = [self._next_span(requests.requests[request_id], drafts[request_id]) for request_id in active]
         return drafts
 

@@ -1,21 +1,28 @@
 """The sampler: a pure function of logits, parameters and one uniform number a row.
 
-Order of operations, as in vLLM: log-probabilities of the raw logits; suppressed tokens and penalties; temperature;
-min-p; top-k; top-p; then the inverse of the cumulative distribution in token order at u. Every row is computed on its
-own, so batch-mates cannot change each other's tokens.
+Order of operations, as in vLLM: log-probabilities of the raw logits; allowed tokens, bad words, suppressed tokens and
+biases; logits processors; penalties; temperature; min-p; top-k; top-p; then the inverse of the cumulative distribution
+in token order at u. Every row is computed on its own, so batch-mates cannot change each other's tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.runner.token_rules import TokenRules
 from headrace_engine.sampling_params import SamplingParams
 
+NO_TOKEN = -1
+"""Drawn for a row whose rules leave no token that could be drawn."""
 # Most rows that use top-p keep far fewer tokens than this; a row that keeps more is sorted in full.
 _PARTIAL_SORT = 1024
 _LARGEST = torch.finfo(torch.float32).max
+# A logits processor may say "this one" with infinity, of which softmax would make no number.
+_LARGEST_LOGIT = 1e30
+# Prompt log-probabilities are made for so many tokens at a time, as each needs a few rows of the vocabulary's size.
+_LOGPROB_ROWS = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +36,9 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     suppressed_token_ids: Sequence[int]
     """Tokens that must not be drawn: end and stop tokens while the output is shorter than min_tokens."""
+    rules: TokenRules | None = None
+    processor: Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor] | None = None
+    """The request's logits processors: (prompt, output, logits) -> logits."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -39,33 +49,72 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
         rows: one entry a row of logits.
 
     Returns:
-        The token ids, and the log-probabilities of the rows that asked for them, by row index.
+        The token ids (`NO_TOKEN` where none was left), and the log-probabilities of the rows that asked for them, by
+        row index.
     """
     logits = logits.float()
-    adjusted = _adjust(logits, rows)
+    adjusted, empty = _adjust(logits, rows)
     tokens = adjusted.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if drawn:
         tokens[drawn] = _draw(adjusted[drawn], [rows[index] for index in drawn])
     token_ids: list[int] = tokens.tolist()
+    for index in empty:
+        token_ids[index] = NO_TOKEN
     return token_ids, {
         index: _logprobs(logits[index], token_ids[index], row.params.logprobs)
         for index, row in enumerate(rows)
-        if row.params.logprobs is not None
+        if row.params.logprobs is not None and token_ids[index] != NO_TOKEN
     }
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Apply suppression and penalties; copies only when a row needs either."""
-    if not any(row.suppressed_token_ids or row.params.has_penalties for row in rows):
-        return logits
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """How likely a prompt's own tokens were.
+
+    Args:
+        logits: [tokens, vocabulary], any float type: those of the tokens before each of `token_ids`.
+        count: how many of the most likely tokens to report beside each token; -1 for the whole vocabulary.
+    """
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(token_ids), _LOGPROB_ROWS):
+        own = torch.tensor(token_ids[start : start + _LOGPROB_ROWS], dtype=torch.long)
+        logprobs = torch.log_softmax(logits[start : start + _LOGPROB_ROWS].float(), dim=-1)
+        values = logprobs.gather(1, own[:, None])
+        ranks = (logprobs > values).sum(dim=-1) + 1
+        best = logprobs.topk(logprobs.shape[-1] if count == -1 else count, dim=-1)
+        rows = (own, values[:, 0], ranks, best.indices, best.values)
+        found += [_entry(*row) for row in zip(*(tensor.tolist() for tensor in rows), strict=True)]
+    return found
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, list[int]]:
+    """Apply rules, suppression, processors and penalties; copies only when a row needs one of them.
+
+    Returns the logits, and the indices of the rows that have no token left.
+    """
+    changed = [
+        index
+        for index, row in enumerate(rows)
+        if row.suppressed_token_ids or row.params.has_penalties or row.rules or row.processor
+    ]
+    if not changed:
+        return logits, []
     logits = logits.clone()
-    for index, row in enumerate(rows):
-        if row.params.has_penalties:
-            _penalise(logits[index], row)
+    for index in changed:
+        row = rows[index]
+        if row.rules:
+            row.rules.apply(logits[index], row.output_token_ids)
         if row.suppressed_token_ids:
             logits[index, list(row.suppressed_token_ids)] = float("-inf")
-    return logits
+        if row.processor:
+            logits[index] = row.processor(row.prompt_token_ids, row.output_token_ids, logits[index]).clamp(
+                max=_LARGEST_LOGIT
+            )
+        if row.params.has_penalties:
+            _penalise(logits[index], row)
+    masked = [i for i in changed if rows[i].suppressed_token_ids or rows[i].rules or rows[i].processor]
+    alive = logits[masked].amax(dim=-1) > float("-inf")  # not for NaN, either
+    return logits, [index for index, lives in zip(masked, alive.tolist(), strict=True) if not lives]
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
@@ -134,6 +183,10 @@ def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
     logprobs = torch.log_softmax(logits, dim=-1)
     own = float(logprobs[token_id])
     rank = int((logprobs > logprobs[token_id]).sum()) + 1
-    best = logprobs.topk(count)
-    others = zip(best.indices.tolist(), best.values.tolist(), range(1, count + 1), strict=True)
+    best = logprobs.topk(logprobs.shape[-1] if count == -1 else count)
+    return _entry(token_id, own, rank, best.indices.tolist(), best.values.tolist())
+
+
+def _entry(token_id: int, own: float, rank: int, best_ids: list[int], best_values: list[float]) -> TokenLogprobs:
+    others = zip(best_ids, best_values, range(1, len(best_ids) + 1), strict=True)
     return [(token_id, own, rank), *((token, value, place) for token, value, place in others if token != token_id)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace_broker.sampling_rules import SAMPLING_RULES, sampling_problems
+from headrace_broker.sampling_rules import SAMPLING_RULES, as_sent, sampling_problems
 
 ACCEPTED: dict[str, list[Any]] = {
     "n": [1, 64],
@@ -20,9 +20,23 @@ ACCEPTED: dict[str, list[Any]] = {
     "stop_token_ids": [None, [], [0, 2**31 - 1], (1, 2)],
     "ignore_eos": [True, False],
     "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
+    "logit_bias": [None, {}, {5: 100, "6": -100.0}, {2**31 - 1: 0.5}],
+    "allowed_token_ids": [None, [0], (1, 2**31 - 1)],
+    "bad_words": [None, "x", [], ["a"] * 256, ["x" * 256]],
+    "repetition_detection": [
+        None,
+        {},
+        {"max_pattern_size": 1024, "min_pattern_size": 1024, "min_count": 2},
+        {"max_pattern_size": 3, "min_count": 9},
+    ],
+    "detokenize": [True, False],
+    "spaces_between_special_tokens": [True, False],
+    "stream_interval": [None, 1, 1000],
+    "extra_args": [None, {}, {"anything": [1, {"a": None}]}],
     "presence_penalty": [-2, 0.0, 2],
     "frequency_penalty": [-2.0, 2],
-    "repetition_penalty": [1e-9, 2],
+    "repetition_penalty": [1e-9, 2, 5.5],
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
 }
@@ -41,7 +55,33 @@ REFUSED: dict[str, list[Any]] = {
     "logprobs": [-1, 21, True],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1],
-    "repetition_penalty": [0, -1, 2.1],
+    "repetition_penalty": [0, -1, math.inf, None],
+    "prompt_logprobs": [-1, 21, True],
+    "logit_bias": [
+        [1],
+        {"x": 1},
+        {-1: 1},
+        {2**31: 1},
+        {1: 100.5},
+        {1: math.nan},
+        {1: "1"},
+        dict.fromkeys(range(1025), 1),
+    ],
+    "allowed_token_ids": [[], [-1], "12", [True]],
+    "bad_words": ["", [""], ["a"] * 257, ["x" * 257], [1], "\ud800"],
+    "repetition_detection": [
+        5,
+        {"size": 1},
+        {"max_pattern_size": 1025, "min_count": 2},
+        {"max_pattern_size": 2},
+        {"max_pattern_size": 2, "min_count": 1},
+        {"min_pattern_size": 1},
+        {"min_count": 1.5},
+    ],
+    "detokenize": [0, None],
+    "spaces_between_special_tokens": ["yes"],
+    "stream_interval": [0, 1.5, True],
+    "extra_args": [[], {1: 2}, {str(number): 0 for number in range(65)}],
     "skip_special_tokens": [1],
     "include_stop_str_in_output": ["yes"],
 }
@@ -73,5 +113,19 @@ def test_min_tokens_may_not_exceed_max_tokens_or_its_default() -> None:
 
 def test_several_choices_need_randomness() -> None:
     assert sampling_problems({"n": 2}) == []
-    (problem,) = sampling_problems({"n": 2, "temperature": 0})
-    assert "n must be 1 when temperature is 0" in problem
+    for temperature in (0, 1e-6):
+        (problem,) = sampling_problems({"n": 2, "temperature": temperature})
+        assert "n must be 1 when temperature is 0" in problem
+
+
+def test_stop_strings_need_text() -> None:
+    assert sampling_problems({"stop": [], "detokenize": False}) == []
+    assert sampling_problems({"stop": "x", "detokenize": False}) == [
+        "stop must be absent when detokenize is false: stop strings are found in text"
+    ]
+
+
+def test_what_is_sent_has_no_nulls_and_text_for_keys() -> None:
+    sent = as_sent({"logit_bias": {5: 1.5, "6": -2}, "seed": None, "top_k": 3})
+    assert sent == {"logit_bias": {"5": 1.5, "6": -2}, "top_k": 3}
+    assert sampling_problems(sent) == []

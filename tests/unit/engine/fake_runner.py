@@ -18,7 +18,15 @@ from typing import Any
 from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.request import EngineCoreRequest
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, NewRequest, StepBatch, StepOutput
+from headrace_engine.runner.contracts import (
+    Capabilities,
+    KVSpec,
+    ModelInfo,
+    NewRequest,
+    StepBatch,
+    StepOutput,
+    TokenLogprobs,
+)
 from headrace_engine.speculative_config import SpeculativeConfig
 
 VOCAB_SIZE = 61
@@ -105,6 +113,8 @@ class FakeRunner:
     """Raise when a request with this token in its prompt arrives."""
     num_drafts: int = 0
     """Tokens that the runner's own draft model guesses; about three of four are right."""
+    refuse_token: int | None = None
+    """Choose no token for a request with this token in its prompt."""
     known: dict[str, Known] = field(default_factory=dict)
     batches: list[StepBatch] = field(default_factory=list)
     slots: list[bytes | None] = field(default_factory=list)
@@ -148,18 +158,37 @@ class FakeRunner:
         self._check_limits(batch, new)
         self._write(batch, new)
         sampled: dict[str, list[int]] = {}
+        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.known[request_id]
+            if request.arrival.num_prompt_logprobs is not None:
+                prompt_logprobs[request_id] = self._prompt_logprobs(request, count)
             drafts = batch.draft_token_ids.get(request_id, [])
             request.num_computed += count - len(drafts)
             self._read(request)
             if not request.missing:
                 sampled[request_id] = self._sample(request, drafts)
+        errors = {request_id: "no token" for request_id in sampled if self._is_refused(request_id)}
+        sampled = {i: tokens for i, tokens in sampled.items() if i not in errors}
         return StepOutput(
             sampled_token_ids=sampled,
             draft_token_ids={i: self._draft(self.known[i]) for i in sampled} if self.num_drafts else {},
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
             phase_seconds={"forward": 0.0},
         )
+
+    def _is_refused(self, request_id: str) -> bool:
+        return self.refuse_token is not None and self.refuse_token in self.known[request_id].arrival.token_ids
+
+    def _prompt_logprobs(self, request: Known, count: int) -> list[TokenLogprobs]:
+        """For each wanted prompt token: itself, with its position for a log-probability."""
+        arrival = request.arrival
+        assert arrival.num_prompt_logprobs is not None
+        assert arrival.num_computed_tokens <= arrival.num_prompt_logprobs, "a cache hit hides logits that are wanted"
+        first = max(request.num_computed, arrival.num_prompt_logprobs) + 1
+        stop = min(request.num_computed + count + 1, arrival.num_prompt_tokens)
+        return [[(request.token_ids[position], float(-position), 1)] for position in range(first, stop)]
 
     def _update(self, batch: StepBatch) -> set[str]:
         for request_id in batch.removed_request_ids:

@@ -47,6 +47,7 @@ class Results:
         self.finished: dict[str, FinishReason] = {}
         self.stop_reasons: dict[str, int | str | None] = {}
         self.errors: dict[str, str] = {}
+        self.prompt_logprobs: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
         self.preemptions = 0
         self.hit_tokens = 0
@@ -63,6 +64,9 @@ class Results:
             assert news.request_id not in self.finished, f"{news.request_id} goes on after its end"
             self.tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
             self.cached[news.request_id] = news.num_cached_tokens
+            if news.prompt_logprobs is not None:
+                assert news.request_id not in self.prompt_logprobs, "prompt log-probabilities came twice"
+                self.prompt_logprobs[news.request_id] = news.prompt_logprobs
             if news.error is not None:
                 self.errors[news.request_id] = news.error
             if news.finish_reason is not None:

@@ -82,10 +82,18 @@ def messages(draw: st.DrawFn, name: str) -> EngineCoreRequest:
         min_tokens=min(draw(st.sampled_from([0, 0, 3])), max_tokens or 3),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.sampled_from([[], [], [11, 12, 13]])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
     )
     whole = tokens_alone(message)
     message.output_token_ids = whole[: draw(st.sampled_from([0, 0, len(whole) - 1]))]
     return message
+
+
+def prompt_logprobs_of(message: EngineCoreRequest) -> list[list[tuple[int, float, int]]] | None:
+    """What the core must report of a prompt; a request that resumes has had it."""
+    if message.sampling_params.prompt_logprobs is None or message.output_token_ids:
+        return None
+    return [[(token_id, float(-position), 1)] for position, token_id in enumerate(message.prompt_token_ids) if position]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -96,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.core, self.runner = made
         self.results = Results()
         self.expected: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[list[tuple[int, float, int]]] | None] = {}
         self.aborted: set[str] = set()
         self.added = 0
 
@@ -104,6 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
         message = data.draw(messages(f"r{self.added:02}"))
         self.added += 1
         self.expected[message.request_id] = tokens_alone(message)[len(message.output_token_ids) :]
+        self.prompt_logprobs[message.request_id] = prompt_logprobs_of(message)
         self.core.add_request(message)
         self.core.check_integrity()
 
@@ -133,6 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert found == tokens_expected[: len(found)]
             else:
                 assert found == tokens_expected
+                assert self.results.prompt_logprobs.get(name) == self.prompt_logprobs[name]
         pool = self.core.scheduler.kv.pool
         assert pool.num_free == pool.num_usable
         assert self.runner.known == {}
@@ -153,6 +164,51 @@ def test_a_burst_of_requests_ends_with_the_tokens_that_each_gets_alone(
         core.add_request(message)
     results = Results().drain(core)
     assert results.tokens == {m.request_id: tokens_alone(m)[len(m.output_token_ids) :] for m in burst}
+    for message in burst:
+        assert results.prompt_logprobs.get(message.request_id) == prompt_logprobs_of(message)
+
+
+def test_prompt_logprobs_are_complete_in_chunks_behind_a_cached_prefix_and_over_preemptions() -> None:
+    core = EngineCore(fake_config(num_blocks=10, max_num_batched_tokens=3, max_num_seqs=4), FakeRunner())
+    prompt = [1, 2, 3, 4] * 5
+    core.add_request(core_request("plain", prompt, max_tokens=2, ignore_eos=True))
+    Results().drain(core)  # its blocks are in the prefix cache now
+    burst = [
+        core_request(name, prompt, max_tokens=11, ignore_eos=True, prompt_logprobs=wanted, seed=seed)
+        for seed, (name, wanted) in enumerate([("a", None), ("b", 0), ("c", 0), ("d", None)])
+    ]
+    for message in burst:
+        core.add_request(message)
+    results = Results().drain(core)
+    assert results.preemptions > 0
+    assert results.prompt_logprobs == {name: prompt_logprobs_of(burst[1]) for name in ("b", "c")}
+    assert results.cached["b"] == results.cached["c"] == 0
+    assert results.cached["a"] > 0
+    assert results.tokens == {message.request_id: tokens_alone(message) for message in burst}
+
+
+def test_a_request_that_no_token_can_be_chosen_for_ends_alone() -> None:
+    core = EngineCore(fake_config(), FakeRunner(refuse_token=50))
+    message = core_request("a", max_tokens=5)
+    core.add_request(message)
+    core.add_request(core_request("b", [50], prompt_logprobs=0))
+    results = Results().drain(core)
+    assert results.errors == {"b": "no token"}
+    assert results.tokens == {"a": tokens_alone(message), "b": []}
+
+
+def test_an_output_that_runs_in_circles_ends_with_the_word_for_it() -> None:
+    core = EngineCore(fake_config(), FakeRunner())
+    circles = [5, 6] * 3
+    detection = {"max_pattern_size": 2, "min_count": 3}
+    # As after a crash: the last token of an earlier attempt is looked at first.
+    core.add_request(core_request("a", output=circles, max_tokens=20, repetition_detection=detection))
+    core.add_request(core_request("b", output=circles, max_tokens=20, repetition_detection=detection, min_tokens=7))
+    core.add_request(core_request("c", output=circles[:5], max_tokens=20, repetition_detection=detection))
+    results = Results().drain(core)
+    assert (results.finished["a"], results.stop_reasons["a"]) == (FinishReason.REPETITION, "repetition_detected")
+    assert len(results.tokens["b"]) >= 1
+    assert len(results.tokens["c"]) >= 1
 
 
 def test_a_refused_request_is_answered_with_an_error_and_disturbs_nobody() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,42 @@ from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
         ("min_tokens", 17, "min_tokens is 17, more than max_tokens, which is 16"),
         ("presence_penalty", 2.1, "presence_penalty is 2.1, must be at least -2 and at most 2"),
         ("frequency_penalty", -2.1, "frequency_penalty is -2.1, must be at least -2 and at most 2"),
-        ("repetition_penalty", 0.0, "repetition_penalty is 0, must be above 0 and at most 2"),
-        ("logprobs", 21, "logprobs is 21, must be at least 0 and at most 20"),
-        ("logprobs", -1, "logprobs is -1, must be at least 0 and at most 20"),
+        ("repetition_penalty", 0.0, "repetition_penalty is 0, must be above 0"),
+        ("logprobs", -2, "logprobs is -2, must be at least -1"),
+        ("logprobs", True, "logprobs is True, expected an integer"),
+        ("prompt_logprobs", -2, "prompt_logprobs is -2, must be at least -1"),
+        ("stream_interval", 0, "stream_interval is 0, must be at least 1"),
+        ("logit_bias", [1], "logit_bias must be a map from token ids (integers from 0) to numbers"),
+        ("logit_bias", {"x": 1}, "logit_bias must be a map from token ids (integers from 0) to numbers"),
+        ("logit_bias", {-1: 1}, "logit_bias must be a map from token ids (integers from 0) to numbers"),
+        ("logit_bias", {7: 101}, "logit_bias of token 7 is 101, must be at least -100 and at most 100"),
+        ("logit_bias", {7: None}, "logit_bias of token 7 is None, expected a finite number"),
+        ("allowed_token_ids", [], "allowed_token_ids is empty, so no token could be generated"),
+        ("allowed_token_ids", [-1], "allowed_token_ids must be a list of token ids (integers from 0)"),
+        ("bad_words", [""], "every bad word must have 1 to 256 characters"),
+        ("bad_words", ["a"] * 257, "bad_words holds 257 strings, the limit is 256"),
+        ("bad_words", [3], "bad_words must be a string or a list of strings"),
+        ("repetition_detection", 3, "repetition_detection must be a map of max_pattern_size, min_pattern_size"),
+        ("repetition_detection", {"size": 3}, "repetition_detection.size is not known"),
+        (
+            "repetition_detection",
+            {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+            "repetition_detection.min_pattern_size is 3, more than max_pattern_size, which is 2",
+        ),
+        (
+            "repetition_detection",
+            {"max_pattern_size": 2, "min_count": 1},
+            "repetition_detection.min_count is 1, must be at least 2",
+        ),
+        (
+            "repetition_detection",
+            {"max_pattern_size": 1025, "min_count": 2},
+            "repetition_detection.max_pattern_size is 1025, must be at least 0 and at most 1024",
+        ),
+        ("extra_args", [1], "extra_args must be a map from names to values"),
+        ("extra_args", {1: 2}, "extra_args must be a map from names to values"),
+        ("detokenize", 1, "detokenize is 1, expected true or false"),
+        ("spaces_between_special_tokens", None, "spaces_between_special_tokens is None, expected true or false"),
         ("stop", ["x"] * 17, "stop holds 17 strings, the limit is 16"),
         ("stop", [""], "every stop string must have 1 to 256 characters"),
         ("stop", ["x" * 257], "every stop string must have 1 to 256 characters"),
@@ -61,8 +94,13 @@ def test_a_wrong_value_is_refused_with_the_value_and_the_limit(name: str, value:
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        SamplingParams(n=0, top_p=2.0, logprobs=99, stop=[""])
+        SamplingParams(n=0, top_p=2.0, logprobs=-9, stop=[""])
     assert [problem.split()[0] for problem in refused.value.problems] == ["top_p", "n", "logprobs", "every"]
+
+
+def test_stop_strings_without_text_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="set detokenize=True, or use stop_token_ids"):
+        SamplingParams(stop="x", detokenize=False)
 
 
 def test_several_greedy_choices_would_be_the_same_and_are_refused() -> None:
@@ -73,6 +111,12 @@ def test_several_greedy_choices_would_be_the_same_and_are_refused() -> None:
 def test_short_forms_are_accepted() -> None:
     params = SamplingParams(stop="end", top_k=-1, temperature=1)
     assert (params.stop, params.top_k) == (["end"], 0)
+    assert SamplingParams.from_dict({"logit_bias": {"7": 1, 8: 2}}).logit_bias == {7: 1, 8: 2}
+    assert SamplingParams(bad_words="no").bad_words == ["no"]  # type: ignore[arg-type]
+    detection: Any = {"max_pattern_size": 4, "min_count": 3}
+    assert SamplingParams(repetition_detection=detection).repetition_detection == RepetitionDetectionParams(
+        max_pattern_size=4, min_pattern_size=0, min_count=3
+    )
     nothing: Any = None
     assert SamplingParams(stop=nothing, stop_token_ids=nothing).stop_token_ids == []
 
@@ -108,7 +152,22 @@ def test_below_a_tiny_temperature_sampling_is_greedy() -> None:
         max_tokens=st.none() | st.integers(10, 100),
         min_tokens=st.integers(0, 10),
         logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.none() | st.integers(-1, 20),
         ignore_eos=st.booleans(),
+        detokenize=st.just(True),
+        spaces_between_special_tokens=st.booleans(),
+        stream_interval=st.none() | st.integers(1, 50),
+        logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100), max_size=3),
+        allowed_token_ids=st.none() | st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
+        bad_words=st.lists(st.text(min_size=1, max_size=5), max_size=3),
+        repetition_detection=st.none()
+        | st.builds(
+            RepetitionDetectionParams,
+            max_pattern_size=st.integers(4, 9),
+            min_pattern_size=st.integers(0, 4),
+            min_count=st.integers(2, 5),
+        ),
+        extra_args=st.none() | st.dictionaries(st.text(max_size=3), st.integers(-5, 5), max_size=2),
         output_kind=st.sampled_from(RequestOutputKind),
     )
 )

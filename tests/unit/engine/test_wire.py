@@ -30,7 +30,10 @@ def test_a_request_survives_the_wire() -> None:
         cache_salt="s",
         stop_token_ids=[1],
         top_k=3,
+        logit_bias={4: 1.5},
+        repetition_detection={"max_pattern_size": 3, "min_count": 2},
     )
+    sent.bad_words_token_ids = [[1, 2], [3]]
     assert EngineCoreRequest.from_wire(over_the_wire(sent.to_wire())) == sent
 
 
@@ -43,6 +46,7 @@ def test_a_steps_news_survive_the_wire() -> None:
     sent = EngineCoreOutputs(
         outputs=[
             EngineCoreOutput(request_id="a", new_token_ids=[1, 2], num_cached_tokens=3),
+            EngineCoreOutput(request_id="c", new_token_ids=[1], prompt_logprobs=[], stop_reason="repetition_detected"),
             EngineCoreOutput(
                 request_id="b", new_token_ids=[], finish_reason=FinishReason.ERROR, stop_reason=5, error="no"
             ),

@@ -9,10 +9,10 @@ import pytest
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
 from headrace_broker.results import ErrorInfo, Logprob, Usage
 from headrace_engine.input_processor import InputProcessor
-from headrace_engine.outputs import CompletionOutput
+from headrace_engine.outputs import CompletionOutput, RequestOutput
 from headrace_engine.outputs import Logprob as EngineLogprob
 from headrace_engine.sampling_params import SamplingParams
-from headrace_workers.job import Job, recorded_choices, recorded_result
+from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
 from unit.workers.fakes import MODEL, FakeTimer, FakeTokenizer
 
 pytestmark = pytest.mark.torch
@@ -90,6 +90,32 @@ def test_logprobs_go_on_where_the_stream_ended_with_the_sampled_token_first() ->
         [Logprob(10, -0.5, 1, "a")],
         [Logprob(12, -2.0, 3, "c"), Logprob(11, -0.1, 1, "b")],
     ]
+
+
+def test_prompt_logprobs_go_with_the_first_chunk_of_choice_0_and_into_the_result() -> None:
+    job = make_job(n=2)
+    entries: list[dict[int, EngineLogprob] | None] = [
+        None,
+        {11: EngineLogprob(logprob=-1.0, rank=2, decoded_token="b")},
+    ]
+    news = RequestOutput(request_id="r1", prompt="ab", prompt_token_ids=[10, 11], prompt_logprobs=entries)
+    other, first = output([12], "c", index=1), output([13], "d")
+    assert "prompt_logprobs" not in job.take(other, news).data
+    assert job.take(first, news).data["prompt_logprobs"] == [None, [[11, -1.0, 2, "b"]]]
+    assert job.result().prompt_logprobs == [None, [Logprob(11, -1.0, 2, "b")]]
+
+
+def test_prompt_logprobs_of_an_earlier_attempt_are_kept() -> None:
+    logprobs = [None, [Logprob(11, -1.0, 2, "b")]]
+    entries: list[StreamEvent] = [
+        chunk(1, [10], "a"),
+        chunk(2, [11], "b", prompt_logprobs=logprobs),
+        chunk(3, [12], "c"),
+    ]
+    assert recorded_prompt_logprobs(entries) == logprobs
+    ended = EndEvent("1-4", 1, 3, "stop")
+    assert recorded_result("r1", entries, ended).prompt_logprobs == logprobs
+    assert recorded_prompt_logprobs([]) is None
 
 
 def test_entries_of_choices_that_were_not_asked_for_are_left_out() -> None:

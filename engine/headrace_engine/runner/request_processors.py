@@ -1,0 +1,81 @@
+"""The operator's logits processors as the runner calls them: one function a request, and no failure that spreads."""
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.logits_processor import LogitsProcessor, load_logits_processors, with_prompt
+from headrace_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Process = Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor]
+
+
+class RequestProcessors:
+    """All processors of one request, one behind the other.
+
+    What they raise is the request's failure and nobody else's: its row is left without a token that could be drawn.
+    """
+
+    def __init__(self, processes: Sequence[tuple[str, Process]]) -> None:
+        self._processes = processes
+        self.failure: str | None = None
+        """Why the last call failed."""
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], logits: torch.Tensor
+    ) -> torch.Tensor:
+        for name, process in self._processes:
+            try:
+                processed = process(prompt_token_ids, output_token_ids, logits)
+                if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
+                    raise TypeError(f"returned {_describe(processed)}, expected logits of shape {tuple(logits.shape)}")
+            except Exception as error:  # noqa: BLE001  # whatever the operator's code raises
+                self.failure = f"logits processor {name} failed: {type(error).__name__}: {error}"
+                _log_failure(name, error)
+                return torch.full_like(logits, float("-inf"))
+            logits = processed
+        return logits
+
+
+class ProcessorSet:
+    """The instances that live as long as the model."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        classes = load_logits_processors(config.model.logits_processors)
+        self._processors: list[LogitsProcessor] = [made(config) for made in classes]
+
+    def for_request(self, params: SamplingParams) -> RequestProcessors | None:
+        """None where no processor wants the request."""
+        wanted: list[tuple[str, Process]] = []
+        for processor in self._processors:
+            name = type(processor).__name__
+            try:
+                process = processor.new_req_logits_processor(params)
+            except Exception as error:  # noqa: BLE001  # as above
+                wanted.append((name, _raising(error)))
+            else:
+                if process is not None:
+                    wanted.append((name, with_prompt(process)))
+        return RequestProcessors(wanted) if wanted else None
+
+
+def _raising(error: Exception) -> Process:
+    def process(*_: object) -> torch.Tensor:
+        raise error
+
+    return process
+
+
+def _log_failure(name: str, error: Exception) -> None:
+    """Where it failed, but not its message, which may hold a user's text."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("logits processor %s failed with %s at\n%s", name, type(error).__name__, where)
+
+
+def _describe(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,88 @@
+"""The two places that check sampling parameters, the producer's and the engine's, say the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from headrace_broker import sampling_rules
+from headrace_broker.sampling_rules import SAMPLING_RULES, as_sent, sampling_problems
+from headrace_engine import sampling_checks, sampling_params
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.sampling_params import SamplingParams
+from unit.broker.test_sampling_rules import ACCEPTED, REFUSED
+
+CHOSEN_BY_THE_WORKER = {"output_kind"}
+"""A stream is made of deltas."""
+TIGHTER_FOR_STRANGERS = {
+    "max_tokens": (None,),
+    "logprobs": (-1, 21),
+    "prompt_logprobs": (-1, 21),
+}
+"""What the library accepts, the last two up to its max_logprobs, and a service does not."""
+LONGER_THAN_A_MESSAGE_SHOULD_BE = ("stop_token_ids", "logit_bias", "extra_args")
+"""Refused by a count, or by a largest token id, that the engine has no reason for: it knows the vocabulary."""
+
+
+def refusals(values: dict[str, Any]) -> list[str]:
+    try:
+        SamplingParams.from_dict(values)
+    except InvalidRequestError as error:
+        return error.problems
+    return []
+
+
+def test_both_know_the_same_parameters() -> None:
+    assert {f.name for f in fields(SamplingParams)} - CHOSEN_BY_THE_WORKER == set(SAMPLING_RULES)
+
+
+def test_both_have_the_same_limits() -> None:
+    assert sampling_rules.MAX_STOP_STRINGS == sampling_checks.MAX_STOP_STRINGS
+    assert sampling_rules.MAX_STOP_CHARS == sampling_checks.MAX_STOP_STRING_CHARS
+    assert sampling_rules.MAX_BAD_WORDS == sampling_checks.MAX_BAD_WORDS
+    assert sampling_rules.MAX_BAD_WORD_CHARS == sampling_checks.MAX_BAD_WORD_CHARS
+    assert sampling_rules.MAX_LOGIT_BIAS == sampling_checks.MAX_LOGIT_BIAS
+    assert sampling_rules.MAX_PATTERN_SIZE == sampling_checks.MAX_PATTERN_SIZE
+    assert sampling_rules.GREEDY_TEMPERATURE == sampling_params.GREEDY_TEMPERATURE
+    defaults = SamplingParams()
+    assert defaults.max_tokens == sampling_rules.DEFAULT_MAX_TOKENS
+    assert defaults.temperature == sampling_rules.DEFAULT_TEMPERATURE
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ACCEPTED.items() for value in values])
+def test_what_a_producer_may_send_the_engine_accepts(name: str, value: Any) -> None:
+    if name == "min_tokens":
+        assert sampling_problems({name: value}) == refusals({name: value}) == []
+    assert refusals(as_sent({name: value})) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+def test_what_a_producer_may_not_send_the_engine_refuses_too(name: str, value: Any) -> None:
+    if value in TIGHTER_FOR_STRANGERS.get(name, ()) and not isinstance(value, bool):
+        assert refusals({name: value}) == []
+        return
+    is_container = isinstance(value, list | dict)
+    is_long = name in LONGER_THAN_A_MESSAGE_SHOULD_BE and is_container and (len(value) > 64 or 2**31 in value)
+    is_large_number = name == "max_tokens" and value == 2**31
+    is_no_unicode = "\ud800" in (value if isinstance(value, str) else ())
+    if is_long or is_large_number or is_no_unicode:
+        return
+    assert refusals({name: value}) != []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"min_tokens": 17},
+        {"n": 2, "temperature": 0},
+        {"n": 2, "temperature": 9e-6},
+        {"stop": "x", "detokenize": False},
+        {"temprature": 1},
+        {"structure": {}},
+    ],
+)
+def test_both_refuse_what_does_not_fit_together(values: dict[str, Any]) -> None:
+    assert sampling_problems(values)
+    assert refusals(values)

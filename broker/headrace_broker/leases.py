@@ -68,6 +68,8 @@ class Leases:
         self._clock: Final = clock
         self._renewed_at = clock()
         self._reap_from = clock()
+        self._refused = False
+        """Redis failed us, and has not taken a write since."""
         script = client.register_script
         self._fetch: Final = script(lua("lease_fetch", prelude="lease_prelude"))
         self._renew: Final = script(lua("lease_renew", prelude="lease_prelude"))
@@ -148,20 +150,29 @@ class Leases:
                 self._owed.pop(lease_id, None)
             self._renew_held()
         except REDIS_ERRORS as error:
+            self._refused = True
             logger.warning("leases not renewed: %s; %d held, %d owed", error, len(self._held), len(self._owed))
 
     def reap(self) -> int:
-        """Puts back the messages of workers that fell silent, whoever they were."""
-        if self._clock() < self._reap_from:
-            return 0
-        self._renew_if_late()
-        reaped: int = self._reap(keys=_KEYS, args=[_REAPED_AT_ONCE])
+        """Puts back the messages of workers that fell silent, whoever they were. Redis's errors pass through."""
+        try:
+            if self._refused:
+                self._renew_held()  # the outage is over only when this is taken
+                self.pause_reaping()
+            if self._clock() < self._reap_from:
+                return 0
+            self._renew_if_late()
+            reaped: int = self._reap(keys=_KEYS, args=[_REAPED_AT_ONCE])
+        except REDIS_ERRORS:
+            self._refused = True
+            raise
         if reaped:
             logger.warning("put back %d message(s) whose lease had run out", reaped)
         return reaped
 
     def pause_reaping(self) -> None:
         """After an outage every lease may look expired: first give the other workers time to come back and renew."""
+        self._refused = False
         self._reap_from = self._clock() + self.lease_seconds
 
     def _settle(self, lease_id: str, settle: Callable[[], None]) -> None:
@@ -182,7 +193,7 @@ class Leases:
             self._renew_held()
 
     def _renew_held(self) -> None:
-        if self._held:
+        if self._held or self._refused:  # the script writes even where it has nothing to renew
             for lease_id in self._renew(keys=_KEYS, args=[self.owner, self.lease_seconds, *self._held]):
                 self._drop_lost(lease_id.decode())
         self._renewed_at = self._clock()

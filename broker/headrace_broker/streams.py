@@ -8,7 +8,7 @@ its successor or ahead of it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
 from headrace_broker.keys import stream_key
@@ -24,6 +24,10 @@ from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
     import redis
+
+
+Attempt: TypeAlias = tuple[str, int]
+"""A request's id and the number of one attempt at it: the same worker may make more than one."""
 
 
 class WriteOutcome(StrEnum):
@@ -43,6 +47,10 @@ class StreamWrite:
     offset: int
     type: Literal["chunk", "end"]
     data: dict[str, Any] = field(repr=False)
+
+    @property
+    def key(self) -> Attempt:
+        return self.request_id, self.attempt
 
     @classmethod
     def chunk(
@@ -134,26 +142,26 @@ class StreamWriter:
         last = entries[-1] if ended else None
         return Claim(attempt, entries, last if isinstance(last, EndEvent) else None)
 
-    def publish(self, writes: Iterable[StreamWrite]) -> dict[str, WriteOutcome]:
-        """Appends all entries in one round trip and returns the requests of which one was not accepted.
+    def publish(self, writes: Iterable[StreamWrite]) -> dict[Attempt, WriteOutcome]:
+        """Appends all entries in one round trip and returns the attempts of which one was not accepted.
 
         A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish the very same writes
         again before any newer ones: what Redis has already is then ignored. Merged into other writes it would not be
         recognised.
         """
-        request_ids: list[str] = []
+        attempts: list[Attempt] = []
         keys: list[str] = []
         args: list[Any] = [self._ttl_seconds]
         for write in writes:
-            request_ids.append(write.request_id)
+            attempts.append(write.key)
             keys.append(stream_key(write.request_id))
             args += (f"{write.attempt}-{write.offset}", write.type, pack(write.data))
         if not keys:
             return {}
         failed = self._publish(keys=keys, args=args)
-        outcomes: dict[str, WriteOutcome] = {}
+        outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
-            outcomes.setdefault(request_ids[position], WriteOutcome(outcome.decode()))
+            outcomes.setdefault(attempts[position], WriteOutcome(outcome.decode()))
         return outcomes
 
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None) -> bool:

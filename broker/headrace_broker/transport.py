@@ -240,7 +240,7 @@ class Channel(kombu_redis.Channel):
     def _was_refused(self, error: "redis.ResponseError") -> None:
         """The server is there, but out of memory, read-only or strict: that passes, and must not end the worker."""
         self._ask_again_at = time.monotonic() + _REFUSED_SECONDS
-        logger.warning("the server hands out no messages: %s", error)
+        logger.warning("no messages are taken for %g s, as the server refuses: %s", _REFUSED_SECONDS, error)
 
     def _hand_over(self, message: LeasedMessage) -> None:
         """Hands one message to its consumer. No message, whatever is in it, may end the worker."""
@@ -259,6 +259,9 @@ class Channel(kombu_redis.Channel):
         except (*CONNECTION_ERRORS, OperationalError):
             self.leases.release(message.lease_id, strike=True)
             raise
+        except redis.ResponseError as error:
+            self.leases.release(message.lease_id)
+            self._was_refused(error)
         except Exception as error:  # noqa: BLE001  # one bad message must not end the worker
             # the error's own text may quote the message, and with it a prompt
             trace = "".join(traceback.format_tb(error.__traceback__))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import TextIO
 
@@ -152,3 +153,8 @@ def remove_private_arguments(record: logging.LogRecord) -> bool:
             record.msg = before % record.args[: before.count("%")] + REMOVED
             record.args = record.exc_info = None
     return True
+
+
+def frames(error: BaseException) -> str:
+    """What was raised and where, without the error's own text, which may quote a request."""
+    return "".join([*traceback.format_tb(error.__traceback__), type(error).__name__])

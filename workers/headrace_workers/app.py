@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from typing import Any
 
 from celery import Celery
@@ -10,6 +11,7 @@ from celery.signals import setup_logging
 from headrace_broker.app import make_app
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.bootsteps import EngineConsumerStep, EngineStep
+from headrace_workers.connection import WorkerAMQP
 from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
 from headrace_workers.task import GenerateTask
@@ -23,6 +25,8 @@ def create_app(settings: WorkerSettings) -> Celery:
     """
     app = make_app(settings.broker(), worker=True, models=[settings.served_name])
     app.worker_settings = settings
+    app.amqp_cls = WorkerAMQP
+    app.while_disconnected = time.sleep
     # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
     app.register_task(GenerateTask())

@@ -18,6 +18,7 @@ from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_monitoring.health import HealthServer
+from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.dispatcher import Dispatcher
@@ -74,6 +75,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher.supervisor = self._supervisor
         self._gauges = QueueGauges(client, queue, self.metrics)
         self._leases: Leases | None = None
+        worker.app.while_disconnected = self.go_on
         return self
 
     def start(self, worker: Any) -> None:
@@ -85,12 +87,17 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
 
+    def go_on(self, seconds: float) -> None:
+        """Keep the engine going for so long while Redis keeps Celery's event loop from turning."""
+        self.dispatcher.heartbeat()
+        self._supervisor.pump(seconds)
+
     def attach(self, consumer: Any, hub: Any) -> None:
         """Tie the engine to a new connection."""
         channel = consumer.task_consumer.channel
         channel.credit = self.dispatcher.credit
         channel.leases.on_lost = self.dispatcher.lease_lost
-        channel.leases.on_dead_letter = self.dispatcher.dead_letter
+        channel.leases.on_dead_letter = self.dispatcher.settlement.dead_letter
         self._leases = channel.leases
         for lease_id, message in self._leases.held().items():
             # Celery forgets the messages that wait for their time when it loses its connection.
@@ -133,8 +140,8 @@ class EngineStep(bootsteps.StartStopStep):
         worker.hub.call_soon(_nothing)
         try:
             worker.hub.run_once()
-        except Exception:
-            logger.exception("the event loop failed while the worker drains")
+        except Exception as error:  # noqa: BLE001  # the drain goes on, whatever a callback did
+            logger.error("the event loop failed while the worker drains: %s", frames(error))
             time.sleep(_FAILED_TURN_SECONDS)
 
     def _register(self) -> None:

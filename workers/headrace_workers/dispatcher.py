@@ -3,7 +3,7 @@
     queue --accept--> claim the stream, validate, --> engine
     engine --outputs--> text, chunks --> stream; the last one --> result, acknowledgement
 
-Runs on the thread of Celery's event loop alone; only the end-of-task work of a request goes to the finisher's thread.
+Runs on the thread of Celery's event loop alone. How a request ends is in `settlement.py`.
 """
 
 import time
@@ -17,32 +17,27 @@ import structlog
 from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.dead_letters import DUPLICATE, DeadLetter
 from headrace_broker.registry import register_model
-from headrace_broker.results import ErrorInfo, GenerateResult
-from headrace_broker.streams import Claim, StreamWriter, WriteOutcome
+from headrace_broker.results import ErrorInfo
+from headrace_broker.streams import StreamWriter
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.tokenizer import ModelTokenizer
-from headrace_monitoring.labels import Outcome
+from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
-from headrace_workers.finisher import Finisher
-from headrace_workers.intake import MALFORMED, Incoming, Intake, RefusedError
-from headrace_workers.job import Job, recorded_result
-from headrace_workers.publisher import Publisher
+from headrace_workers.intake import Incoming, Intake, RefusedError
+from headrace_workers.job import Job
+from headrace_workers.settlement import RunTask, Settlement
 from headrace_workers.supervisor import EngineSupervisor
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 ENGINE_LOSS_LIMIT = 3
 """A request that was in so many engine processes when they died is given up."""
-_MALFORMED = ErrorInfo("invalid_request", MALFORMED)
-_CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
-_EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
 
 
 class Dispatcher:
@@ -52,7 +47,7 @@ class Dispatcher:
         client: Redis for streams and registry.
         served_name: the model's name in the queue.
         max_num_seqs: choices that the engine runs at once.
-        store_result: stores a request's result where no Celery request is at hand; called on the finisher's thread.
+        store_result: as `Settlement` says.
         on_given_up: called with the reason when the engine cannot be kept alive.
     """
 
@@ -74,19 +69,15 @@ class Dispatcher:
     ) -> None:
         self._client = client
         self._writer = StreamWriter(client, stream_ttl_seconds)
-        self._publisher = Publisher(self._writer, metrics)
+        self.settlement = Settlement(self._writer, metrics, store_result)
         self._served_name = served_name
         self._worker_name = worker_name
         self._load_tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
         self._health = health
-        self._store_result = store_result
         self._on_given_up = on_given_up
-        self._finisher = Finisher()
         self._jobs: dict[str, Job] = {}
-        self._published_last: list[tuple[Job, GenerateResult, Outcome]] = []
-        """Complete, but the end of the stream is not in Redis yet."""
         self._intake: Intake | None = None
         self._output_processor: OutputProcessor | None = None
         self._engine_waiting = 0
@@ -101,6 +92,7 @@ class Dispatcher:
     def attach(self, hub: Any) -> None:
         """The event loop for timers; again after each reconnect."""
         self._hub = hub
+        self.settlement.attach(hub)
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
@@ -116,40 +108,41 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Nothing in flight, nothing to write, nothing to acknowledge."""
-        return not (self._jobs or self._published_last or len(self._publisher) or self._finisher.busy)
+        return not self._jobs and self.settlement.is_idle
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     # -- from the queue -------------------------------------------------------------------------------------------
 
-    def accept(self, celery_request: Any, run_task: Callable[[dict[str, Any]], None]) -> None:
+    def accept(self, celery_request: Any, run_task: RunTask) -> None:
         """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
         incoming = Incoming.read(celery_request)
         self._metrics.message_received(incoming.priority, incoming.waited)
         if incoming.redelivered:
             self._metrics.message_redelivered()
-        known = self._jobs.get(incoming.request_id)
+        known = self._jobs.get(incoming.request_id) or self.settlement.ending(incoming.request_id)
         if known is not None:
             self._adopt(known, celery_request, run_task)
             return
-        if self._intake is None or self._draining:  # a delayed message comes when its time has come
+        # A delayed message comes when its time has come, whether there is room for it or not.
+        if self._intake is None or self._draining or (celery_request.eta and self.credit() <= 0):
             celery_request.hand_back()
             return
         try:
             self._start(incoming, self._intake, celery_request, run_task)
         except RefusedError as refusal:
-            self._refuse(incoming, refusal.error, celery_request, run_task)
-        except Exception as error:
+            self.settlement.refuse(incoming, refusal.error, celery_request, run_task)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
             self._forget(incoming.request_id)
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
                 logger.warning("request goes back to the queue", request_id=incoming.request_id, error=str(error))
                 self._redis_refuses = True
                 celery_request.hand_back()
                 return
-            logger.exception("request could not be taken in", request_id=incoming.request_id)
+            logger.error("request could not be taken in", request_id=incoming.request_id, raised=frames(error))
             failure = ErrorInfo("engine_error", f"the request could not be taken in: {type(error).__name__}")
-            self._refuse(incoming, failure, celery_request, run_task)
+            self.settlement.refuse(incoming, failure, celery_request, run_task)
 
     def _forget(self, request_id: str) -> None:
         """Undo a start that failed halfway."""
@@ -157,15 +150,13 @@ class Dispatcher:
         if job is not None:
             self._abandon(job)
 
-    def _start(
-        self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def _start(self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: RunTask) -> None:
         request = intake.process(incoming)
         started = time.perf_counter()
         claim = self._writer.claim(incoming.request_id, self._worker_name)
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.ended is not None:
-            self._finish_ended(incoming.request_id, claim, celery_request, run_task)
+            self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
         job = intake.job(incoming, request, claim, celery_request, run_task)
         self._jobs[job.request_id] = job
@@ -190,88 +181,19 @@ class Dispatcher:
             if choice.finish_reason is not None:
                 self._output_processor.finish_choice(job.request_id, index, choice.finish_reason, choice.stop_reason)
 
-    def _adopt(self, job: Job, celery_request: Any, run_task: Callable[[dict[str, Any]], None]) -> None:
+    def _adopt(self, job: Job, celery_request: Any, run_task: RunTask) -> None:
         """The same request again, under another lease: go on under the new one and settle the old one."""
         old, job.celery_request, job.run_task = job.celery_request, celery_request, run_task
         task_ready(old)  # forgets the id, too
         task_reserved(celery_request)
         celery_request.on_accepted(self.supervisor.pid, time.monotonic())
-        old.acknowledge()  # refused by Redis where the old lease was lost
+        if old.lease_id != celery_request.lease_id:  # the very same message has one lease, whoever fetches it
+            old.acknowledge()  # refused by Redis where the old lease was lost
 
     def _schedule_deadline(self, job: Job, incoming: Incoming) -> None:
         if incoming.deadline is not None:
             delay = max(0.0, incoming.deadline - time.time())
             job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
-
-    def _finish_ended(
-        self, request_id: str, claim: Claim, celery_request: Any, run_task: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """The stream says that the request is over; only the result or the acknowledgement is missing."""
-        assert claim.ended is not None
-        logger.info("request had ended already", request_id=request_id, finish_reason=claim.ended.finish_reason)
-        if claim.ended.finish_reason == "cancelled":
-            self._metrics.request_refused("cancelled")
-        result = recorded_result(request_id, claim.entries, claim.ended)
-        self._finish(celery_request, partial(run_task, result.to_wire()))
-
-    def _finish(self, celery_request: Any, finish: Callable[[], None]) -> None:
-        """Store, announce and acknowledge; a message whose result cannot be stored is delivered again."""
-        self._finisher.submit(finish, on_failure=partial(self._hub.call_soon, celery_request.let_go))
-
-    def _refuse(
-        self,
-        incoming: Incoming,
-        error: ErrorInfo,
-        celery_request: Any,
-        run_task: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """Answer a request that cannot be served: an end in its stream, an error in its result."""
-        logger.info("request refused", request_id=incoming.request_id, code=error.code)
-        self._metrics.request_refused("rejected")
-        self.end_stream(incoming.request_id, "rejected", error)
-        result = GenerateResult(incoming.request_id, [], None, error).to_wire()
-
-        def finish() -> None:
-            if incoming.is_well_formed:
-                run_task(result)
-            else:  # Celery's tracer would stumble over the body, too
-                self._store_result(incoming.request_id, result)
-                celery_request.on_success((False, "", 0.0))
-
-        self._finish(celery_request, finish)
-
-    def refuse_malformed(self, request_id: str) -> None:
-        """Answer a message that Celery could not even read; the consumer rejects the message itself."""
-        self._metrics.request_refused("rejected")
-        if self.end_stream(request_id, "rejected", _MALFORMED):
-            self._store_error(request_id, _MALFORMED)
-
-    def dead_letter(self, letter: DeadLetter) -> None:
-        """A message will not be delivered again: tell whoever waits for its stream or its result."""
-        self._metrics.dead_lettered(letter.reason)
-        if letter.request_id is None or letter.reason == DUPLICATE:
-            return
-        error = ErrorInfo("dead_letter", f"given up after {letter.deliveries} deliveries: {letter.reason}")
-        if self.end_stream(letter.request_id, "error", error):
-            self._store_error(letter.request_id, error)
-
-    def _store_error(self, request_id: str, error: ErrorInfo) -> None:
-        result = GenerateResult(request_id, [], None, error).to_wire()
-        self._finisher.submit(partial(self._store_result, request_id, result), on_failure=lambda: None)
-
-    def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> bool:
-        """End the stream of a request that this worker does not hold; False where it had ended, or Redis refuses."""
-        try:
-            return self._writer.end_unclaimed(request_id, finish_reason, error)
-        except (*REDIS_ERRORS, UnicodeError) as failure:  # an id of a malformed message may be no text at all
-            logger.warning("stream could not be ended", request_id=request_id, error=str(failure))
-            return False
-
-    def revoked_in_queue(self, request_id: str, reason: str) -> None:
-        """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
-        expired = reason == "expired"
-        self._metrics.request_refused("expired" if expired else "cancelled")
-        self.end_stream(request_id, "expired" if expired else "cancelled", _EXPIRED if expired else _CANCELLED)
 
     # -- ended from outside ---------------------------------------------------------------------------------------
 
@@ -281,11 +203,8 @@ class Dispatcher:
         if job is None:
             return False
         self._publish_unshown(job, self._abort(job))
-        self._publisher.add([job.end("cancelled", _CANCELLED)])
-        self._finish_metrics(job, "cancelled")
+        self.settlement.revoke(job)
         self._flush()
-        announce = partial(job.celery_request._announce_revoked, "terminated", True, "SIGTERM", False)
-        self._finish(job.celery_request, announce)
         return True
 
     def lease_lost(self, message: Any) -> None:
@@ -300,7 +219,7 @@ class Dispatcher:
     def _expire(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
             self._publish_unshown(job, self._abort(job))
-            self._complete_with(job, "expired", _EXPIRED)
+            self.settlement.expire(job)
             self._flush()
 
     def _abort(self, job: Job) -> RequestOutput | None:
@@ -325,7 +244,7 @@ class Dispatcher:
 
     def _abandon(self, job: Job) -> None:
         self._abort(job)
-        self._publisher.drop(job.request_id)
+        self.settlement.forget(job)
         self._metrics.request_handed_back()
 
     # -- from the engine ------------------------------------------------------------------------------------------
@@ -371,7 +290,7 @@ class Dispatcher:
             if job.engine_losses >= ENGINE_LOSS_LIMIT:
                 self._publish_unshown(job, self._abort(job))
                 message = f"the engine died {job.engine_losses} times while it computed this request: {reason}"
-                self._complete_with(job, "error", ErrorInfo("engine_error", message))
+                self.settlement.complete(job, "error", ErrorInfo("engine_error", message))
         self._flush()
 
     def on_engine_given_up(self, reason: str) -> None:
@@ -387,7 +306,7 @@ class Dispatcher:
             if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
                 job.choices[completion.index].finish_reason = completion.finish_reason
                 continue
-            self._publisher.add([job.take(completion, output)])
+            self.settlement.publish([job.take(completion, output)])
             if job.first_token_at is None:
                 job.first_token_at = now
                 since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
@@ -401,62 +320,21 @@ class Dispatcher:
             self._complete(job, output.error)
 
     def _complete(self, job: Job, error: str | None = None) -> None:
-        """All choices have ended: end the stream, and once that is written, store and acknowledge."""
+        """All choices have ended."""
         if error is not None:
-            self._complete_with(job, "error", ErrorInfo("engine_error", error))
+            self.settlement.complete(job, "error", ErrorInfo("engine_error", error))
             return
         self._jobs.pop(job.request_id, None)
         reason = job.choices[0].finish_reason or "stop"
-        self._complete_with(job, "length" if reason == "length" else "stop", None)
-
-    def _complete_with(self, job: Job, finish_reason: Outcome, error: ErrorInfo | None) -> None:
-        self._publisher.add([job.end(finish_reason, error)])
-        self._published_last.append((job, job.result(error), finish_reason))
+        self.settlement.complete(job, "length" if reason == "length" else "stop")
 
     def _flush(self, *, retry: bool = False) -> None:
-        """Write what is to be written; then settle the requests whose end has been written or refused."""
-        refused = self._publisher.flush(retry=retry)
-        if refused is None:
-            return  # Redis is away: the heartbeat tries again
-        for request_id, outcome in refused.items():
-            self._on_refused(request_id, outcome)
-        complete, self._published_last = self._published_last, []
-        for job, result, finish_reason in complete:
-            if job.request_id in refused:
-                self._settle_refused(job, refused[job.request_id])
-            else:
-                self._finish_metrics(job, finish_reason)
-                self._finish(job.celery_request, partial(job.run_task, result.to_wire()))
-
-    def _on_refused(self, request_id: str, outcome: WriteOutcome) -> None:
-        job = self._jobs.get(request_id)
-        if job is not None:
-            self._abort(job)
-            self._settle_refused(job, outcome)
-
-    def _settle_refused(self, job: Job, outcome: WriteOutcome) -> None:
-        """The stream takes nothing more from this attempt."""
-        logger.info("stream refused a chunk", request_id=job.request_id, outcome=outcome.value)
-        if outcome is WriteOutcome.FENCED:
-            # Another worker has it under a message of its own; where this lease is lost too, the ack does nothing.
-            self._metrics.request_handed_back()
-            task_ready(job.celery_request)
-            job.celery_request.acknowledge()
-            return
-        gone = outcome is WriteOutcome.GONE
-        error = ErrorInfo("expired", "the stream has expired or was deleted") if gone else _CANCELLED
-        self._finish_metrics(job, "expired" if gone else "cancelled")
-        self._finish(job.celery_request, partial(job.run_task, job.result(error).to_wire()))
-
-    def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
-        waited = 0.0 if job.enqueued_at is None else time.time() - job.enqueued_at
-        self._metrics.request_finished(
-            outcome,
-            max(waited, time.monotonic() - job.received_at),
-            len(job.request.prompt_token_ids),
-            job.num_cached_tokens,
-            job.num_tokens,
-        )
+        """Write what is to be written, and stop what its stream refuses to take."""
+        for key, outcome in self.settlement.flush(retry=retry).items():
+            job = self._jobs.get(key[0])
+            if job is not None and job.key == key:  # an older attempt's refusal is nothing to its successor
+                self._abort(job)
+                self.settlement.refused(job, outcome)
 
     # -- beside the work ------------------------------------------------------------------------------------------
 
@@ -504,4 +382,4 @@ class Dispatcher:
         return len(jobs)
 
     def stop(self) -> None:
-        self._finisher.stop()
+        self.settlement.stop()

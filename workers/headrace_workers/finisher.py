@@ -9,6 +9,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from headrace_monitoring.logging import frames
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,8 +43,8 @@ class Finisher:
             finish, on_failure = work
             try:
                 finish()
-            except Exception:
-                logger.exception("a request could not be finished; its message will be delivered again")
+            except Exception as error:  # noqa: BLE001  # of Redis, of Celery, of a signal's receiver
+                logger.error("a request could not be finished; it will be delivered again: %s", frames(error))
                 on_failure()
             finally:
                 with self._lock:

@@ -136,7 +136,6 @@ class Intake:
             prompt_logprobs=recorded_prompt_logprobs(claim.entries),
             enqueued_at=incoming.enqueued_at,
         )
-        job.num_resumed_tokens = job.num_tokens
         job.core_requests()  # tells the engine's requests which tokens they have already
         return job
 

@@ -15,7 +15,7 @@ from headrace_broker.results import (
     TokenLogprobs,
     Usage,
 )
-from headrace_broker.streams import StreamWrite
+from headrace_broker.streams import Attempt, StreamWrite
 from headrace_engine.input_processor import ProcessedRequest
 from headrace_engine.outputs import CompletionOutput as EngineOutput
 from headrace_engine.outputs import Logprob as EngineLogprob
@@ -62,8 +62,6 @@ class Job:
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     """Published with choice 0's first token, by this attempt or an earlier one."""
-    num_resumed_tokens: int = 0
-    """Tokens of earlier attempts."""
     engine_losses: int = 0
     """How many engine processes died with this request in them."""
     timers: list[Any] = field(default_factory=list)
@@ -71,6 +69,10 @@ class Job:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def key(self) -> Attempt:
+        return self.request.request_id, self.attempt
 
     @property
     def num_tokens(self) -> int:

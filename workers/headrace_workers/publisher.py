@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ class Publisher:
     def add(self, writes: Iterable[StreamWrite]) -> None:
         self._pending += writes
 
-    def drop(self, request_id: str) -> None:
-        """Forget what is not written yet of a request that is no longer ours."""
-        self._pending = [write for write in self._pending if write.request_id != request_id]
+    def drop(self, attempt: Attempt) -> None:
+        """Forget what is not written yet of an attempt that is no longer ours."""
+        self._pending = [write for write in self._pending if write.key != attempt]
 
-    def flush(self, *, retry: bool = False) -> dict[str, WriteOutcome] | None:
-        """Write everything. Returns the requests whose stream refused an entry; None when Redis did not take it.
+    def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome] | None:
+        """Write everything. Returns the attempts of which the stream refused an entry; None when Redis did not take it.
 
         After a failure only a `retry` tries again: not every step, as what waits grows with each.
         """

@@ -10,9 +10,9 @@ from typing import Any
 
 from celery.exceptions import InvalidTaskError
 from celery.worker.strategy import default as default_strategy
-from kombu.exceptions import ContentDisallowed, DecodeError, OperationalError
+from kombu.exceptions import OperationalError
 
-from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.connections import REDIS_ERRORS
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.task import OUTCOME, EngineRequest
 
@@ -63,15 +63,13 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
         try:
             return handler(message, body, ack, reject, callbacks, **rest)
-        except (*CONNECTION_ERRORS, OperationalError):
+        except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
             request_id = message.headers.get("id")
             if isinstance(request_id, str):
-                dispatcher.refuse_malformed(request_id)
-            if isinstance(error, InvalidTaskError | ContentDisallowed | DecodeError):
-                raise
-            # Celery answers this error by rejecting the message; any other one would end the worker.
+                dispatcher.settlement.refuse_malformed(request_id)
+            # Celery answers this error by rejecting the message, and logs it: what the first one said may quote it.
             raise InvalidTaskError(f"malformed message: {type(error).__name__}") from None
 
     return handle

@@ -1,6 +1,7 @@
 """`EngineSupervisor`: keeps one engine process alive beside the worker's event loop."""
 
 import logging
+import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_monitoring.logging import frames
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,16 @@ class EngineSupervisor:
             except EngineDeadError:
                 logger.warning("an abort could not be sent: the engine is gone")
 
+    def pump(self, seconds: float) -> None:
+        """Read from the engine for so long while no event loop turns."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            readable = [self._process.fileno()] if self._process is not None else []
+            if not select.select(readable, [], [], left)[0]:
+                return
+            self._on_readable()
+
     def stop(self, timeout: float = 5.0) -> None:
         """End the engine process for good."""
         process, was_ready = self._process, self._ready
@@ -121,10 +133,10 @@ class EngineSupervisor:
             was_ready = self._ready
             self._bury(process)
             self._on_death(str(error), was_ready=was_ready)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # Some tokens of this step are lost to us: to go on would leave a hole in a stream. Another worker, or the
             # next start of this one, continues every request from what is published.
-            logger.exception("what the engine sent could not be handled")
+            logger.error("what the engine sent could not be handled: %s", frames(error))
             self._bury(process)
             self._give_up(f"what the engine sent could not be handled: {type(error).__name__}")
 

@@ -1,6 +1,7 @@
 """The Celery task `headrace.generate`, and what Celery holds of one received message."""
 
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -63,10 +64,15 @@ class EngineRequest(Request):
         """Celery's cold shutdown: the worker's own step hands the request back, so nothing is announced."""
         self._already_cancelled = True
 
+    def announce_terminated(self) -> None:
+        """Store, announce and acknowledge that the request was revoked while it ran."""
+        super()._announce_revoked("terminated", True, "SIGTERM", False)
+
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        if not terminated:  # dropped before the engine ever saw it: nobody else would end its stream
-            self.dispatcher.revoked_in_queue(self.id, reason)
-        super()._announce_revoked(reason, terminated, signum, expired)
+        """Dropped before the engine ever saw it. Celery would store that on the event loop's thread."""
+        self._already_revoked = True
+        announce = partial(super()._announce_revoked, reason, terminated, signum, expired)
+        self.dispatcher.settlement.revoked_in_queue(self, reason, announce)
 
 
 class GenerateTask(Task):

@@ -1,4 +1,6 @@
 -- Puts back the messages of silent workers. KEYS: the five lease keys. ARGV: how many at most. Returns how many.
+-- A server that takes no writes must say so here: behind it the other workers cannot renew either.
+redis.call('ZREM', LEASES, '')
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, ARGV[1])
 for i = #expired, 1, -1 do
   local meta = redis.call('HGET', META, expired[i])

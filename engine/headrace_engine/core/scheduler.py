@@ -82,9 +82,6 @@ class Scheduler:
                 aborted.append(request_id)
         return aborted
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
-
     def has_work(self) -> bool:
         """Whether a step would do anything; also when only removals wait to be told to the runner."""
         return bool(self.requests or self._removed)

@@ -335,3 +335,29 @@ def test_after_an_outage_nobody_is_reaped_for_the_length_of_a_lease(
     assert leases.reap() == 0
     clock.now += 2
     assert leases.reap() == 1
+
+
+def test_after_refusals_nobody_is_reaped_before_the_others_had_time_to_renew(
+    make_leases: MakeLeases, redis_client: "redis.Redis", clock: Clock
+) -> None:
+    holder, other = make_leases(), make_leases()
+    push(redis_client, "x")
+    (message,) = take(holder)
+    redis_client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
+    try:
+        for _ in range(3):
+            with pytest.raises(redis.ReadOnlyError):
+                other.reap()
+            clock.now += 100
+        holder.tick()
+    finally:
+        redis_client.replicaof("NO", "ONE")
+    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})  # it ran out meanwhile
+    assert other.reap() == 0
+    clock.now += 59
+    assert other.reap() == 0
+    holder.tick()
+    clock.now += 2
+    assert other.reap() == 0
+    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})
+    assert other.reap() == 1

@@ -71,14 +71,14 @@ def test_a_zombie_is_fenced_whether_it_is_behind_level_or_ahead(
     assert claim.attempt == 2
     assert [type(entry) for entry in claim.entries] == [StartEvent, ChunkEvent]
     writer.publish([chunk(2, 2), chunk(2, 3)])
-    assert writer.publish([chunk(1, zombie_offset)]) == {"r": WriteOutcome.FENCED}
+    assert writer.publish([chunk(1, zombie_offset)]) == {("r", 1): WriteOutcome.FENCED}
     assert entry_ids(redis_client) == ["1-0", "1-1", "2-0", "2-2", "2-3"]
 
 
 def test_a_zombie_may_not_end_the_stream(writer: StreamWriter) -> None:
     writer.claim("r", "zombie")
     writer.claim("r", "successor")
-    assert writer.publish([end(1, 5)]) == {"r": WriteOutcome.FENCED}
+    assert writer.publish([end(1, 5)]) == {("r", 1): WriteOutcome.FENCED}
     assert writer.publish([chunk(2, 1)]) == {}
 
 
@@ -86,7 +86,7 @@ def test_a_zombie_that_was_overtaken_to_the_end_is_fenced_not_cancelled(writer: 
     writer.claim("r", "zombie")
     writer.claim("r", "successor")
     writer.publish([chunk(2, 1), end(2, 1)])
-    assert writer.publish([chunk(1, 1)]) == {"r": WriteOutcome.FENCED}
+    assert writer.publish([chunk(1, 1)]) == {("r", 1): WriteOutcome.FENCED}
 
 
 def test_an_ended_stream_is_reported_and_not_fenced(writer: StreamWriter, redis_client: "redis.Redis") -> None:
@@ -116,7 +116,7 @@ def test_a_running_request_learns_at_its_next_write_that_it_is_cancelled(
     writer.claim("r", "w")
     writer.publish([chunk(1, 5)])
     assert cancel(redis_client) is None
-    assert writer.publish([chunk(1, 6)]) == {"r": WriteOutcome.CANCELLED}
+    assert writer.publish([chunk(1, 6)]) == {("r", 1): WriteOutcome.CANCELLED}
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
     assert cancel(redis_client) == cancel_data()  # a second time it changes nothing
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
@@ -147,13 +147,13 @@ def test_ending_a_stream_that_was_never_claimed_happens_once(writer: StreamWrite
 def test_ending_an_unclaimed_stream_fences_whoever_writes(writer: StreamWriter) -> None:
     writer.claim("r", "w")
     assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x"))
-    assert writer.publish([chunk(1, 1)]) == {"r": WriteOutcome.FENCED}
+    assert writer.publish([chunk(1, 1)]) == {("r", 1): WriteOutcome.FENCED}
 
 
 def test_an_expired_stream_is_not_recreated(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w")
     redis_client.delete(stream_key("r"))
-    assert writer.publish([chunk(1, 1), end(1, 1)]) == {"r": WriteOutcome.GONE}
+    assert writer.publish([chunk(1, 1), end(1, 1)]) == {("r", 1): WriteOutcome.GONE}
     assert not redis_client.exists(stream_key("r"))
 
 
@@ -180,7 +180,11 @@ def test_many_streams_are_written_in_one_call_and_only_failures_are_told(
     calls = redis_client.info("commandstats")["cmdstat_evalsha"]["calls"]
     outcomes = writer.publish([chunk(1, 1, f"r{number}") for number in range(64)])
     assert redis_client.info("commandstats")["cmdstat_evalsha"]["calls"] == calls + 1
-    assert outcomes == {"r3": WriteOutcome.FENCED, "r5": WriteOutcome.GONE, "r7": WriteOutcome.CANCELLED}
+    assert outcomes == {
+        ("r3", 1): WriteOutcome.FENCED,
+        ("r5", 1): WriteOutcome.GONE,
+        ("r7", 1): WriteOutcome.CANCELLED,
+    }
     assert all(entry_ids(redis_client, f"r{number}") == ["1-0", "1-1"] for number in (0, 1, 2, 4, 6, 63))
 
 
@@ -193,7 +197,7 @@ def test_a_key_of_another_type_ends_its_own_request_and_no_other_of_the_same_cal
 ) -> None:
     writer.claim("other", "w")
     redis_client.set(stream_key("r"), "x")
-    assert writer.publish([chunk(1, 1), chunk(1, 1, "other")]) == {"r": WriteOutcome.GONE}
+    assert writer.publish([chunk(1, 1), chunk(1, 1, "other")]) == {("r", 1): WriteOutcome.GONE}
     assert entry_ids(redis_client, "other")[-1] == "1-1"
 
 

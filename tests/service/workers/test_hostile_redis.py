@@ -2,7 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from service.workers.service import Service, assert_result_is_stream, results
 
 NUM_TOKENS = 600
 LEASE_SECONDS = 1.5
+HEARTBEAT = "headrace_worker_heartbeat_timestamp_seconds"
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +75,46 @@ def leases(service: Service) -> dict[bytes, float]:
     return dict(service.client.zrange("headrace:lease:leases", 0, -1, withscores=True))
 
 
-def test_a_redis_that_is_read_only_for_a_while_delays_chunks_only(service: Service) -> None:
+@contextmanager
+def read_only(service: Service) -> Iterator[None]:
+    service.client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
+    try:
+        yield
+    finally:
+        service.client.replicaof("NO", "ONE")
+
+
+@contextmanager
+def failing_snapshots(service: Service) -> Iterator[None]:
+    """The server refuses writes, and even to be pinged, as long as it cannot write its file."""
+    file = Path(service.client.config_get("dir")["dir"], "dump.rdb")
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    service.client.config_set("save", "3600 1000000")
+    try:
+        service.client.bgsave()
+        service.wait_until(lambda: service.client.info("persistence")["rdb_last_bgsave_status"] == "err")
+        yield
+    finally:
+        service.client.config_set("save", "")
+        file.rmdir()
+
+
+@pytest.mark.parametrize("refusing", [read_only, failing_snapshots])
+def test_a_redis_that_refuses_for_longer_than_a_lease_delays_chunks_only(
+    service: Service, refusing: Callable[[Service], AbstractContextManager[None]]
+) -> None:
     expected = contents(service, run(service))
     worker = service.workers[0]
     handles = run(service)
     service.wait_tokens([handle.id for handle in handles], at_least=3)
-    service.client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
-    try:
-        worker.wait_for_log("read only replica")
-    finally:
-        service.client.replicaof("NO", "ONE")
+    with refusing(service):
+        service.client.client_kill_filter(_type="normal", skipme=True)
+        service.wait_until(lambda: max(leases(service).values()) + LEASE_SECONDS < service.client.time()[0])
+        beat = worker.metrics()[HEARTBEAT]
+        service.wait_until(lambda: worker.metrics()[HEARTBEAT] > beat)
     assert contents(service, handles) == expected
+    assert all(service.stream(handle.id).attempts == [1] for handle in handles)
 
 
 def test_a_lost_lease_that_comes_back_to_the_same_worker_goes_on_at_the_next_token(service: Service) -> None:

@@ -176,6 +176,7 @@ class FakeCeleryRequest:
         self.delivery_info = {"priority": headers.pop("priority", 0), "redelivered": headers.pop("redelivered", False)}
         self.expires = headers.pop("expires", None)
         self.time_limits = headers.pop("time_limits", (None, None))
+        self.eta = headers.pop("eta", None)
         self.lease_id = lease_id
         self._payload = [self.args, self.kwargs, {}]
         self.fate: list[str] = []
@@ -195,7 +196,7 @@ class FakeCeleryRequest:
     def on_success(self, outcome: tuple[bool, Any, float]) -> None:
         self.fate.append("announced")
 
-    def _announce_revoked(self, *_: Any) -> None:
+    def announce_terminated(self) -> None:
         self.fate.append("revoked")
 
 
@@ -221,6 +222,8 @@ class FakeRedis:
     def _run(self, script: Callable[..., Any], keys: list[str], args: list[Any]) -> Any:
         if self.error:
             raise self.error
+        for key in keys:
+            key.encode()  # as the client does
         return script(keys, args)
 
     def entries(self, request_id: str) -> list[tuple[int, int, str, dict[str, Any]]]:

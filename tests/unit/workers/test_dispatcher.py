@@ -72,7 +72,7 @@ class Desk:
     def settle(self) -> None:
         """Let the finisher's thread come to rest."""
         deadline = time.monotonic() + 5
-        while self.dispatcher._finisher.busy:
+        while self.dispatcher.settlement._finisher.busy:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         self.hub.run_soon()
@@ -304,12 +304,90 @@ def test_terminating_what_is_not_here_does_nothing(desk: Desk) -> None:
 
 def test_a_dead_letter_ends_its_stream_unless_it_has_ended(desk: Desk) -> None:
     body = b'{"headers": {"id": "r1"}}'
-    desk.dispatcher.dead_letter(DeadLetter("delivery limit", "headrace.tiny", 5, body))
+    desk.dispatcher.settlement.dead_letter(DeadLetter("delivery limit", "headrace.tiny", 5, body))
     desk.assert_idle()
     assert desk.redis.end("r1")["error"]["code"] == "dead_letter"
     assert desk.results.pop("r1")["error"]["code"] == "dead_letter"
-    desk.dispatcher.dead_letter(DeadLetter("rejected", "headrace.tiny", 1, body))
-    desk.dispatcher.dead_letter(DeadLetter("undecodable", "headrace.tiny", 1, b"[1]"))
+    desk.dispatcher.settlement.dead_letter(DeadLetter("rejected", "headrace.tiny", 1, body))
+    desk.dispatcher.settlement.dead_letter(DeadLetter("undecodable", "headrace.tiny", 1, b"[1]"))
     desk.assert_idle()
     assert desk.results == {}
     assert len(desk.redis.entries("r1")) == 1
+
+
+@pytest.fixture
+def refused_end(desk: Desk) -> FakeCeleryRequest:
+    """The first attempt at r1 is complete, but Redis has not taken its end."""
+    request = desk.accept(FakeCeleryRequest())
+    desk.redis.error = AWAY
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.redis.error = None
+    desk.engine.sent.clear()
+    return request
+
+
+def test_a_request_that_comes_again_before_its_end_is_written_is_not_generated_again(
+    desk: Desk, refused_end: FakeCeleryRequest
+) -> None:
+    again = desk.accept(FakeCeleryRequest())
+    assert desk.engine.sent == []
+    desk.dispatcher.heartbeat()
+    desk.assert_idle()
+    assert desk.text("r1") == "d"
+    assert desk.results["r1"]["error"] is None
+    assert "acknowledged" not in refused_end.fate  # both have one lease, which the result still needs
+    assert again.fate == ["accepted"]
+
+
+def test_the_refused_end_of_an_old_attempt_leaves_its_successor_in_the_same_worker_alone(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.redis.error = AWAY
+    desk.dispatcher.terminate("r1")  # its end is not written yet
+    desk.redis.error = None
+    desk.engine.sent.clear()
+    desk.accept(FakeCeleryRequest(lease_id="l2"))
+    desk.dispatcher.heartbeat()
+    assert len(desk.dispatcher) == 1
+    desk.generate(14, finish=FinishReason.LENGTH)
+    desk.settle()
+    assert desk.text("r1") == "de"
+    assert desk.results["r1"]["error"] is None
+
+
+def test_a_delayed_message_whose_time_comes_while_no_slot_is_free_waits_in_the_queue(desk: Desk) -> None:
+    for name in ("r1", "r2", "r3", "r4"):
+        desk.accept(FakeCeleryRequest(name))
+    delayed = desk.accept(FakeCeleryRequest("r5", eta=datetime.now(UTC)))
+    assert delayed.fate == ["handed back"]
+    assert len(desk.engine.sent) == 4
+    assert desk.redis.entries("r5") == []
+    desk.generate(13, 13, 13, 13, finish=FinishReason.LENGTH)
+    assert desk.accept(FakeCeleryRequest("r5", eta=datetime.now(UTC))).fate == ["accepted"]
+
+
+def test_a_delayed_message_whose_time_comes_while_the_engine_restarts_waits_in_the_queue(desk: Desk) -> None:
+    desk.engine.is_ready = False
+    desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    assert desk.accept(FakeCeleryRequest(eta=datetime.now(UTC))).fate == ["handed back"]
+    desk.engine.is_ready = True
+    desk.dispatcher.on_engine_ready(MODEL)
+    desk.assert_idle()
+
+
+def test_an_error_that_quotes_a_prompt_is_logged_without_its_text(
+    desk: Desk, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.engine.send_error = RuntimeError("cannot work on Zanzibar")
+    desk.accept(FakeCeleryRequest())
+    desk.engine.send_error = None
+    desk.assert_idle()
+    logged = caplog.text + "".join(capsys.readouterr())
+    assert "RuntimeError" in logged
+    assert "Zanzibar" not in logged
+
+
+def test_an_id_with_a_lone_surrogate_ends_no_stream_and_nothing_else(desk: Desk) -> None:
+    desk.dispatcher.settlement.refuse_malformed("\ud800")
+    desk.assert_idle()
+    assert desk.results == {}

@@ -82,12 +82,12 @@ def test_a_reply_that_was_lost_doubles_nothing(publisher: Publisher, redis: Fake
 def test_refused_requests_are_named_and_the_others_written(publisher: Publisher, redis: FakeRedis) -> None:
     redis.streams["headrace:stream:a"].append((2, 0, "start", {"worker": "another"}))
     publisher.add([chunk("a", 1), chunk("gone", 1), chunk("b", 1)])
-    assert publisher.flush() == {"a": WriteOutcome.FENCED, "gone": WriteOutcome.GONE}
+    assert publisher.flush() == {("a", 1): WriteOutcome.FENCED, ("gone", 1): WriteOutcome.GONE}
     assert offsets(redis, "b") == [1]
 
 
 def test_what_was_dropped_is_not_written(publisher: Publisher, redis: FakeRedis) -> None:
     publisher.add([chunk("a", 1), chunk("b", 1), chunk("a", 2)])
-    publisher.drop("a")
+    publisher.drop(("a", 1))
     publisher.flush()
     assert (offsets(redis, "a"), offsets(redis, "b")) == ([], [1])

@@ -240,7 +240,7 @@ class Dispatcher:
         for completion in last.outputs if last is not None else ():
             if completion.token_ids:
                 completion.finish_reason = None  # the end of the stream says why
-                self._publisher.add([job.take(completion, last)])
+                self.settlement.publish([job.take(completion, last)])
 
     def _abandon(self, job: Job) -> None:
         self._abort(job)

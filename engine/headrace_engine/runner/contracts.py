@@ -6,7 +6,7 @@ scheduler is tested against it in milliseconds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from headrace_engine.sampling_params import SamplingParams
 
@@ -139,7 +139,5 @@ class ModelRunner(Protocol):
     def warm_up(self) -> None: ...
 
     def execute_model(self, batch: StepBatch) -> StepOutput: ...
-
-    def health(self) -> dict[str, Any]: ...
 
     def shutdown(self) -> None: ...

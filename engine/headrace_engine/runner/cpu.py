@@ -3,7 +3,6 @@
 import logging
 import os
 import time
-from typing import Any
 
 import torch
 
@@ -112,9 +111,6 @@ class CPURunner:
             found[request_id] = prompt_logprobs(logits[done : done + len(targets)], targets, count)
             done += len(targets)
         return found
-
-    def health(self) -> dict[str, Any]:
-        return {"device": "cpu", "threads": torch.get_num_threads(), "requests": len(self._batch.requests)}
 
     def shutdown(self) -> None:
         """Nothing outlives the process."""

@@ -146,9 +146,6 @@ class FakeRunner:
     def warm_up(self) -> None:
         pass
 
-    def health(self) -> dict[str, Any]:
-        return {}
-
     def shutdown(self) -> None:
         self.is_shut_down = True
 

@@ -102,10 +102,6 @@ class Leases:
             self._drop_lost(message.lease_id)
         return messages
 
-    def any_waiting(self, lists: Sequence[str]) -> bool:
-        """Whether any of the lists has a message. Redis's errors pass through."""
-        return bool(self._client.exists(*lists))
-
     def hold(self, lease_id: str, held: Any) -> None:
         """Renews this lease from now on; `held` is what `on_lost` gets."""
         self._held[lease_id] = held

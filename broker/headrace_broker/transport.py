@@ -23,22 +23,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
+from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.errors import TransportConfigurationError
 from headrace_broker.keys import QUEUE_PREFIX
 from headrace_broker.leases import LeasedMessage, Leases
 
 logger = logging.getLogger(__name__)
-
-_GLANCE_SECONDS: Final = 0.02
-"""A queue is one list for each priority step, and Redis can wait for a list without popping from it only one at a time.
-So the most urgent list, which is the default one, wakes the worker at once; the others are looked at this often. The
-server's own timeouts would not do: an idle server notices them ten times a second."""
-
-_BUSY_GLANCE_SECONDS: Final = 0.1
-"""While messages are held: a worker that is busy anyway has better things to do with its processor."""
-
-_DOORBELL_SECONDS: Final = 0.1
-"""How long one wait for the most urgent list takes; a closing channel has to sit it out."""
 
 _REFUSED_SECONDS: Final = 1.0
 """How long a server that refuses commands, being out of memory or read-only, is left alone."""
@@ -123,6 +113,8 @@ class Channel(kombu_redis.Channel):
 
     QoS = QoS
 
+    _in_poll: Any = None
+    max_connections = 200  # one for each list, and some
     lease_seconds = 15.0
     delivery_limit = 5
     lease_queues: tuple[str, ...] = ()
@@ -136,7 +128,7 @@ class Channel(kombu_redis.Channel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.leased = False
         self.credit = self._prefetch_credit
-        self._rings = 0
+        self._doorbells: dict[str, Doorbell] = {}
         self._awaits_doorbell = False
         self._ask_again_at = 0.0
         super().__init__(*args, **kwargs)
@@ -171,6 +163,12 @@ class Channel(kombu_redis.Channel):
             raise TransportConfigurationError(f"queue {queue} is leased: it is consumed, not asked for single messages")
         return super()._get(queue)
 
+    def close(self) -> None:
+        if self.leased and self._in_poll:  # kombu would wait for a reply that may hold a message; ours holds none
+            self._in_poll.disconnect()
+            self._in_poll = None
+        super().close()
+
     # kombu's poller calls the two methods below around its wait for BRPOP; a leased channel waits for its doorbell.
 
     def _brpop_start(self, timeout: float | None = None) -> None:
@@ -178,16 +176,16 @@ class Channel(kombu_redis.Channel):
         if not self.leased:
             super()._brpop_start(timeout)
             return
-        queues = self.active_queues
-        if not queues or time.monotonic() < self._ask_again_at:
+        if not self.active_queues or self._is_refused():
             return
-        self._rings += 1
-        queue = queues[self._rings % len(queues)]
         connection = self.client.connection
+        try:
+            connection.send_command(*wait_command(self._q_for_pri(self.active_queues[0], 0)))
+        except redis.ResponseError as error:  # it is asked how it is, now and then, before it gets a command
+            self._was_refused(error)
+            return
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
-        # Moving a list's last element to where it is waits for a message and leaves it there for the fetch.
-        connection.send_command("BLMOVE", queue, queue, "RIGHT", "RIGHT", _DOORBELL_SECONDS)
 
     def _brpop_read(self, **options: Any) -> bool:
         if not self._awaits_doorbell:
@@ -206,10 +204,30 @@ class Channel(kombu_redis.Channel):
             raise Empty
         return True
 
-    def glance(self) -> None:
-        """Fetches if any list has something: asking that costs a fraction of a fetch, and the answer is mostly no."""
-        if self.leased and self.active_queues and self.credit() > 0 and self.leases.any_waiting(self._lists()):
-            self.fetch()
+    def arm_doorbells(self, poller: DoorbellPoller) -> None:
+        """Wait for every list but the first, for which kombu's poller waits."""
+        if self._is_refused():
+            return
+        try:
+            for queue in self.active_queues:
+                for step in self.priority_steps:
+                    if step or queue != self.active_queues[0]:
+                        self._doorbell(self._q_for_pri(queue, step)).arm(poller)
+        except redis.ResponseError as error:
+            self._was_refused(error)
+
+    def _doorbell(self, list_name: str) -> Doorbell:
+        if list_name not in self._doorbells:
+            self._doorbells[list_name] = Doorbell(self, list_name)
+        return self._doorbells[list_name]
+
+    def on_doorbell(self, doorbell: Doorbell) -> bool:
+        """Fetches, as a list has a message or its wait is over. False if there was none."""
+        try:
+            doorbell.answer()
+        except redis.ResponseError as error:
+            self._was_refused(error)
+        return self.fetch()
 
     def _lists(self) -> list[str]:
         """The lists of all queues in the order in which they are served; the queues take turns."""
@@ -218,7 +236,7 @@ class Channel(kombu_redis.Channel):
 
     def fetch(self) -> bool:
         """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none."""
-        if not self.leased or self._closing or not self.active_queues or time.monotonic() < self._ask_again_at:
+        if not self.leased or self._closing or not self.active_queues or self._is_refused():
             return False
         count = self.credit()
         if count <= 0:
@@ -236,6 +254,9 @@ class Channel(kombu_redis.Channel):
                     self.leases.release(undelivered.lease_id)
                 raise
         return bool(messages)
+
+    def _is_refused(self) -> bool:
+        return time.monotonic() < self._ask_again_at
 
     def _was_refused(self, error: "redis.ResponseError") -> None:
         """The server is there, but out of memory, read-only or strict: that passes, and must not end the worker."""
@@ -286,25 +307,12 @@ class Transport(kombu_redis.Transport):
     Channel = Channel
     lease_registry: ClassVar[LeaseRegistry] = LeaseRegistry()
 
-    _timer: Any = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cycle = DoorbellPoller()
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)
         super().register_with_event_loop(connection, loop)
-        self._timer = loop.call_later(_GLANCE_SECONDS, self._glance, loop)
-
-    def close_connection(self, connection: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        super().close_connection(connection)
-
-    def _glance(self, loop: Any) -> None:
-        try:
-            for channel in list(self.channels):
-                channel.glance()
-        finally:
-            busy = any(len(channel.leases) for channel in self.channels)
-            if not self._timer.canceled:  # the same entry again, which Celery cancels when it loses the connection
-                loop.timer.enter_after(_BUSY_GLANCE_SECONDS if busy else _GLANCE_SECONDS, self._timer)

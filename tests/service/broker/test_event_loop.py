@@ -82,6 +82,38 @@ def test_a_message_of_any_priority_is_found_while_the_worker_is_idle(
     loop.run_until(lambda: len(loop.messages) == 1)
 
 
+def test_a_waiting_message_does_not_keep_a_loop_without_credit_turning(loop: Loop, send: Callable[..., None]) -> None:
+    for _ in range(3):
+        loop.hub.run_once()  # all doorbells are armed
+    loop.credit = 0
+    for priority in (0, 3, 6, 9):
+        send("x", priority)
+    turns, ends = 0, time.monotonic() + 0.5
+    while time.monotonic() < ends:
+        loop.hub.run_once()
+        turns += 1
+    assert turns < 50  # a timer of this loop is due twenty times a second
+    loop.credit = 10
+    loop.run_until(lambda: len(loop.messages) == 4)
+
+
+def test_a_doorbell_whose_connection_is_closed_in_silence_is_hung_up_again(
+    loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
+) -> None:
+    for _ in range(3):
+        loop.hub.run_once()
+    loop.credit = 0
+    for step in (0, 3, 6, 9):
+        send("x", step)
+    for _ in range(10):
+        loop.hub.run_once()  # each has rung, and waits for credit
+    redis_client.client_kill_filter(_type="normal", skipme=True)
+    for _ in range(10):
+        loop.hub.run_once()
+    loop.credit = 10
+    loop.run_until(lambda: len(loop.messages) == 4)
+
+
 def test_held_messages_are_renewed_by_the_loop(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:

@@ -78,10 +78,11 @@ def test_messages_of_a_stock_producer_arrive_and_are_acknowledged(
     assert redis_client.keys("headrace*") == []
 
 
-def test_a_waiting_consumer_hears_the_doorbell(inbox: Inbox, producer: Any) -> None:
+@pytest.mark.parametrize("priority", [0, 3, 6, 9])
+def test_a_waiting_consumer_hears_the_doorbell_of_every_list(inbox: Inbox, producer: Any, priority: int) -> None:
     with pytest.raises(socket.timeout):
         inbox.connection.drain_events(timeout=0.01)  # now the doorbell is waited for
-    send(producer, "ding")
+    send(producer, "ding", priority)
     inbox.connection.drain_events(timeout=5)
     assert [message.decode() for message in inbox.messages] == ["ding"]
 

@@ -1,0 +1,74 @@
+"""Waiting for many lists at once without taking anything from them, inside kombu's event loop.
+
+A queue is one list for each priority step, and Redis waits for a list without popping from it only one at a time. So
+each list has a connection of its own, and an idle worker sleeps until one of them is answered.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from kombu.transport.redis import MultiChannelPoller
+
+if TYPE_CHECKING:
+    from headrace_broker.transport import Channel
+
+WAIT_SECONDS: Final = 2.0
+"""How long one wait takes where nothing comes. A server that has not answered some seconds later is gone."""
+
+_OVERDUE_SECONDS: Final = WAIT_SECONDS + 5.0
+
+
+def wait_command(list_name: str) -> tuple[Any, ...]:
+    """Moving a list's last element to where it is waits for a message and leaves it there for the fetch."""
+    return ("BLMOVE", list_name, list_name, "RIGHT", "RIGHT", WAIT_SECONDS)
+
+
+class Doorbell:
+    """Waits for one list of a channel. kombu's poller knows it by its `connection`."""
+
+    def __init__(self, channel: "Channel", list_name: str) -> None:
+        self._channel: Final = channel
+        self._command: Final = wait_command(list_name)
+        self.connection: Final = channel.async_pool.get_connection()
+        self._armed_at: float | None = None
+
+    def arm(self, poller: "DoorbellPoller") -> None:
+        """Begin to wait, unless it does so already. Redis's errors pass through."""
+        if self._armed_at is not None:
+            if time.monotonic() - self._armed_at < _OVERDUE_SECONDS:
+                return
+            self.connection.disconnect()
+        key = (self._channel, self, self)
+        if self.connection._sock is None or key not in poller._chan_to_sock:
+            poller._register(*key)
+        self._armed_at = None
+        self.connection.send_command(*self._command)
+        self._armed_at = time.monotonic()
+
+    def answer(self) -> None:
+        """The connection is readable: the list has a message, or the wait is over. Redis's errors pass through."""
+        if self._armed_at is None:  # nothing is expected, so the server has closed it
+            self.connection.disconnect()
+            return
+        self._armed_at = None
+        try:
+            self.connection.read_response()
+        except self._channel.connection_errors:
+            self.connection.disconnect()
+            raise
+
+
+class DoorbellPoller(MultiChannelPoller):
+    """kombu's poller, which arms the doorbells of leased channels before each wait."""
+
+    def on_poll_start(self) -> None:
+        super().on_poll_start()
+        for channel in self._channels:
+            if channel.leased and channel.qos.can_consume():
+                channel.arm_doorbells(self)
+
+    def on_readable(self, fileno: int) -> Any:
+        channel, doorbell = self._fd_to_chan.get(fileno, (None, None))
+        if isinstance(doorbell, Doorbell):
+            return channel.on_doorbell(doorbell)
+        return super().on_readable(fileno)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace_engine.llm import LLM as LLM
     from headrace_engine.llm_engine import LLMEngine as LLMEngine
     from headrace_engine.logits_processor import LogitsProcessor as LogitsProcessor
+    from headrace_engine.lora_request import LoRARequest as LoRARequest
     from headrace_engine.outputs import CompletionOutput as CompletionOutput
     from headrace_engine.outputs import RequestOutput as RequestOutput
     from headrace_engine.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
@@ -33,6 +34,7 @@ _HOMES = {
     "LLMEngine": "llm_engine",
     "LogitsProcessor": "logits_processor",
     "RepetitionDetectionParams": "sampling_params",
+    "LoRARequest": "lora_request",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",

@@ -5,11 +5,13 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
-from headrace_engine.errors import DuplicateRequestError, EngineDeadError
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError, LoRACapacityError
 from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
 from headrace_engine.llm_engine import create_input_processor, start_core
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.sampling_params import SamplingParams
@@ -38,6 +40,8 @@ class AsyncLLMEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")
         self._pump: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
+        self._loras: set[LoRARequest] = set()
+        """Adapters that are known to be good."""
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLMEngine":
@@ -51,16 +55,22 @@ class AsyncLLMEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one request; `sampling_params.output_kind` says what each holds.
 
         Raises:
-            InvalidRequestError, DuplicateRequestError: before anything was computed.
+            InvalidRequestError, DuplicateRequestError, LoRAError: before anything was computed.
             EngineDeadError: the core failed; the request is lost.
         """
         self._check_id(request_id)
         request = self._input_processor.process(
-            request_id, prompt, sampling_params, priority=priority, arrival_time=time.monotonic()
+            request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            arrival_time=time.monotonic(),
+            lora_request=lora_request,
         )
         async with contextlib.aclosing(self._stream(request)) as outputs:
             async for output in outputs:
@@ -73,11 +83,17 @@ class AsyncLLMEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for a conversation."""
         self._check_id(request_id)
         request = self._input_processor.process_chat(
-            request_id, messages, sampling_params, priority=priority, arrival_time=time.monotonic()
+            request_id,
+            messages,
+            sampling_params,
+            priority=priority,
+            arrival_time=time.monotonic(),
+            lora_request=lora_request,
         )
         async with contextlib.aclosing(self._stream(request)) as outputs:
             async for output in outputs:
@@ -90,6 +106,32 @@ class AsyncLLMEngine:
             output, choice_ids = aborted
             self._core.abort_requests(choice_ids)
             self._streams[request_id].put_nowait(output)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`; other requests run on while the adapter is read."""
+        added: bool = await self._call("add_lora", lora_request.to_wire())
+        self._loras.add(lora_request)
+        return added
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.remove_lora`."""
+        self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
+        removed: bool = await self._call("remove_lora", lora_id)
+        return removed
+
+    async def list_loras(self) -> set[int]:
+        """As `LLMEngine.list_loras`."""
+        return set(await self._call("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.pin_lora`."""
+        pinned: bool = await self._call("pin_lora", lora_id)
+        return pinned
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        await self.check_health()
+        self._take_outputs()
+        return await asyncio.wrap_future(self._core.call(method, *args))
 
     @property
     def is_running(self) -> bool:
@@ -121,11 +163,14 @@ class AsyncLLMEngine:
         queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._streams[request.request_id] = queue
         try:
+            lora_request = request.choices[0].lora_request
+            if lora_request is not None and lora_request not in self._loras:
+                with contextlib.suppress(LoRACapacityError):  # then the core loads it in time
+                    await self.add_lora(lora_request)
             self._output_processor.add_request(request)
             for choice in request.choices:
                 self._core.add_request(choice)
-            if self._pump is None:
-                self._pump = asyncio.create_task(self._pump_outputs(), name="engine-outputs")
+            self._take_outputs()
             finished = False
             while not finished:
                 output = await queue.get()
@@ -140,6 +185,10 @@ class AsyncLLMEngine:
             if aborted is not None and self._dead is None:
                 with contextlib.suppress(EngineDeadError):  # the pump is about to learn it, too
                     self._core.abort_requests(aborted[1])
+
+    def _take_outputs(self) -> None:
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._pump_outputs(), name="engine-outputs")
 
     async def _pump_outputs(self) -> None:
         """Move steps from the core to the streams until the core ends."""

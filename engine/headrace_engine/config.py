@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.speculative_config import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -63,6 +64,17 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class LoRAConfig:
+    max_loras: int = 1
+    """Most adapters in one batch."""
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 1
+    """Most adapters in memory, those included that were removed but are still in use; one more while it is read."""
+    preload: list[LoRARequest] = field(default_factory=list)
+    """Loaded with the model; one that cannot be served keeps the engine from starting."""
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """Everything that a core needs; travels to the child process as a plain map."""
 
@@ -70,6 +82,8 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
+    lora: LoRAConfig | None = None
+    """None: the engine serves no adapters."""
     runner: str = "headrace_engine.runner.loader:create_runner"
     """Import path of the function that makes the runner from this config."""
 
@@ -78,11 +92,15 @@ class EngineConfig:
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        lora = values["lora"]
+        if lora is not None:
+            lora = LoRAConfig(**{**lora, "preload": [LoRARequest.from_wire(wire) for wire in lora["preload"]]})
         return cls(
             model=ModelConfig(**values["model"]),
             cache=CacheConfig(**values["cache"]),
             scheduler=SchedulerConfig(**values["scheduler"]),
             speculative=SpeculativeConfig(**values["speculative"]) if values["speculative"] else None,
+            lora=lora,
             runner=values["runner"],
         )
 
@@ -116,6 +134,11 @@ class EngineArgs:
     watermark: float = 0.01
     speculative_config: Mapping[str, Any] | None = None
     """Options of `SpeculativeConfig`, such as {"method": "ngram", "num_speculative_tokens": 4}; None is off."""
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    """None means max_loras."""
 
     def create_engine_config(self) -> EngineConfig:
         problems = self._problems()
@@ -138,7 +161,12 @@ class EngineArgs:
             speculative=(
                 SpeculativeConfig.from_map(self.speculative_config) if self.speculative_config is not None else None
             ),
+            lora=self._lora_config() if self.enable_lora else None,
         )
+
+    def _lora_config(self) -> LoRAConfig:
+        most = self.max_cpu_loras if self.max_cpu_loras is not None else self.max_loras
+        return LoRAConfig(max_loras=self.max_loras, max_lora_rank=self.max_lora_rank, max_cpu_loras=most)
 
     def _problems(self) -> list[str]:
         problems = [
@@ -164,11 +192,16 @@ class EngineArgs:
                 ("max_num_queued_requests", 1),
                 ("max_num_queued_tokens", 1),
                 ("long_prefill_token_threshold", 0),
+                ("max_loras", 1),
+                ("max_lora_rank", 1),
+                ("max_cpu_loras", 1),
             )
             if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < least)
         ]
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             problems.append(f"watermark is {self.watermark!r}, must be a number of at least 0 and below 1")
+        if not problems and self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            problems.append(f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras, which is {self.max_loras}")
         if not self.model:
             problems.append("model is empty, expected a model folder or a hub name")
         if self.speculative_config is not None:

@@ -4,7 +4,9 @@ HeadraceEngineError
 ├── ConfigError              an engine option is wrong or does not fit the machine
 ├── ModelLoadError           the model folder or name cannot be served
 ├── InvalidRequestError      the caller's request is wrong; carries every problem found
-│   └── ContextLengthError   the prompt does not fit the model's context
+│   ├── ContextLengthError   the prompt does not fit the model's context
+│   └── LoRAError            the LoRA adapter cannot be served, or not by this engine
+│       └── LoRACapacityError   all adapters that fit into memory are pinned or in use
 ├── DuplicateRequestError    the request id is in use
 ├── QueueFullError           the engine's own waiting queue is at its limit
 └── EngineDeadError          the core failed and cannot serve any more
@@ -39,6 +41,14 @@ class ContextLengthError(InvalidRequestError):
     """The prompt leaves no room for a single generated token."""
 
     code = "context_length_exceeded"
+
+
+class LoRAError(InvalidRequestError):
+    """A LoRA adapter was refused; nothing of it is in use."""
+
+
+class LoRACapacityError(LoRAError):
+    """There is no room for one more adapter now; there may be when running requests have ended."""
 
 
 class DuplicateRequestError(HeadraceEngineError, ValueError):

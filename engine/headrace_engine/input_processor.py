@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
 from headrace_engine.logits_processor import LogitsProcessor
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.request_checks import RequestChecks
 from headrace_engine.runner.contracts import ModelInfo
@@ -67,6 +68,7 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """Validate a request with a text or token prompt.
 
@@ -75,7 +77,7 @@ class InputProcessor:
             InvalidRequestError: anything else that is wrong with it.
         """
         text, token_ids = self._tokenize(prompt)
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def process_chat(
         self,
@@ -86,6 +88,7 @@ class InputProcessor:
         priority: int = 0,
         arrival_time: float = 0.0,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """Validate a chat request; errors as `process`."""
         problems = _message_problems(messages)
@@ -93,7 +96,7 @@ class InputProcessor:
             raise InvalidRequestError(problems)
         self._check_text_length(sum(len(str(message["content"])) for message in messages))
         text, token_ids = self._tokenizer.encode_chat(messages)
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -130,6 +133,7 @@ class InputProcessor:
         priority: int,
         arrival_time: float,
         cache_salt: str,
+        lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
         self._checks.check_prompt(token_ids)
         bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
@@ -151,6 +155,7 @@ class InputProcessor:
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
                 bad_words_token_ids=bad_words_token_ids,
+                lora_request=lora_request,
             )
             for index in range(params.n)
         ]

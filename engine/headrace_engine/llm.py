@@ -9,6 +9,7 @@ from headrace_engine.config import EngineArgs
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.input_processor import ChatMessage, Prompt
 from headrace_engine.llm_engine import LLMEngine
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -38,6 +39,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs come in the prompts' order.
 
@@ -45,12 +47,14 @@ class LLM:
             prompts: one prompt or a list. A prompt is text, a list of token ids, or a map with `prompt` or
                 `prompt_token_ids`.
             sampling_params: one for all, or one for each prompt.
+            lora_request: one adapter for all prompts, or for each prompt one or None.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is wrong; nothing was computed.
+            LoRAError: an adapter cannot be served; nothing was computed.
         """
         items = _as_list(prompts, is_single=_is_single_prompt)
-        return self._run(items, sampling_params, self.engine.add_request, use_tqdm)
+        return self._run(items, sampling_params, self.engine.add_request, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -58,10 +62,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages with role and content."""
         conversations = _as_list(messages, is_single=lambda m: bool(m) and isinstance(m[0], dict))
-        return self._run(conversations, sampling_params, self.engine.add_chat_request, use_tqdm)
+        return self._run(conversations, sampling_params, self.engine.add_chat_request, use_tqdm, lora_request)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLMEngine.add_lora`."""
+        return self.engine.add_lora(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.remove_lora`."""
+        return self.engine.remove_lora(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """As `LLMEngine.list_loras`."""
+        return self.engine.list_loras()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """As `LLMEngine.pin_lora`."""
+        return self.engine.pin_lora(lora_id)
 
     def close(self) -> None:
         self.engine.close()
@@ -70,16 +91,18 @@ class LLM:
         self,
         items: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        add: Callable[[str, Any, SamplingParams], None],
+        add: Callable[..., None],
         use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         params = _params_for(items, sampling_params)
+        loras = _loras_for(items, lora_request)
         order: list[str] = []
         try:
-            for item, own in zip(items, params, strict=True):
+            for item, own, lora in zip(items, params, loras, strict=True):
                 request_id = str(self._next_id)
                 self._next_id += 1
-                add(request_id, item, own)
+                add(request_id, item, own, lora_request=lora)
                 order.append(request_id)
             return self._collect(order, use_tqdm)
         except BaseException:
@@ -118,6 +141,14 @@ def _params_for(items: list[Any], given: SamplingParams | Sequence[SamplingParam
         if len(params) != len(items):
             raise InvalidRequestError(f"{len(items)} prompts came with {len(params)} sampling params")
     return [_final_only(own) for own in params]
+
+
+def _loras_for(items: list[Any], given: LoRARequest | Sequence[LoRARequest | None] | None) -> list[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * len(items)
+    if len(given) != len(items):
+        raise InvalidRequestError(f"{len(items)} prompts came with {len(given)} LoRA requests")
+    return list(given)
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:

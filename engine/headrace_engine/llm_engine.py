@@ -1,13 +1,16 @@
 """LLMEngine: the engine step by step, in the caller's thread."""
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.core.client import CoreClient, InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.errors import DuplicateRequestError, EngineDeadError
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError, LoRACapacityError
 from headrace_engine.input_processor import ChatMessage, InputProcessor, ProcessedRequest, Prompt
 from headrace_engine.logits_processor import load_logits_processors
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.runner.contracts import ModelInfo
@@ -28,24 +31,38 @@ class LLMEngine:
         self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
         self._output_processor = OutputProcessor(tokenizer)
         self._arrivals = 0
+        self._loras: set[LoRARequest] = set()
+        """Adapters that are known to be good."""
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs, *, core_in_process: bool = True) -> "LLMEngine":
         return cls(args.create_engine_config(), core_in_process=core_in_process)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request.
 
         Raises:
             InvalidRequestError: the request is wrong; nothing was queued.
+            LoRAError: its adapter cannot be served; nothing was queued.
             DuplicateRequestError: the id is in use.
         """
         self._check_id(request_id)
         self._add(
             self._input_processor.process(
-                request_id, prompt, params or SamplingParams(), priority=priority, arrival_time=self._next_arrival()
+                request_id,
+                prompt,
+                params or SamplingParams(),
+                priority=priority,
+                arrival_time=self._next_arrival(),
+                lora_request=lora_request,
             )
         )
 
@@ -56,12 +73,18 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request whose prompt is a conversation; errors as `add_request`."""
         self._check_id(request_id)
         self._add(
             self._input_processor.process_chat(
-                request_id, messages, params or SamplingParams(), priority=priority, arrival_time=self._next_arrival()
+                request_id,
+                messages,
+                params or SamplingParams(),
+                priority=priority,
+                arrival_time=self._next_arrival(),
+                lora_request=lora_request,
             )
         )
 
@@ -90,6 +113,37 @@ class LLMEngine:
         self._core.abort_requests(choice_ids)
         return output
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter, so that requests may name it without its path. One that is loaded is kept as it is, but
+        read again with `load_inplace`; requests that run go on with what they began with.
+
+        Raises:
+            LoRAError: the adapter cannot be served; all that is wrong with it is named.
+        """
+        added: bool = self._call("add_lora", lora_request.to_wire())
+        self._loras.add(lora_request)
+        return added
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter with this `lora_int_id`; requests that use it run to their end. False: not loaded."""
+        self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
+        removed: bool = self._call("remove_lora", lora_id)
+        return removed
+
+    def list_loras(self) -> set[int]:
+        """The `lora_int_id`s of all loaded adapters."""
+        return set(self._call("list_loras"))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded whatever others are needed. False: not loaded."""
+        pinned: bool = self._call("pin_lora", lora_id)
+        return pinned
+
+    def _call(self, method: str, *args: Any) -> Any:
+        answer = self._core.call(method, *args)
+        self._core.wait(answer)
+        return answer.result()
+
     def has_unfinished_requests(self) -> bool:
         return len(self._output_processor) > 0
 
@@ -108,6 +162,11 @@ class LLMEngine:
             raise DuplicateRequestError(f"request {request_id} is in the engine already")
 
     def _add(self, request: ProcessedRequest) -> None:
+        lora_request = request.choices[0].lora_request
+        if lora_request is not None and lora_request not in self._loras:
+            # Here its mistakes can be told. Where it has no room now, or is dropped later, the core loads it in time.
+            with contextlib.suppress(LoRACapacityError):
+                self.add_lora(lora_request)
         self._output_processor.add_request(request)
         for choice in request.choices:
             self._core.add_request(choice)

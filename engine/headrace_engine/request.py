@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import SamplingParams
 
 
@@ -50,15 +51,38 @@ class EngineCoreRequest:
     """Prefix-cache blocks are shared only among requests of the same salt."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """The bad words of the sampling parameters, each in all its tokenisations."""
+    lora_request: LoRARequest | None = None
 
     def to_wire(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__slots__}
         values["sampling_params"] = self.sampling_params.to_dict()
+        if self.lora_request is not None:
+            values["lora_request"] = self.lora_request.to_wire()
         return values
 
     @classmethod
     def from_wire(cls, values: dict[str, Any]) -> "EngineCoreRequest":
-        return cls(**{**values, "sampling_params": SamplingParams.from_dict(values["sampling_params"])})
+        lora = values["lora_request"]
+        return cls(
+            **{
+                **values,
+                "sampling_params": SamplingParams.from_dict(values["sampling_params"]),
+                "lora_request": LoRARequest.from_wire(lora) if lora is not None else None,
+            }
+        )
+
+
+class LoRAVersion:
+    """The adapter of a request: a number that stands for these very weights, and no others, for the engine's life."""
+
+    __slots__ = ("name", "version")
+
+    def __init__(self, name: str, version: int) -> None:
+        self.name = name
+        self.version = version
+
+    def release(self) -> None:
+        """The request has ended, and needs the weights no more."""
 
 
 class Request:
@@ -76,8 +100,10 @@ class Request:
         "cache_salt",
         "draft_token_ids",
         "eos_token_ids",
+        "lora",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
         "priority",
@@ -90,7 +116,7 @@ class Request:
         "token_ids",
     )
 
-    def __init__(self, message: EngineCoreRequest, block_size: int) -> None:
+    def __init__(self, message: EngineCoreRequest, block_size: int, lora: LoRAVersion | None = None) -> None:
         self.request_id = message.request_id
         self.sampling_params = message.sampling_params
         self.seed = message.seed
@@ -112,6 +138,9 @@ class Request:
         self.prompt_logprobs: list[list[tuple[int, float, int]]] | None = [] if wants_prompt_logprobs else None
         """Those of the prompt tokens computed so far, from the second on; None when nobody waits for them (any more).
         They leave with the first output token, so a request that resumes behind one has had them."""
+        self.lora = lora
+        self.num_passed = 0
+        """Later requests that were admitted while this one waited for its adapter's turn."""
         self.status = RequestStatus.WAITING
         self.block_size = block_size
         self.block_hashes: list[bytes] = []
@@ -133,7 +162,7 @@ class Request:
         size = self.block_size
         while (len(self.block_hashes) + 1) * size <= len(self.token_ids):
             done = len(self.block_hashes) * size
-            parent = self.block_hashes[-1] if self.block_hashes else hash_salt(self.cache_salt)
+            parent = self.block_hashes[-1] if self.block_hashes else hash_salt(self.cache_salt, self.lora)
             self.block_hashes.append(hash_block(parent, self.token_ids[done : done + size]))
 
 
@@ -145,6 +174,7 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
-def hash_salt(salt: str) -> bytes:
-    """The parent of a sequence's first block."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).digest()
+def hash_salt(salt: str, lora: LoRAVersion | None = None) -> bytes:
+    """The parent of a sequence's first block. K/V of one version of an adapter are nobody else's."""
+    key = f"lora {lora.version}".encode() if lora is not None else b""
+    return hashlib.blake2b(salt.encode(), digest_size=16, key=key).digest()

@@ -5,7 +5,8 @@
 
 import queue
 from collections.abc import Iterable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
@@ -25,6 +26,12 @@ class CoreClient(Protocol):
     def add_request(self, request: EngineCoreRequest) -> None: ...
 
     def abort_requests(self, request_ids: Iterable[str]) -> None: ...
+
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        """`EngineCore.call`, in the core's process. Answered while somebody takes outputs, or waits with `wait`."""
+
+    def wait(self, answer: "Future[Any]") -> None:
+        """Block until a call is answered, for a caller who is the one that takes outputs."""
 
     def get_outputs(self) -> EngineCoreOutputs | None:
         """Block until a step is done and return it; None after `shutdown`.
@@ -46,6 +53,7 @@ class InProcessCore:
         self.core = EngineCore(config, create_runner(config))
         self.model_info = self.core.model_info
         self._commands: queue.SimpleQueue[EngineCoreRequest | list[str] | None] = queue.SimpleQueue()
+        self.core.wake = lambda: self._commands.put([])  # to abort nobody: enough to look for work again
         self._stopped = False
         self._failure: str | None = None
 
@@ -54,6 +62,12 @@ class InProcessCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._commands.put(list(request_ids))
+
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        return self.core.call(method, *args)
+
+    def wait(self, answer: "Future[Any]") -> None:
+        answer.exception()
 
     def get_outputs(self) -> EngineCoreOutputs | None:
         if self._failure is not None:

@@ -6,15 +6,18 @@ scheduler takes the new tokens in. Everything else in this package serves one of
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.kv_cache_manager import KVCacheManager
+from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
 from headrace_engine.core.scheduler import Scheduler
-from headrace_engine.errors import ConfigError, HeadraceEngineError
-from headrace_engine.request import EngineCoreRequest, FinishReason, Request
-from headrace_engine.runner.contracts import KVSpec, ModelRunner, StepBatch
+from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError
+from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelRunner, StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +46,25 @@ class EngineCore:
             runner.capabilities(),
             self.model_info.max_model_len,
             config.speculative,
+            max_loras=config.lora.max_loras if config.lora else 0,
         )
+        self.wake: Callable[[], None] = _nobody_sleeps
+        """Set by whoever sleeps until `has_work()`: called, from any thread, when it has come true by itself."""
+        self.loras = self._load_adapters(config, runner.capabilities())
         self._answers: list[EngineCoreOutput] = []
         """News that no step has to be computed for."""
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. One that is refused, or complete already, is answered by the next step."""
-        request = Request(message, self.scheduler.kv.block_size)
+        if message.lora_request is None:
+            self._add(message, None)
+        elif self.loras is None:
+            self._refuse(message, _NO_LORA)
+        elif (lora := self.loras.take(message)) is not None:
+            self._add(message, lora)
+
+    def _add(self, message: EngineCoreRequest, lora: LoRAVersion | None) -> None:
+        request = Request(message, self.scheduler.kv.block_size, lora)
         answer = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
         if message.output_token_ids:
             # An earlier attempt may have died between its last token and the news that it was the last.
@@ -60,16 +75,39 @@ class EngineCore:
                 return
             except HeadraceEngineError as error:
                 answer.finish_reason, answer.error = FinishReason.ERROR, str(error)
+        if lora is not None:
+            lora.release()
         self._answers.append(answer)
 
+    def _refuse(self, message: EngineCoreRequest, sentence: str) -> None:
+        refusal = EngineCoreOutput(request_id=message.request_id, new_token_ids=[], error=sentence)
+        refusal.finish_reason = FinishReason.ERROR
+        self._answers.append(refusal)
+
     def abort_requests(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        if self.loras is not None:
+            self.loras.abort(request_ids)
         self.scheduler.abort_requests(request_ids)
 
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        """Do something beside the step loop and answer; `args` and the answer are plain data. From any thread.
+
+        `add_lora`, `remove_lora`, `list_loras`, `pin_lora`: see `LoRAManager`.
+        """
+        if self.loras is None:
+            refused: Future[Any] = Future()
+            refused.set_exception(LoRAError(_NO_LORA))
+            return refused
+        return self.loras.call(method, *args)
+
     def has_work(self) -> bool:
-        return bool(self._answers) or self.scheduler.has_work()
+        return bool(self._answers) or self.scheduler.has_work() or (self.loras is not None and self.loras.has_news)
 
     def step(self) -> EngineCoreOutputs:
         """Compute one step and return its news. Call only while `has_work()`."""
+        if self.loras is not None and self.loras.has_news:
+            self._add_those_with_adapters(self.loras)
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
@@ -91,11 +129,42 @@ class EngineCore:
         answers, self._answers = self._answers, []
         return EngineCoreOutputs(outputs=answers + news, stats=stats)
 
+    def _load_adapters(self, config: EngineConfig, capabilities: Capabilities) -> LoRAManager | None:
+        if config.lora is None:
+            return None
+        if not (capabilities.lora and capabilities.mixed_batches):
+            raise ConfigError("enable_lora is set, but this device's runner serves no LoRA adapters")
+        loras = LoRAManager(config.lora, self.runner, lambda: self.wake())
+        try:
+            for request in config.lora.preload:
+                loras.add_lora(request)
+        except LoRAError as error:
+            raise ConfigError(str(error)) from error
+        return loras
+
+    def _add_those_with_adapters(self, loras: LoRAManager) -> None:
+        for message, found in loras.ready():
+            if isinstance(found, str):
+                self._refuse(message, found)
+            else:
+                self._add(message, found)
+
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
+        if self.loras is not None and not self.scheduler.requests:
+            self.loras.check_integrity()
 
     def shutdown(self) -> None:
+        if self.loras is not None:
+            self.loras.shutdown()
         self.runner.shutdown()
+
+
+_NO_LORA = "this engine serves no LoRA adapters: enable_lora is not set"
+
+
+def _nobody_sleeps() -> None:
+    """For a core whose owner calls `step` as it likes."""
 
 
 def _num_blocks(config: EngineConfig, spec: KVSpec, max_model_len: int) -> int:

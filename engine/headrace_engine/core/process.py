@@ -4,7 +4,9 @@ A device fault or an out-of-memory kill then costs an engine restart, not the pa
 Parent and child exchange msgpack frames over two pipes:
 
     parent -> child   ["add", request] ["abort", [ids]] ["stop"]         (first frame of all: the config)
+                      ["call", number, method, arguments]
     child -> parent   ["ready", model info] ["outputs", step] ["failed", sentence, kind]
+                      ["answer", number, value] ["refused", number, sentences, kind]
                       ["log", level, logger, line], so that one process writes one log in one format
 
 The child is a fresh interpreter (not a fork: CUDA and OpenMP do not survive one), leads its own process group so
@@ -13,6 +15,7 @@ that a Ctrl-C in the terminal reaches only the parent, and dies with the thread 
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 import queue
@@ -23,16 +26,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
 import msgpack
 
+from headrace_engine import errors
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.errors import ConfigError, EngineDeadError, HeadraceEngineError, ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
@@ -95,6 +100,9 @@ class EngineCoreProcess:
         os.close(child_write)
         self._model_info: ModelInfo | None = None
         self._pending: list[EngineCoreOutputs] = []
+        self._calls: dict[int, Future[Any]] = {}
+        self._failure: HeadraceEngineError | None = None
+        self._call_numbers = itertools.count(1)
         self._stopping = False
         self._closed = False
         self._send(config.to_wire())
@@ -134,6 +142,25 @@ class EngineCoreProcess:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._send(["abort", list(request_ids)])
 
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        number, answer = next(self._call_numbers), Future[Any]()
+        answer.set_running_or_notify_cancel()  # whoever waits for it may be cancelled; the call is made all the same
+        self._calls[number] = answer
+        try:
+            self._send(["call", number, method, list(args)])
+        except EngineDeadError as error:
+            self._failure = self._failure or error
+        if self._failure is not None:
+            self._fail_calls(self._failure)
+        return answer
+
+    def wait(self, answer: "Future[Any]") -> None:
+        while not answer.done():
+            try:
+                self._pending += self.receive()
+            except HeadraceEngineError:
+                assert answer.done()  # with this very error
+
     def fileno(self) -> int:
         return self._connection.read_fd
 
@@ -144,9 +171,17 @@ class EngineCoreProcess:
             EngineDeadError, ModelLoadError, ConfigError: the child failed or is gone.
         """
         try:
-            frames = self._connection.receive()
+            return self._take(self._connection.receive())
         except EOFError:
-            raise EngineDeadError(f"the engine process {self.pid} ended, {self._exit_description()}") from None
+            self._failure = EngineDeadError(f"the engine process {self.pid} ended, {self._exit_description()}")
+            self._fail_calls(self._failure)
+            raise self._failure from None
+        except HeadraceEngineError as error:
+            self._failure = error
+            self._fail_calls(error)
+            raise
+
+    def _take(self, frames: list[Any]) -> list[EngineCoreOutputs]:
         steps: list[EngineCoreOutputs] = []
         for kind, *values in frames:
             if kind == "outputs":
@@ -156,9 +191,18 @@ class EngineCoreProcess:
                 logging.getLogger(name).log(level, "%s", line)
             elif kind == "ready":
                 self._model_info = ModelInfo(**values[0])
+            elif kind == "answer":
+                self._calls.pop(values[0]).set_result(values[1])
+            elif kind == "refused":
+                self._calls.pop(values[0]).set_exception(_error(values[2], values[1]))
             else:
                 raise _STARTUP_ERRORS.get(values[1], EngineDeadError)(values[0])
         return steps
+
+    def _fail_calls(self, error: HeadraceEngineError) -> None:
+        with contextlib.suppress(KeyError):  # all are answered, perhaps by another thread that saw the same
+            while True:
+                self._calls.popitem()[1].set_exception(error)
 
     def get_outputs(self) -> EngineCoreOutputs | None:
         while not self._pending:
@@ -191,6 +235,7 @@ class EngineCoreProcess:
         if not self._closed:
             self._closed = True
             self._connection.close()
+            self._fail_calls(EngineDeadError("the engine was shut down"))
 
     def poll(self) -> int | None:
         """The child's exit status, None while it runs."""
@@ -213,6 +258,14 @@ class EngineCoreProcess:
 
 
 _STARTUP_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
+
+
+def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:
+    """The child's refusal as the error that it was; an unexpected one keeps its name in the sentence."""
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, errors.InvalidRequestError):
+        return known(sentences)
+    return HeadraceEngineError(f"{kind}: {sentences[0]}")
 
 
 class _LogSender(logging.Handler):
@@ -242,6 +295,7 @@ def _child_main(read_fd: int, write_fd: int) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)])
     try:
         core = EngineCore(config, create_runner(config))
+        core.wake = lambda: commands.put(["wake"])
         connection.send(["ready", asdict(core.model_info)])
         _serve(core, connection, commands)
         core.shutdown()
@@ -273,9 +327,32 @@ def _serve(core: EngineCore, connection: Connection, commands: "queue.SimpleQueu
                 core.add_request(EngineCoreRequest.from_wire(values[0]))
             elif kind == "abort":
                 core.abort_requests(values[0])
-            else:
+            elif kind == "call":
+                _answer(connection, values[0], core.call(values[1], *values[2]))
+            elif kind != "wake":
                 return
         connection.send(["outputs", core.step().to_wire()])
+
+
+def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
+    """Send what comes of a call once it is known."""
+
+    def send(done: "Future[Any]") -> None:
+        if done.cancelled():
+            return  # the core ends
+        error = done.exception()
+        frame = ["answer", number, done.result()] if error is None else _refusal(number, error)
+        with contextlib.suppress(OSError):  # the parent is gone; the next frame of the core ends the child
+            connection.send(frame)
+
+    call.add_done_callback(send)
+
+
+def _refusal(number: int, error: BaseException) -> list[Any]:
+    if not isinstance(error, errors.InvalidRequestError):
+        logger.error("a call failed", exc_info=error)
+        return ["refused", number, [str(error)], type(error).__name__]
+    return ["refused", number, error.problems, type(error).__name__]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Scheduler:
         capabilities: Capabilities,
         max_model_len: int,
         speculative: SpeculativeConfig | None = None,
+        *,
+        max_loras: int = 0,
     ) -> None:
         self.kv = kv
         self.max_model_len = max_model_len
@@ -42,6 +44,7 @@ class Scheduler:
         self._max_num_seqs = min(config.max_num_seqs, capabilities.max_batch or config.max_num_seqs)
         self._token_budget = config.max_num_batched_tokens
         self._max_chunk = max(capabilities.chunk_sizes) if capabilities.chunk_sizes else self._token_budget
+        self._max_loras = max_loras
         if config.long_prefill_token_threshold:
             self._max_chunk = min(self._max_chunk, config.long_prefill_token_threshold)
         self._watermark_blocks = int(config.watermark * kv.pool.num_usable)
@@ -194,8 +197,15 @@ class Scheduler:
     def _schedule_waiting(self, plan: "_Plan") -> None:
         if self.stats.preemptions:
             return  # memory is short: whoever runs goes first
+        loras = {r.lora.version for r in self.running if r.lora is not None} if self._max_loras else set()
+        passed: list[Request] = []  # whose adapter finds no place in this batch
         while self.waiting and plan.budget > 0 and self._may_prefill(plan):
             request = self.waiting.peek()
+            if request.lora is not None and not self._lora_may_start(request, request.lora.version, loras, passed):
+                if self._policy == "fcfs" and len(self.running) == self._max_num_seqs:
+                    break
+                passed.append(self.waiting.pop())
+                continue
             hits = self.kv.computed_blocks(request)
             num_hit = len(hits) * self.kv.block_size
             num_new = min(request.num_tokens - num_hit, plan.budget, self._chunk_limit(request))
@@ -203,18 +213,34 @@ class Scheduler:
             if not self._has_room(needed):
                 victims = self._victims(request, hits, needed)
                 if victims is None:
-                    return
+                    break
                 for victim in victims:
                     plan.withdraw(victim)
                     self._preempt(victim)
             self.waiting.pop()
             block_ids = self.kv.admit(request, hits, num_new)
+            if request.lora is not None:
+                loras.add(request.lora.version)
+                if passed:
+                    passed[0].num_passed += 1
             self._start(request, num_hit)
             plan.grant(request, num_new, prefill=True)
             plan.batch.new_requests.append(_new_request(request, block_ids))
             # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
+        for request in reversed(passed):
+            self.waiting.add_first(request)
+
+    def _lora_may_start(self, request: Request, version: int, loras: set[int], passed: list[Request]) -> bool:
+        """Whether a request with this adapter may join a batch with `loras`, past those that wait for a place in it.
+
+        Nobody passes a more urgent request, and only so many pass one; then no request with an adapter starts until
+        one of the running adapters has none left. Requests without an adapter take no place from anybody.
+        """
+        if passed and (passed[0].num_passed >= self._max_num_seqs or passed[0].priority < request.priority):
+            return False
+        return version in loras or len(loras) < self._max_loras
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether one more request may run and be given `num_blocks`.
@@ -345,6 +371,8 @@ class Scheduler:
         if self._speculator is not None:
             self._speculator.forget(request.request_id)
         self.kv.free(request)
+        if request.lora is not None:
+            request.lora.release()
         del self.requests[request.request_id]
 
     def _describe(self, batch: StepBatch) -> None:
@@ -365,6 +393,7 @@ class Scheduler:
         assert len(self.running) + len(self.waiting) == len(self.requests)
         assert len(self.running) <= self._max_num_seqs
         self._queue_limits.check_integrity(self.waiting)
+        assert len({r.lora.version for r in self.running if r.lora is not None}) <= self._max_loras
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting)
         self.kv.check_integrity({request.request_id for request in self.running})
@@ -414,4 +443,5 @@ def _new_request(request: Request, block_ids: list[int]) -> NewRequest:
         num_computed_tokens=request.num_computed_tokens,
         bad_words_token_ids=request.bad_words_token_ids,
         num_prompt_logprobs=None if request.prompt_logprobs is None else len(request.prompt_logprobs),
+        lora_version=request.lora.version if request.lora is not None else None,
     )

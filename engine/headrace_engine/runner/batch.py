@@ -39,6 +39,7 @@ class RunningRequest:
     """Entries made so far; None when nobody wants any."""
     rules: TokenRules | None
     processors: RequestProcessors | None
+    lora_version: int | None
 
     @property
     def needs_tokens(self) -> bool:
@@ -68,6 +69,8 @@ class StepInputs:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     prompt_targets: dict[str, list[int]] = field(default_factory=dict)
     """The prompt tokens whose log-probabilities are wanted, by request."""
+    lora_versions: list[int | None] | None = None
+    """The adapter of each sequence; None where no sequence has one."""
 
     def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
         """What belongs to the accepted tokens of each request, from a map of logits rows; requests without are left."""
@@ -126,6 +129,7 @@ class RequestBatch:
             num_prompt_logprobs=arrival.num_prompt_logprobs,
             rules=create_token_rules(arrival.sampling_params, arrival.bad_words_token_ids),
             processors=self._processors.for_request(arrival.sampling_params),
+            lora_version=arrival.lora_version,
         )
         self._append_blocks(request, arrival.block_ids)
         self.requests[arrival.request_id] = request
@@ -177,6 +181,7 @@ class RequestBatch:
         query_start = np.zeros(len(spans) + 1, dtype=np.int32)
         np.cumsum(num_scheduled, out=query_start[1:])
         positions = np.arange(len(token_ids)) + np.repeat(first_positions - query_start[:-1], num_scheduled)
+        loras = [span.request.lora_version for span in spans]
         table_rows = np.array([span.request.table_row for span in spans], dtype=np.int32)
         blocks = self._table[np.repeat(table_rows, num_scheduled), positions // self._block_size]
         slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
@@ -193,6 +198,7 @@ class RequestBatch:
             sampled_ids=sampled_ids,
             logits_indices=torch.tensor(logits_indices, dtype=torch.long),
             draft_token_ids=draft_token_ids,
+            lora_versions=loras if any(version is not None for version in loras) else None,
         )
 
     def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:

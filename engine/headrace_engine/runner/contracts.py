@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import SamplingParams
 
 TokenLogprobs = list[tuple[int, float, int]]
@@ -32,6 +33,8 @@ class NewRequest:
     """Token sequences whose last token must not be drawn behind the others."""
     num_prompt_logprobs: int | None = None
     """How many prompt log-probabilities the core has already; None when it wants none."""
+    lora_version: int | None = None
+    """The adapter that the request runs with, as given to `load_lora`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +98,8 @@ class Capabilities:
     """Most requests in one step."""
     verifies_drafts: bool = False
     """Draws at several positions of a request in one step (`StepBatch.draft_token_ids`)."""
+    lora: bool = False
+    """Each request of a step may run with an adapter of its own; needs `mixed_batches`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +142,16 @@ class ModelRunner(Protocol):
     def init_kv_cache(self, num_blocks: int) -> None: ...
 
     def warm_up(self) -> None: ...
+
+    def load_lora(self, version: int, request: LoRARequest) -> None:
+        """Read an adapter and keep it as `version`. Called in a thread of its own while steps are computed.
+
+        Raises:
+            LoRAError: it cannot be served; every problem is named.
+        """
+
+    def unload_lora(self, version: int) -> None:
+        """Forget a version; no request uses it any more. From any thread."""
 
     def execute_model(self, batch: StepBatch) -> StepOutput: ...
 

@@ -7,9 +7,11 @@ import time
 import torch
 
 from headrace_engine.config import EngineConfig
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch, StepInputs
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
 from headrace_engine.runner.draft_model import DraftModel
+from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
 from headrace_engine.runner.sampler import prompt_logprobs, sample
@@ -29,10 +31,13 @@ class CPURunner:
         self._model: PagedModel
         self._draft: DraftModel | None = None
         self._batch: RequestBatch
+        self._lora: LoRALayers
 
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
         self._model = PagedModel(self._config.model, self._config.cache.block_size)
+        if self._config.lora is not None:
+            self._lora = self._model.enable_lora(self._config.lora.max_lora_rank)
         info = self._model.info
         logger.info(
             "loaded %s: %.0f M parameters, %s, %s attention, %d packed layers, %.1f s",
@@ -50,7 +55,7 @@ class CPURunner:
         return info
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(verifies_drafts=True)
+        return Capabilities(verifies_drafts=True, lora=True)
 
     def kv_spec(self) -> KVSpec:
         return KVSpec(
@@ -70,6 +75,13 @@ class CPURunner:
 
     def warm_up(self) -> None:
         """Nothing to compile: the kernel was built when the backend was chosen."""
+
+    @torch.inference_mode()
+    def load_lora(self, version: int, request: LoRARequest) -> None:
+        self._lora.load(version, request)
+
+    def unload_lora(self, version: int) -> None:
+        self._lora.unload(version)
 
     @torch.inference_mode()
     def execute_model(self, batch: StepBatch) -> StepOutput:

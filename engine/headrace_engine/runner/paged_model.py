@@ -15,6 +15,7 @@ from headrace_engine.runner.attention.backend import AttentionBackend, Attention
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.runner.lora.layers import LoRALayers
 
 
 class PagedModel:
@@ -45,11 +46,20 @@ class PagedModel:
         )
         self.num_packed = packed_linear.pack_linear_layers(self._model) if packed_linear.supports(dtype) else 0
 
+        self._lora: LoRALayers | None = None
+
+    def enable_lora(self, max_rank: int) -> LoRALayers:
+        """Let requests run with adapters of at most this rank."""
+        self._lora = LoRALayers(self._model, self._model.get_output_embeddings(), max_rank, self.spec.dtype)
+        return self._lora
+
     def allocate(self, num_blocks: int) -> None:
         self._backend.allocate(num_blocks)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
+        if self._lora is not None:
+            self._lora.use(inputs)
         self._metadata = inputs.metadata
         try:
             logits: torch.Tensor = self._model(

@@ -11,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from headrace_engine.errors import ModelLoadError
+from headrace_engine.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
+from headrace_engine.errors import LoRAError, ModelLoadError
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import (
     Capabilities,
@@ -40,9 +42,9 @@ def extend_digest(digest: bytes, token_id: int) -> bytes:
     return hashlib.blake2b(digest + token_id.to_bytes(8, "big"), digest_size=8).digest()
 
 
-def digests(token_ids: Sequence[int]) -> list[bytes]:
-    """The identity of every prefix, which is what the K/V of a position depend on."""
-    chain, digest = [], b""
+def digests(token_ids: Sequence[int], adapter: str = "") -> list[bytes]:
+    """The identity of every prefix under an adapter, which is what the K/V of a position depend on."""
+    chain, digest = [], adapter.encode()
     for token_id in token_ids:
         digest = extend_digest(digest, token_id)
         chain.append(digest)
@@ -64,7 +66,8 @@ def tokens_alone(request: EngineCoreRequest, max_model_len: int = MAX_MODEL_LEN)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)}
     suppressed = {*params.stop_token_ids, *request.eos_token_ids}
     output = list(request.output_token_ids)
-    digest = digests([*request.prompt_token_ids, *output])[-1]
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    digest = digests([*request.prompt_token_ids, *output], adapter)[-1]
     while True:
         output.append(draw(digest, request.seed, sorted(suppressed) if len(output) < params.min_tokens else ()))
         digest = extend_digest(digest, output[-1])
@@ -120,6 +123,12 @@ class FakeRunner:
     slots: list[bytes | None] = field(default_factory=list)
     num_blocks: int = 0
     is_shut_down: bool = False
+    adapters: dict[int, str] = field(default_factory=dict)
+    """Names by version."""
+    max_adapters: int = 1 << 30
+    """Most different adapters in one step."""
+    gate: threading.Event | None = None
+    """What an adapter waits for while it is read."""
 
     def load_model(self) -> ModelInfo:
         return ModelInfo(
@@ -148,6 +157,19 @@ class FakeRunner:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+
+    def load_lora(self, version: int, request: LoRARequest) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(20)
+        if request.lora_path == "broken":
+            raise LoRAError([f"LoRA adapter {request.lora_name!r}: it is broken", "in two ways"])
+        if request.lora_path == "bug":
+            raise RuntimeError("the fake loader failed")
+        assert version not in self.adapters
+        self.adapters[version] = request.lora_name
+
+    def unload_lora(self, version: int) -> None:
+        del self.adapters[version]
 
     def execute_model(self, batch: StepBatch) -> StepOutput:
         self.batches.append(batch)
@@ -199,7 +221,7 @@ class FakeRunner:
             self.known[arrival.request_id] = Known(
                 arrival,
                 list(arrival.token_ids),
-                digests(arrival.token_ids),
+                digests(arrival.token_ids, self._adapter(arrival)),
                 list(arrival.block_ids),
                 arrival.num_computed_tokens,
             )
@@ -211,6 +233,9 @@ class FakeRunner:
             assert len(set(request.table)) == len(request.table)
             assert all(0 < block < self.num_blocks for block in request.table)
         return {arrival.request_id for arrival in batch.new_requests}
+
+    def _adapter(self, arrival: NewRequest) -> str:
+        return "" if arrival.lora_version is None else self.adapters[arrival.lora_version]
 
     def _check_limits(self, batch: StepBatch, new: set[str]) -> None:
         counts = batch.num_scheduled_tokens
@@ -226,6 +251,9 @@ class FakeRunner:
             assert needed <= len(request.table) <= -(-self.max_model_len // self.block_size)
             if self.caps.chunk_sizes:
                 assert count <= max(self.caps.chunk_sizes), "a chunk longer than the runner can take"
+        versions = {self.known[i].arrival.lora_version for i in counts} - {None}
+        assert len(versions) <= self.max_adapters, "more adapters than the runner takes in a step"
+        assert versions <= self.adapters.keys(), "an adapter that is in use was unloaded"
         prefills = {i for i in counts if i in new or self.known[i].missing > 1}
         if self.caps.max_prefills_per_step is not None:
             assert len(prefills) <= self.caps.max_prefills_per_step
@@ -288,6 +316,7 @@ def fake_config(
     watermark: float = 0.0,
     speculative: SpeculativeConfig | None = None,
     model: str = "fake",
+    lora: LoRAConfig | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     return EngineConfig(
@@ -301,6 +330,7 @@ def fake_config(
             **scheduler,
         ),
         speculative=speculative,
+        lora=lora,
         runner=IMPORT_PATH,
     )
 
@@ -313,6 +343,7 @@ def create_runner(config: EngineConfig) -> FakeRunner:
     if name == "dies":
         os._exit(3)
     return FakeRunner(
+        caps=Capabilities(lora=config.lora is not None),
         max_model_len=1 << 20 if name == "long" else MAX_MODEL_LEN,
         block_size=1 << 16 if name == "long" else 4,
         fail_on_token=13 if name == "fails" else None,

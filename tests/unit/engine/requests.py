@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from typing import Any
 
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.lora_manager import LoRAManager
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, FinishReason, Request
 from headrace_engine.sampling_params import SamplingParams
 from unit.engine.fake_runner import EOS
@@ -20,6 +23,7 @@ def core_request(
     priority: int = 0,
     arrival_time: float = 0.0,
     cache_salt: str = "",
+    lora: str | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
@@ -32,11 +36,29 @@ def core_request(
         priority=priority,
         arrival_time=arrival_time,
         cache_salt=cache_salt,
+        lora_request=LoRARequest(lora, lora_path=f"/{lora}") if lora else None,
     )
 
 
 def request(request_id: str = "a", prompt: Sequence[int] = (1, 2, 3), *, block_size: int = 4, **more: Any) -> Request:
     return Request(core_request(request_id, prompt, **more), block_size)
+
+
+class _AtOnce(Executor):
+    """Runs what it is given before it returns."""
+
+    def submit(self, work: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  # as an executor does
+            done.set_exception(error)
+        return done
+
+
+def load_at_once(loras: LoRAManager) -> None:
+    """Read adapters where a test stands, not in a thread: what happens next does not depend on the clock."""
+    loras._executor = _AtOnce()  # type: ignore[assignment]
 
 
 class Results:

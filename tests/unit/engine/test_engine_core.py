@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from headrace_engine.config import LoRAConfig
 from headrace_engine.core.client import InProcessCore
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.errors import ConfigError, EngineDeadError
+from headrace_engine.errors import ConfigError, EngineDeadError, LoRACapacityError
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import Capabilities
 from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
-from unit.engine.requests import Results, core_request
+from unit.engine.requests import Results, core_request, load_at_once
 
 # Without the phase that explains a failure: on traces this long it takes minutes.
 SEARCH = settings(max_examples=100, deadline=None, phases=[p for p in Phase if p is not Phase.explain])
 CAPABILITIES = st.builds(
-    Capabilities,
+    lambda mixed_batches, **limits: Capabilities(mixed_batches=mixed_batches, lora=mixed_batches, **limits),
     mixed_batches=st.booleans(),
     max_prefills_per_step=st.sampled_from([None, 1, 2]),
     chunk_sizes=st.sampled_from([None, (3,), (4, 8)]),
@@ -34,6 +38,12 @@ SPECULATIVE = st.one_of(
         num_speculative_tokens=st.sampled_from([1, 3, 9]),
         prompt_lookup_min=st.just(1),
         prompt_lookup_max=st.just(2),
+    ),
+)
+LORA_CONFIGS = st.one_of(
+    st.none(),
+    st.tuples(st.integers(1, 3), st.integers(0, 1)).map(
+        lambda sizes: LoRAConfig(max_loras=sizes[0], max_cpu_loras=sum(sizes))
     ),
 )
 # Few letters and few lengths, so that prefixes collide and blocks are shared, filled and evicted all the time.
@@ -64,12 +74,16 @@ def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
         max_tokens_per_step=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         num_drafts=config.speculative.num_speculative_tokens if config.speculative and drafting else 0,
+        max_adapters=config.lora.max_loras if config.lora else 0,
     )
-    return EngineCore(config, runner), runner
+    core = EngineCore(config, runner)
+    if core.loras is not None:
+        load_at_once(core.loras)
+    return core, runner
 
 
 @st.composite
-def messages(draw: st.DrawFn, name: str) -> EngineCoreRequest:
+def messages(draw: st.DrawFn, name: str, *, with_adapters: bool) -> EngineCoreRequest:
     max_tokens = draw(st.one_of(st.none(), st.integers(1, 20)))
     message = core_request(
         name,
@@ -78,6 +92,7 @@ def messages(draw: st.DrawFn, name: str) -> EngineCoreRequest:
         priority=draw(st.integers(0, 2)),
         arrival_time=float(draw(st.integers(0, 5))),
         cache_salt=draw(st.sampled_from(["", "", "other"])),
+        lora=draw(st.sampled_from([None, "a", "b", "c"])) if with_adapters else None,
         max_tokens=max_tokens,
         min_tokens=min(draw(st.sampled_from([0, 0, 3])), max_tokens or 3),
         ignore_eos=draw(st.booleans()),
@@ -110,7 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
-        message = data.draw(messages(f"r{self.added:02}"))
+        message = data.draw(messages(f"r{self.added:02}", with_adapters=self.core.loras is not None))
         self.added += 1
         self.expected[message.request_id] = tokens_alone(message)[len(message.output_token_ids) :]
         self.prompt_logprobs[message.request_id] = prompt_logprobs_of(message)
@@ -123,6 +138,17 @@ class EngineMachine(RuleBasedStateMachine):
         gone = data.draw(st.sets(st.sampled_from(sorted(self.expected)), max_size=2))
         self.aborted |= gone - set(self.results.finished)
         self.core.abort_requests(gone)
+        self.core.check_integrity()
+
+    @precondition(lambda self: self.core.loras is not None)
+    @rule(name=st.sampled_from("abc"), method=st.sampled_from(["remove_lora", "add_lora", "reload"]))
+    def change_adapters(self, name: str, method: str) -> None:
+        request = LoRARequest(name, lora_path=f"/{name}", load_inplace=method == "reload")
+        if method == "remove_lora":
+            self.core.call(method, request.lora_int_id).result()
+        else:
+            with contextlib.suppress(LoRACapacityError):
+                self.core.call("add_lora", request.to_wire()).result()
         self.core.check_integrity()
 
     @rule(count=st.integers(1, 6))
@@ -147,6 +173,8 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.core.scheduler.kv.pool
         assert pool.num_free == pool.num_usable
         assert self.runner.known == {}
+        if self.core.loras is not None:
+            assert len(self.runner.adapters) == len(self.core.call("list_loras").result())
 
 
 TestEngineMachine = EngineMachine.TestCase
@@ -159,7 +187,10 @@ def test_a_burst_of_requests_ends_with_the_tokens_that_each_gets_alone(
     made: tuple[EngineCore, FakeRunner], data: st.DataObject
 ) -> None:
     core, _ = made
-    burst = [data.draw(messages(f"r{index}")) for index in range(data.draw(st.integers(4, 10)))]
+    burst = [
+        data.draw(messages(f"r{index}", with_adapters=core.loras is not None))
+        for index in range(data.draw(st.integers(4, 10)))
+    ]
     for message in burst:
         core.add_request(message)
     results = Results().drain(core)

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.config import LoRAConfig
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.errors import ConfigError, EngineDeadError, HeadraceEngineError, LoRAError, ModelLoadError
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import FinishReason
 from unit.engine.fake_runner import VOCAB_SIZE, fake_config, tokens_alone
 from unit.engine.requests import core_request
@@ -170,6 +172,49 @@ def test_a_ctrl_c_in_the_terminal_is_the_parents_business(start: Start) -> None:
         os.kill(core.pid, number)
     core.add_request(core_request("a", max_tokens=1))
     assert collect(core, 1)[1] == {"a": FinishReason.LENGTH}
+
+
+def test_a_child_answers_calls_while_it_computes_and_while_it_is_idle(start: Start) -> None:
+    core = start(model="long", num_blocks=40, lora=LoRAConfig(max_cpu_loras=2))
+    core.wait_ready(20)
+    sql = LoRARequest("sql", 7, "/sql")
+    for _ in ("idle", "busy"):
+        answers = [core.call("add_lora", sql.to_wire()), core.call("list_loras"), core.call("remove_lora", 7)]
+        for answer in answers:
+            core.wait(answer)
+        assert [answer.result() for answer in answers] == [True, [7], True]
+        core.add_request(core_request("endless", [1], max_tokens=None, ignore_eos=True))
+        assert core.get_outputs() is not None
+
+
+def test_a_child_refuses_a_call_with_every_reason_and_lives_on(start: Start) -> None:
+    core = start(lora=LoRAConfig())
+    core.wait_ready(20)
+    broken = core.call("add_lora", LoRARequest("x", 1, "broken").to_wire())
+    core.wait(broken)
+    with pytest.raises(LoRAError) as refused:
+        broken.result()
+    assert refused.value.problems == ["LoRA adapter 'x': it is broken", "in two ways"]
+    bug = core.call("add_lora", LoRARequest("x", 1, "bug").to_wire())
+    core.wait(bug)
+    with pytest.raises(HeadraceEngineError, match="RuntimeError: the fake loader failed"):
+        bug.result()
+    message = core_request("a", max_tokens=2, lora="fine")
+    core.add_request(message)
+    assert collect(core, 1)[0] == {"a": tokens_alone(message)}
+
+
+def test_calls_to_a_dead_child_fail_as_it_did(start: Start) -> None:
+    core = start(lora=LoRAConfig())
+    core.wait_ready(20)
+    os.kill(core.pid, signal.SIGSTOP)
+    pending = core.call("list_loras")
+    os.kill(core.pid, signal.SIGKILL)
+    core.wait(pending)
+    with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+        pending.result()
+    with pytest.raises(EngineDeadError):
+        core.call("list_loras").result()
 
 
 def test_closing_gives_the_pipes_back(start: Start) -> None:

@@ -1,0 +1,55 @@
+"""LoRARequest: which adapter a request runs with, with vLLM's names. Imports no torch."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headrace_engine.errors import InvalidRequestError
+
+MAX_LORA_NAME_CHARS = 200
+_LARGEST_ID = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter by name, id and folder. The id is the adapter's identity in the engine.
+
+    Raises:
+        InvalidRequestError: a value makes no sense; all of them are named.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    """From 1; 0 derives one from the name, so that whoever uses the name means the same adapter."""
+    lora_path: str = ""
+    """Folder as PEFT saves it. May be left out once the adapter is loaded."""
+    load_inplace: bool = field(default=False, compare=False)
+    """For `add_lora`: read the folder again although the adapter is loaded."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        name: object = self.lora_name
+        if not isinstance(name, str) or not 1 <= len(name) <= MAX_LORA_NAME_CHARS or not name.isprintable():
+            problems.append(f"lora_name must be a printable string of 1 to {MAX_LORA_NAME_CHARS} characters")
+        if type(self.lora_int_id) is not int or not 0 <= self.lora_int_id <= _LARGEST_ID:
+            problems.append(f"lora_int_id is {self.lora_int_id!r}, must be an integer from 1 to {_LARGEST_ID}")
+        path: object = self.lora_path
+        if not isinstance(path, str):
+            problems.append(f"lora_path must be a string, not {type(path).__name__}")
+        if problems:
+            raise InvalidRequestError(problems)
+        if self.lora_int_id == 0:
+            object.__setattr__(self, "lora_int_id", id_of(self.lora_name))
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, Any]) -> "LoRARequest":
+        return cls(**values)
+
+
+def id_of(*parts: object) -> int:
+    """A positive id that stands for these values; 48 bits, so that two names practically never share one."""
+    return 1 + int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

@@ -5,7 +5,7 @@ Caches are poisoned with NaN first: a kernel that lets one unwritten key or valu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.reference import ReferenceBackend
 
@@ -26,7 +26,8 @@ class Problem:
     """(tokens in the cache, tokens of this step) of each sequence"""
     kv_heads: int = 1
     group: int = 1
-    head_dim: int = 16
+    k_dim: int = 16
+    v_dim: int = 16
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
@@ -40,7 +41,8 @@ problems = st.builds(
     sequences=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60)), min_size=1, max_size=5).map(tuple),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 8),
-    head_dim=st.sampled_from([16, 32, 48, 64, 80, 128, 256]),
+    k_dim=st.sampled_from([8, 20, 32, 64, 80, 192, 256]),
+    v_dim=st.sampled_from([4, 16, 24, 64, 72, 128, 256]),
     block_size=st.sampled_from([16, 32]),
     window=st.none() | st.integers(1, 100),
     softcap=st.none() | st.sampled_from([1.0, 20.0, 50.0]),
@@ -59,14 +61,15 @@ class Case:
         self.lengths = [past + new for past, new in problem.sequences]
         self.heads = problem.kv_heads * problem.group
         self.query, self.key, self.value = (
-            [
-                (torch.randn(length, heads, problem.head_dim, generator=draw) * spread).to(dtype)
-                for length in self.lengths
-            ]
-            for heads, spread in ((self.heads, problem.spread), (problem.kv_heads, 1.0), (problem.kv_heads, 1.0))
+            [(torch.randn(length, heads, dim, generator=draw) * spread).to(dtype) for length in self.lengths]
+            for heads, dim, spread in (
+                (self.heads, problem.k_dim, problem.spread),
+                (problem.kv_heads, problem.k_dim, 1.0),
+                (problem.kv_heads, problem.v_dim, 1.0),
+            )
         )
         self.sinks = torch.randn(self.heads, generator=draw) if problem.sinks else None
-        self.scale = problem.head_dim**-0.5
+        self.scale = problem.k_dim**-0.5
         most = max(-(-length // problem.block_size) for length in self.lengths)
         self.num_blocks = 1 + len(self.lengths) * most
         ids = 1 + torch.randperm(self.num_blocks - 1, generator=draw)
@@ -77,14 +80,8 @@ class Case:
 
     def spec(self) -> AttentionSpec:
         p = self.problem
-        return AttentionSpec(
-            num_layers=1,
-            num_heads=self.heads,
-            num_kv_heads=p.kv_heads,
-            head_dim=p.head_dim,
-            block_size=p.block_size,
-            dtype=self.dtype,
-        )
+        layer = LayerSpec(num_heads=self.heads, num_kv_heads=p.kv_heads, k_dim=p.k_dim, v_dim=p.v_dim, window=p.window)
+        return AttentionSpec(layers=(layer,), block_size=p.block_size, dtype=self.dtype)
 
     def metadata(self, spans: list[tuple[int, int]]) -> AttentionMetadata:
         """A step that computes these (first, end) positions."""
@@ -123,7 +120,6 @@ class Case:
                     self.packed(self.value, spans),
                     self.metadata(spans),
                     scale=self.scale,
-                    window=self.problem.window,
                     softcap=self.problem.softcap,
                     sinks=self.sinks,
                 )
@@ -154,7 +150,7 @@ class Case:
 both_backends = pytest.mark.parametrize("backend_type", [ReferenceBackend, NativeBackend], ids=["torch", "native"])
 
 
-WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, head_dim=256, block_size=32)
+WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, k_dim=256, v_dim=256, block_size=32)
 
 
 @both_backends
@@ -210,25 +206,48 @@ def test_sequences_do_not_see_each_other(backend_type: Any) -> None:
     assert torch.equal(pair.compute(backend_type(pair.spec()))[:5], both[:5])
 
 
+@both_backends
+def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source(backend_type: Any) -> None:
+    case = Case(Problem(((20, 5), (33, 7)), kv_heads=2, group=2, k_dim=24, v_dim=40), torch.float32)
+    (own,) = case.spec().layers
+    spec = AttentionSpec(layers=(own, replace(own, kv_source=0, window=9)), block_size=16, dtype=torch.float32)
+    backend = backend_type(spec)
+    case.compute(backend)
+    now = [(past, past + new) for past, new in case.problem.sequences]
+    output = backend.forward(
+        1,
+        case.packed(case.query, now),
+        torch.full((12, 2, 24), float("nan")),
+        torch.full((12, 2, 40), float("nan")),
+        case.metadata(now),
+        scale=case.scale,
+        softcap=None,
+        sinks=None,
+    )
+    case.problem = replace(case.problem, window=9)
+    torch.testing.assert_close(output.double(), case.expected(), atol=2e-5, rtol=2e-5)
+    assert backend.bytes_per_block == backend_type(case.spec()).bytes_per_block
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"block_size": 24}, "block size 24 and head dimension 64 must be multiples of 16"),
-        ({"head_dim": 100}, "head dimension 100 must be multiples of 16"),
+        ({"block_size": 24}, "block size 24 is not a multiple of 16"),
         ({"dtype": torch.float16}, "torch.float16 is neither float32 nor bfloat16"),
     ],
 )
 def test_the_native_kernel_says_what_it_cannot_do(change: dict[str, Any], reason: str) -> None:
-    shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "block_size": 16}
-    unsupported = NativeBackend.unsupported_reason(AttentionSpec(**{**shape, "dtype": torch.float32, **change}))
+    layer = LayerSpec(num_heads=2, num_kv_heads=1, k_dim=64, v_dim=64)
+    spec = AttentionSpec(**{"layers": (layer,), "block_size": 16, "dtype": torch.float32, **change})
+    unsupported = NativeBackend.unsupported_reason(spec)
     assert unsupported is not None
     assert reason in unsupported
 
 
 def test_a_block_costs_what_its_tensors_hold() -> None:
-    case = Case(Problem(((0, 1),), kv_heads=3, group=2, head_dim=32, block_size=32), torch.bfloat16)
+    case = Case(Problem(((0, 1),), kv_heads=3, group=2, k_dim=40, v_dim=24, block_size=32), torch.bfloat16)
     for kind in (NativeBackend, ReferenceBackend):
         backend = kind(case.spec())
         backend.allocate(7)
         held = sum(t.numel() * t.itemsize for t in (*backend._k_cache, *backend._v_cache))
-        assert held == 7 * case.spec().bytes_per_block
+        assert held == 7 * backend.bytes_per_block

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.tiny_models import VOCAB_SIZE, TinyModel
+from engine.model_families import VOCAB_SIZE
+from engine.tiny_models import TinyModel
 from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.sampling_params import SamplingParams
 

@@ -17,7 +17,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.tiny_models import VOCAB_SIZE, TinyModel
+from engine.model_families import VOCAB_SIZE
+from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.request import EngineCoreRequest

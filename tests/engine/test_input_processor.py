@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.tiny_models import VOCAB_SIZE, TinyModel
+from engine.model_families import VOCAB_SIZE
+from engine.tiny_models import TinyModel
 from headrace_engine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from headrace_engine.input_processor import InputProcessor, choice_seed
 from headrace_engine.runner.contracts import ModelInfo

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.tiny_models import ARCHITECTURES, VOCAB_SIZE, WINDOW, TinyModel
+from engine.model_families import VOCAB_SIZE, WINDOW
+from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
@@ -22,6 +23,8 @@ from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
 
+# Every scenario by itself, on one model of each way to attend; test_model_families.py has all families.
+ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3")
 MAX_MODEL_LEN = 112
 
 

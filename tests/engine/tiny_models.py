@@ -15,6 +15,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from engine.model_families import FAMILIES, VOCAB_SIZE, Family
+
 
 @dataclass(frozen=True)
 class TinyModel:
@@ -24,77 +26,12 @@ class TinyModel:
     """The transformers model, float32."""
 
 
-VOCAB_SIZE = 384
-WINDOW = 20
-MAX_POSITIONS = 256
-
-_LLAMA_LIKE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": MAX_POSITIONS,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def _config(name: str) -> Any:
-    if name == "llama":
-        return transformers.LlamaConfig(**_LLAMA_LIKE)
-    if name == "mistral":
-        return transformers.MistralConfig(**_LLAMA_LIKE, sliding_window=WINDOW)
-    if name == "qwen2":
-        return transformers.Qwen2Config(**{**_LLAMA_LIKE, "head_dim": 32, "hidden_size": 128})
-    if name == "qwen3":
-        return transformers.Qwen3Config(**{**_LLAMA_LIKE, "num_key_value_heads": 1})
-    if name == "gemma2":
-        return transformers.Gemma2Config(
-            **{**_LLAMA_LIKE, "num_hidden_layers": 4},
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=16,
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=30.0,
-        )
-    if name == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=VOCAB_SIZE,
-            n_positions=MAX_POSITIONS,
-            n_embd=64,
-            n_layer=3,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    assert name == "opt"
-    return transformers.OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        word_embed_proj_dim=64,
-        ffn_dim=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=MAX_POSITIONS,
-        dropout=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-
-
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "opt")
-
-
-def save_model(name: str, folder: Path) -> Any:
-    """Make the model, save it in Hugging Face layout, and return it in float32."""
-    torch.manual_seed(ARCHITECTURES.index(name) + 1)
-    config = _config(name)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+def save_model(family: str | Family, folder: Path) -> Any:
+    """Make a family's model, save it in Hugging Face layout, and return it as transformers loads it, in float32."""
+    if isinstance(family, str):
+        family = FAMILIES[family]
+    torch.manual_seed(sum(family.model_type.encode()))
+    model = transformers.AutoModelForCausalLM.from_config(family.config(), dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -102,7 +39,7 @@ def save_model(name: str, folder: Path) -> Any:
             elif key.endswith("bias"):
                 parameter.normal_(std=0.1)
     model.save_pretrained(folder)
-    return model.eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 TRAINING_TEXT = [

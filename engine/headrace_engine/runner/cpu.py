@@ -60,7 +60,7 @@ class CPURunner:
     def kv_spec(self) -> KVSpec:
         return KVSpec(
             block_size=self._model.spec.block_size,
-            bytes_per_block=self._model.spec.bytes_per_block + (self._draft.spec.bytes_per_block if self._draft else 0),
+            bytes_per_block=self._model.bytes_per_block + (self._draft.bytes_per_block if self._draft else 0),
             default_memory=min(int(_available_memory() * _DEFAULT_KV_SHARE), _DEFAULT_KV_LIMIT),
         )
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner.attention.backend import AttentionSpec
 from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, rows_at
 from headrace_engine.runner.contracts import ModelInfo, StepBatch
 from headrace_engine.runner.paged_model import PagedModel
@@ -47,8 +46,8 @@ class DraftModel:
             )
 
     @property
-    def spec(self) -> AttentionSpec:
-        return self._model.spec
+    def bytes_per_block(self) -> int:
+        return self._model.bytes_per_block
 
     @property
     def info(self) -> ModelInfo:

@@ -10,12 +10,18 @@ import weakref
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner.attention.backend import AttentionSpec
+from headrace_engine.runner import rope
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +57,46 @@ def load_weights(config: ModelConfig, hf_config: Any, attention: Any) -> PreTrai
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model {config.model!r} cannot be loaded: {error}") from error
-    if not model._supports_attention_backend:
+    _check_class(config, type(model))  # code from the model's own folder is known only now
+    return model.eval()
+
+
+def check_architecture(config: ModelConfig, hf_config: Any) -> None:
+    """Refuse what the configuration alone rules out, before any weight is read.
+
+    Raises:
+        ModelLoadError: no decoder, or one whose attention cannot be paged.
+    """
+    if getattr(hf_config, "is_encoder_decoder", False):
         raise ModelLoadError(
-            f"model {config.model!r} is a {type(model).__name__}, whose attention cannot be replaced by a paged one "
+            f"model {config.model!r} is an encoder-decoder ({hf_config.model_type}); only decoders are served, "
+            "as cross attention has no paged form here"
+        )
+    if getattr(hf_config.get_text_config(), "attention_chunk_size", None):
+        raise ModelLoadError(
+            f"model {config.model!r} ({hf_config.model_type}) attends in chunks (attention_chunk_size), which paged "
+            "attention does not know"
+        )
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    if kind is not None:
+        _check_class(config, kind)
+    elif not config.trust_remote_code:
+        raise ModelLoadError(
+            f"model {config.model!r} is of type {hf_config.model_type!r}, which is no decoder that transformers knows"
+        )
+
+
+def _check_class(config: ModelConfig, kind: type[PreTrainedModel]) -> None:
+    if kind._is_stateful:
+        raise ModelLoadError(
+            f"model {config.model!r} is a {kind.__name__}, which keeps a recurrent state (Mamba, linear attention, "
+            "RWKV) that cannot be paged, chunked or preempted"
+        )
+    if not kind._supports_attention_backend:
+        raise ModelLoadError(
+            f"model {config.model!r} is a {kind.__name__}, whose attention cannot be replaced by a paged one "
             "(transformers' _supports_attention_backend is not set)"
         )
-    return model.eval()
 
 
 def _without_holding(method: Any) -> Any:
@@ -74,34 +114,31 @@ def _without_holding(method: Any) -> Any:
 def resolve_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    own = getattr(hf_config, "dtype", None)
+    own = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
     if isinstance(own, str):
         own = getattr(torch, own, None)
     return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.bfloat16
 
 
 def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
-    limit: int | None = getattr(hf_config, "max_position_embeddings", None)
+    """The option where it is given, else what the model is made for without length-dependent scaling."""
+    text_config = hf_config.get_text_config()
+    limit: int | None = getattr(text_config, "max_position_embeddings", None)
     if config.max_model_len is None:
         if limit is None:
             raise ConfigError(f"model {config.model!r} states no context length: set max_model_len")
+        unscaled = rope.unscaled_length(text_config)
+        if unscaled is not None and unscaled < limit:
+            logger.warning(
+                "max_model_len is %d, up to which the model needs no scaled positions; set it for up to %d",
+                unscaled,
+                limit,
+            )
+            return unscaled
         return limit
     if limit is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}")
     return config.max_model_len
-
-
-def attention_spec(hf_config: Any, block_size: int, dtype: torch.dtype) -> AttentionSpec:
-    num_heads: int = hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
-    return AttentionSpec(
-        num_layers=hf_config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=getattr(hf_config, "num_key_value_heads", None) or num_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtype,
-    )
 
 
 def eos_token_ids(model: PreTrainedModel, hf_config: Any) -> list[int]:

@@ -4,7 +4,9 @@ At the few rows of a decode step oneDNN otherwise reorders the weight at every c
 product itself.
 """
 
-from typing import cast
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,11 +37,57 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linear_layers(model: nn.Module) -> int:
-    """Replace every plain linear layer of the model; returns how many. Subclasses of nn.Linear are left alone."""
+class _Watched(nn.Linear):
+    """A linear layer that notices when somebody else reads its weight."""
+
+    read_by_others = False
+    _in_forward = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._in_forward = True
+        try:
+            return super().forward(x)
+        finally:
+            self._in_forward = False
+
+    def __getattribute__(self, name: str) -> Any:
+        # The parameter itself is found by nn.Module's __getattr__, so this sees every access to it.
+        if name == "weight" and not self._in_forward:
+            self.read_by_others = True
+        return super().__getattribute__(name)
+
+
+@contextmanager
+def watch_weights(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """While it lasts, find the linear layers whose weight the model's own code reads: those must not be packed.
+
+    The set is complete when the block ends.
+    """
+    found: set[nn.Module] = set()
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = _Watched
+    try:
+        yield found
+    finally:
+        for layer in layers:
+            if layer.read_by_others:
+                found.add(layer)
+                del layer.read_by_others
+            layer.__dict__.pop("_in_forward", None)
+            layer.__class__ = nn.Linear
+
+
+def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = ()) -> int:
+    """Replace every plain linear layer of the model but those of `keep`; returns how many.
+
+    Subclasses of nn.Linear are left alone.
+    """
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            if child in keep:
+                continue
             if type(child) is nn.Linear:
                 packed = PackedLinear(child.weight, child.bias)
             elif type(child) is Conv1D:  # GPT-2 keeps its weights transposed

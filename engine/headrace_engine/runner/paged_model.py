@@ -10,12 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace_engine.config import ModelConfig
-from headrace_engine.runner import models, packed_linear
+from headrace_engine.runner import models, packed_linear, probe, rope
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.lora.layers import LoRALayers
+from headrace_engine.runner.probe import ModelLayout
 
 
 class PagedModel:
@@ -30,12 +31,17 @@ class PagedModel:
         hf_config = models.load_config(config)
         dtype = models.resolve_dtype(config, hf_config)
         max_model_len = models.resolve_max_model_len(config, hf_config)
-        self.spec: AttentionSpec = models.attention_spec(hf_config, block_size, dtype)
-        self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec)
-        self._model: PreTrainedModel = models.load_weights(config, hf_config, self._attention)
+        models.check_architecture(config, hf_config)
         self._metadata: AttentionMetadata | None = None
+        self._next_layer = 0
+        self._model: PreTrainedModel = models.load_weights(config, hf_config, self._attention)
+        rope.fix_length_dependent_rope(self._model, config, max_model_len)
+        with packed_linear.watch_weights(self._model) as read_weights:
+            self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
+        self.spec = AttentionSpec(layers=self._layout.layers, block_size=block_size, dtype=dtype)
+        self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec)
         self.info = ModelInfo(
-            vocab_size=hf_config.vocab_size,
+            vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=models.eos_token_ids(self._model, hf_config),
             architecture=type(self._model).__name__,
@@ -44,9 +50,14 @@ class PagedModel:
             attention=self._backend.name,
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
-        self.num_packed = packed_linear.pack_linear_layers(self._model) if packed_linear.supports(dtype) else 0
+        packs = packed_linear.supports(dtype)
+        self.num_packed = packed_linear.pack_linear_layers(self._model, read_weights) if packs else 0
 
         self._lora: LoRALayers | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._backend.bytes_per_block
 
     def enable_lora(self, max_rank: int) -> LoRALayers:
         """Let requests run with adapters of at most this rank."""
@@ -60,17 +71,18 @@ class PagedModel:
         """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
         if self._lora is not None:
             self._lora.use(inputs)
-        self._metadata = inputs.metadata
+        self._metadata, self._next_layer = inputs.metadata, 0
+        keeps_logits = self._layout.keeps_logits
         try:
             logits: torch.Tensor = self._model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.positions[None],
                 use_cache=False,
-                logits_to_keep=inputs.logits_indices,
+                **({"logits_to_keep": inputs.logits_indices} if keeps_logits else {}),
             ).logits[0]
         finally:
             self._metadata = None
-        return logits
+        return logits if keeps_logits else logits[inputs.logits_indices]
 
     def _attention(
         self,
@@ -78,18 +90,18 @@ class PagedModel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,  # noqa: ARG002  # causality is the backend's
+        attention_mask: torch.Tensor | None,  # noqa: ARG002  # what a token sees was settled at load
         *,
         scaling: float | None = None,
-        sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """What transformers calls in every layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
         assert self._metadata is not None
-        layer = module.layer_idx
-        assert isinstance(layer, int)
+        layer = self._next_layer
+        assert module is self._layout.modules[layer], "a forward pass calls its layers in another order than at load"
+        self._next_layer += 1
         output = self._backend.forward(
             layer,
             query[0].transpose(0, 1),
@@ -97,7 +109,6 @@ class PagedModel:
             value[0].transpose(0, 1),
             self._metadata,
             scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-            window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
         )

@@ -30,23 +30,35 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """The shape of a model's attention, the same in all its layers."""
+class LayerSpec:
+    """The shape of one attention layer. Layers of one model may differ."""
 
-    num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    k_dim: int
+    """Size of a query or key head."""
+    v_dim: int
+    window: int | None = None
+    """A token sees that many tokens, itself included; None means all before it."""
+    kv_source: int | None = None
+    """The earlier layer whose K/V this one reads; None means that it has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """All attention layers of a model, in the order in which a forward pass computes them."""
+
+    layers: tuple[LayerSpec, ...]
     block_size: int
     dtype: torch.dtype
-
-    @property
-    def bytes_per_block(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
 
 class AttentionBackend(Protocol):
     name: str
+
+    @property
+    def bytes_per_block(self) -> int:
+        """K/V memory of one block over all layers."""
 
     def allocate(self, num_blocks: int) -> None:
         """Take the K/V memory of all layers."""
@@ -60,13 +72,12 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         *,
         scale: float,
-        window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write K/V of this step into the cache, then attend causally.
+        """Write K/V of this step into the cache, unless another layer's are read, then attend causally.
 
-        query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
-        `window`: a token sees that many tokens, itself included. `softcap` c: scores become c * tanh(score / c).
-        `sinks` [heads]: a logit without a value in each head's softmax.
+        query [tokens, heads, k_dim], key [tokens, kv_heads, k_dim], value [tokens, kv_heads, v_dim] -> [tokens, heads,
+        v_dim]. `softcap` c: scores become c * tanh(score / c). `sinks` [heads]: a logit without a value in each
+        head's softmax.
         """

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
+from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class _WriteArgs(ctypes.Structure):
 
 
 class NativeBackend:
-    """K memory `[blocks, kv_heads, head_dim, block_size]` and V `[blocks, kv_heads, block_size, head_dim]` a layer."""
+    """K memory `[blocks, kv_heads, k_dim, block_size]` and V `[blocks, kv_heads, block_size, v_dim]` a layer.
+
+    Rows of V are padded to whole vectors; what stands in the padding is never read into a result.
+    """
 
     name = "native"
 
@@ -63,26 +66,32 @@ class NativeBackend:
         """Why the kernel cannot serve this model on this machine; None when it can."""
         if spec.dtype not in _DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
-        if spec.block_size % _LANES or spec.head_dim % _LANES:
-            return (
-                f"block size {spec.block_size} and head dimension {spec.head_dim} must be multiples of {_LANES} tokens"
-            )
+        if spec.block_size % _LANES:
+            return f"block size {spec.block_size} is not a multiple of {_LANES} tokens"
         try:
             _library()
         except OSError as error:
             return str(error)
         return None
 
+    @property
+    def bytes_per_block(self) -> int:
+        own = (layer for layer in self._spec.layers if layer.kv_source is None)
+        elements = sum(layer.num_kv_heads * (layer.k_dim + _padded(layer.v_dim)) for layer in own)
+        return elements * self._spec.block_size * self._spec.dtype.itemsize
+
     def allocate(self, num_blocks: int) -> None:
-        spec = self._spec
-        heads = (num_blocks, spec.num_kv_heads)
-        # Pages are touched on first use only, so an unused budget costs no memory.
-        self._k_cache = [
-            torch.empty((*heads, spec.head_dim, spec.block_size), dtype=spec.dtype) for _ in range(spec.num_layers)
-        ]
-        self._v_cache = [
-            torch.empty((*heads, spec.block_size, spec.head_dim), dtype=spec.dtype) for _ in range(spec.num_layers)
-        ]
+        size, dtype = self._spec.block_size, self._spec.dtype
+        self._k_cache, self._v_cache = [], []
+        for layer in self._spec.layers:
+            if layer.kv_source is None:
+                heads = (num_blocks, layer.num_kv_heads)
+                # Pages are touched on first use only, so an unused budget costs no memory.
+                self._k_cache.append(torch.empty((*heads, layer.k_dim, size), dtype=dtype))
+                self._v_cache.append(torch.empty((*heads, size, _padded(layer.v_dim)), dtype=dtype))
+            else:
+                self._k_cache.append(self._k_cache[layer.kv_source])
+                self._v_cache.append(self._v_cache[layer.kv_source])
 
     def forward(
         self,
@@ -93,49 +102,29 @@ class NativeBackend:
         metadata: AttentionMetadata,
         *,
         scale: float,
-        window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        spec = self._spec
-        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        spec = self._spec.layers[layer]
+        query = query if query.stride(-1) == 1 else query.contiguous()
         k_cache, v_cache = self._k_cache[layer].data_ptr(), self._v_cache[layer].data_ptr()
-        self._library.headrace_write_kv(
-            ctypes.byref(
-                _WriteArgs(
-                    dtype=_DTYPES[spec.dtype],
-                    num_tokens=key.shape[0],
-                    num_kv_heads=spec.num_kv_heads,
-                    k_dim=spec.head_dim,
-                    v_dim=spec.head_dim,
-                    block_size=spec.block_size,
-                    key_token_stride=key.stride(0),
-                    key_head_stride=key.stride(1),
-                    value_token_stride=value.stride(0),
-                    value_head_stride=value.stride(1),
-                    key=key.data_ptr(),
-                    value=value.data_ptr(),
-                    k_cache=k_cache,
-                    v_cache=v_cache,
-                    slot_mapping=metadata.slot_mapping.data_ptr(),
-                )
-            )
-        )
-        output = torch.empty((query.shape[0], spec.num_heads, spec.head_dim), dtype=query.dtype)
+        if spec.kv_source is None:
+            self._write(spec, key, value, k_cache, v_cache, metadata.slot_mapping)
+        output = torch.empty((query.shape[0], spec.num_heads, spec.v_dim), dtype=query.dtype)
         sinks = None if sinks is None else sinks.float().contiguous()
         failed = self._library.headrace_attention(
             ctypes.byref(
                 _AttentionArgs(
-                    dtype=_DTYPES[spec.dtype],
+                    dtype=_DTYPES[self._spec.dtype],
                     num_heads=spec.num_heads,
                     num_kv_heads=spec.num_kv_heads,
-                    k_dim=spec.head_dim,
-                    v_dim=spec.head_dim,
-                    block_size=spec.block_size,
+                    k_dim=spec.k_dim,
+                    v_dim=spec.v_dim,
+                    block_size=self._spec.block_size,
                     num_sequences=metadata.seq_lens.shape[0],
                     num_threads=torch.get_num_threads(),
                     max_blocks=metadata.block_table.shape[1],
-                    window=window or 0,
+                    window=spec.window or 0,
                     scale=scale,
                     softcap=softcap or 0.0,
                     query_token_stride=query.stride(0),
@@ -155,6 +144,42 @@ class NativeBackend:
         if failed:
             raise MemoryError("no memory for the attention kernel's scratch space")
         return output
+
+    def _write(
+        self,
+        spec: LayerSpec,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: int,
+        v_cache: int,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
+        self._library.headrace_write_kv(
+            ctypes.byref(
+                _WriteArgs(
+                    dtype=_DTYPES[self._spec.dtype],
+                    num_tokens=key.shape[0],
+                    num_kv_heads=spec.num_kv_heads,
+                    k_dim=spec.k_dim,
+                    v_dim=spec.v_dim,
+                    block_size=self._spec.block_size,
+                    key_token_stride=key.stride(0),
+                    key_head_stride=key.stride(1),
+                    value_token_stride=value.stride(0),
+                    value_head_stride=value.stride(1),
+                    key=key.data_ptr(),
+                    value=value.data_ptr(),
+                    k_cache=k_cache,
+                    v_cache=v_cache,
+                    slot_mapping=slot_mapping.data_ptr(),
+                )
+            )
+        )
+
+
+def _padded(v_dim: int) -> int:
+    return -(-v_dim // _LANES) * _LANES
 
 
 @functools.cache

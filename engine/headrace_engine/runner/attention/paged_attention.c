@@ -4,7 +4,10 @@
  *
  *   k_cache  [num_blocks][kv_heads][k_dim][block_size]   keys of a block side by side, so that one vector holds the
  *                                                        same component of 16 keys and no horizontal sum is needed
- *   v_cache  [num_blocks][kv_heads][block_size][v_dim]
+ *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
+ *
+ * k_dim is free; a row of values is padded to whole vectors, and the padding, which may hold anything, ends in lanes of
+ * `mixed` that are never stored.
  *
  * One unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query
  * attention) and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of
@@ -51,6 +54,8 @@ typedef struct {
     void *k_cache, *v_cache;
     const int64_t *slot_mapping; /* [num_tokens] block * block_size + offset */
 } write_args;
+
+static inline int padded(int v_dim) { return (v_dim + LANES - 1) / LANES * LANES; }
 
 static inline float load_scalar(const void *base, int64_t index, int dtype) {
     if (dtype == FLOAT32) return ((const float *)base)[index];
@@ -130,14 +135,14 @@ static inline f32x tanh_vector(f32x x) { return 1.0f - 2.0f / (exp_vector(2.0f *
     }
 
 #define MIX_ROWS(ROWS)                                                                            \
-    for (int lane = 0; lane < v_dim; lane += LANES) {                                             \
+    for (int lane = 0; lane < v_stride; lane += LANES) {                                          \
         f32x sum[ROWS];                                                                           \
-        for (int i = 0; i < ROWS; i++) sum[i] = *(f32x *)(mixed + (row + i) * v_dim + lane);      \
+        for (int i = 0; i < ROWS; i++) sum[i] = *(f32x *)(mixed + (row + i) * v_stride + lane);   \
         for (int j = 0; j < num_keys; j++) {                                                      \
-            f32x values = load_vector(v, (int64_t)j * v_dim + lane, dtype);                       \
+            f32x values = load_vector(v, (int64_t)j * v_stride + lane, dtype);                    \
             for (int i = 0; i < ROWS; i++) sum[i] += scores[(row + i) * block_size + j] * values; \
         }                                                                                         \
-        for (int i = 0; i < ROWS; i++) *(f32x *)(mixed + (row + i) * v_dim + lane) = sum[i];      \
+        for (int i = 0; i < ROWS; i++) *(f32x *)(mixed + (row + i) * v_stride + lane) = sum[i];   \
     }
 
 static inline __attribute__((always_inline)) void
@@ -149,7 +154,7 @@ score_block(const float *queries, const void *k, float *scores, int rows, int k_
 }
 
 static inline __attribute__((always_inline)) void
-mix_block(const float *scores, const void *v, float *mixed, int rows, int v_dim, int block_size, int num_keys, int dtype) {
+mix_block(const float *scores, const void *v, float *mixed, int rows, int v_stride, int block_size, int num_keys, int dtype) {
     int row = 0;
     for (; row + 4 <= rows; row += 4) MIX_ROWS(4)
     for (; row + 3 <= rows; row += 3) MIX_ROWS(3)
@@ -183,7 +188,7 @@ soften_row(const attention_args *a, float *scores, int position, int first_key, 
     if (new_most > *most) {
         float shrink = expf(*most - new_most);
         *total *= shrink;
-        for (int d = 0; d < a->v_dim; d += LANES) *(f32x *)(mixed + d) *= shrink;
+        for (int d = 0; d < padded(a->v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
         *most = new_most;
     }
     *total += sum_lanes(sum);
@@ -192,9 +197,9 @@ soften_row(const attention_args *a, float *scores, int position, int first_key, 
 static inline __attribute__((always_inline)) void
 attend(const attention_args *a, int sequence, int first_token, int num_tokens, int kv_head, float *scratch, int dtype) {
     int group = a->num_heads / a->num_kv_heads, rows = num_tokens * group;
-    int block_size = a->block_size, k_dim = a->k_dim, v_dim = a->v_dim;
+    int block_size = a->block_size, k_dim = a->k_dim, v_dim = a->v_dim, v_stride = padded(v_dim);
     float *queries = scratch, *scores = queries + (int64_t)rows * k_dim, *mixed = scores + (int64_t)rows * block_size;
-    float *most = mixed + (int64_t)rows * v_dim, *total = most + rows;
+    float *most = mixed + (int64_t)rows * v_stride, *total = most + rows;
     int first_position = a->seq_lens[sequence] - (a->query_start[sequence + 1] - first_token);
     int last_position = first_position + num_tokens - 1;
 
@@ -205,7 +210,7 @@ attend(const attention_args *a, int sequence, int first_token, int num_tokens, i
         most[row] = a->sinks ? a->sinks[head] : MASKED;
         total[row] = a->sinks ? 1.0f : 0.0f;
     }
-    memset(mixed, 0, sizeof(float) * rows * v_dim);
+    memset(mixed, 0, sizeof(float) * rows * v_stride);
 
     const int32_t *table = a->block_table + (int64_t)a->table_rows[sequence] * a->max_blocks;
     int oldest = a->window > 0 && first_position - a->window + 1 > 0 ? first_position - a->window + 1 : 0;
@@ -213,20 +218,20 @@ attend(const attention_args *a, int sequence, int first_token, int num_tokens, i
         int64_t tile = (int64_t)table[index] * a->num_kv_heads + kv_head;
         int64_t element = dtype == FLOAT32 ? 4 : 2;
         const void *k = (const char *)a->k_cache + tile * k_dim * block_size * element;
-        const void *v = (const char *)a->v_cache + tile * v_dim * block_size * element;
+        const void *v = (const char *)a->v_cache + tile * v_stride * block_size * element;
         int first_key = index * block_size;
         int num_keys = last_position - first_key + 1 < block_size ? last_position - first_key + 1 : block_size;
         score_block(queries, k, scores, rows, k_dim, block_size, dtype);
         for (int row = 0; row < rows; row++)
             soften_row(a, scores + row * block_size, first_position + row / group, first_key, most + row, total + row,
-                       mixed + row * v_dim);
-        mix_block(scores, v, mixed, rows, v_dim, block_size, num_keys, dtype);
+                       mixed + row * v_stride);
+        mix_block(scores, v, mixed, rows, v_stride, block_size, num_keys, dtype);
     }
     for (int row = 0; row < rows; row++) {
         int token = first_token + row / group, head = kv_head * group + row % group;
         int64_t base = ((int64_t)token * a->num_heads + head) * v_dim;
         float inverse = 1.0f / total[row];
-        for (int d = 0; d < v_dim; d++) store_scalar(a->output, base + d, mixed[row * v_dim + d] * inverse, dtype);
+        for (int d = 0; d < v_dim; d++) store_scalar(a->output, base + d, mixed[row * v_stride + d] * inverse, dtype);
     }
 }
 
@@ -245,7 +250,7 @@ int headrace_attention(const attention_args *a) {
     int failed = 0;
 #pragma omp parallel num_threads(a->num_threads)
     {
-        int64_t floats = (int64_t)run * group * (a->k_dim + a->v_dim + a->block_size + 2);
+        int64_t floats = (int64_t)run * group * (a->k_dim + padded(a->v_dim) + a->block_size + 2);
         float *scratch = malloc(sizeof(float) * floats);
         if (!scratch) {
 #pragma omp atomic write
@@ -288,7 +293,7 @@ void headrace_write_kv(const write_args *a) {
                 for (int d = 0; d < a->k_dim; d++) target[(int64_t)d * a->block_size] = source[d];
             }
             from = token * a->value_token_stride + head * a->value_head_stride;
-            to = (tile * a->block_size + offset) * a->v_dim;
+            to = (tile * a->block_size + offset) * padded(a->v_dim);
             memcpy((char *)a->v_cache + to * element, (const char *)a->value + from * element, a->v_dim * element);
         }
     }

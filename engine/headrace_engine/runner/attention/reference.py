@@ -6,7 +6,7 @@ from headrace_engine.runner.attention.backend import AttentionMetadata, Attentio
 
 
 class ReferenceBackend:
-    """K/V memory `[blocks, block_size, kv_heads, head_dim]` a layer; one sequence after the other."""
+    """K/V memory `[slots, kv_heads, k_dim or v_dim]` a layer; one sequence after the other."""
 
     name = "torch"
 
@@ -15,11 +15,22 @@ class ReferenceBackend:
         self._k_cache: list[torch.Tensor] = []
         self._v_cache: list[torch.Tensor] = []
 
+    @property
+    def bytes_per_block(self) -> int:
+        own = (layer for layer in self._spec.layers if layer.kv_source is None)
+        elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own)
+        return elements * self._spec.block_size * self._spec.dtype.itemsize
+
     def allocate(self, num_blocks: int) -> None:
-        spec = self._spec
-        shape = (num_blocks * spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._k_cache = [torch.zeros(shape, dtype=spec.dtype) for _ in range(spec.num_layers)]
-        self._v_cache = [torch.zeros(shape, dtype=spec.dtype) for _ in range(spec.num_layers)]
+        num_slots, dtype = num_blocks * self._spec.block_size, self._spec.dtype
+        self._k_cache, self._v_cache = [], []
+        for layer in self._spec.layers:
+            if layer.kv_source is None:
+                self._k_cache.append(torch.zeros((num_slots, layer.num_kv_heads, layer.k_dim), dtype=dtype))
+                self._v_cache.append(torch.zeros((num_slots, layer.num_kv_heads, layer.v_dim), dtype=dtype))
+            else:
+                self._k_cache.append(self._k_cache[layer.kv_source])
+                self._v_cache.append(self._v_cache[layer.kv_source])
 
     def forward(
         self,
@@ -30,14 +41,15 @@ class ReferenceBackend:
         metadata: AttentionMetadata,
         *,
         scale: float,
-        window: int | None,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        spec = self._spec.layers[layer]
         k_cache, v_cache = self._k_cache[layer], self._v_cache[layer]
-        k_cache[metadata.slot_mapping] = key
-        v_cache[metadata.slot_mapping] = value
-        output = torch.empty_like(query)
+        if spec.kv_source is None:
+            k_cache[metadata.slot_mapping] = key
+            v_cache[metadata.slot_mapping] = value
+        output = query.new_empty((*query.shape[:-1], spec.v_dim))
         starts = metadata.query_start.tolist()
         for index, (length, row) in enumerate(
             zip(metadata.seq_lens.tolist(), metadata.table_rows.tolist(), strict=True)
@@ -45,7 +57,13 @@ class ReferenceBackend:
             tokens = slice(starts[index], starts[index + 1])
             slots = self._slots(metadata.block_table[row], length)
             output[tokens] = _attend(
-                query[tokens], k_cache[slots], v_cache[slots], scale=scale, window=window, softcap=softcap, sinks=sinks
+                query[tokens],
+                k_cache[slots],
+                v_cache[slots],
+                scale=scale,
+                window=spec.window,
+                softcap=softcap,
+                sinks=sinks,
             )
         return output
 
@@ -65,7 +83,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One sequence: query [q, heads, d] are the last q of the [k, kv_heads, d] keys' positions."""
+    """One sequence: query [q, heads, k_dim] are the last q of the [k, kv_heads, k_dim] keys' positions."""
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads

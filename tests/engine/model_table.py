@@ -1,0 +1,66 @@
+"""`docs/models.md`, made from what the tests of the model families prove."""
+
+from __future__ import annotations
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from engine.model_families import FAMILIES, REFUSED, Family
+
+_INTRODUCTION = """\
+# Models
+
+Written by `tests/engine/test_model_families.py`; do not edit.
+
+The engine runs transformers' own modelling code, so a decoder needs no support here. What the engine must know of a
+model (heads, head sizes, windows, shared keys, merged experts) it sees by running it twice on a few tokens at load,
+and what it could not compute exactly as transformers does it refuses, with the reason, before the first request.
+
+## Tested
+
+Tiny random models in float32: with prompts cut into chunks, preemptions and prefix-cache hits forced, each generates
+token for token what `transformers.generate` does for each request alone.
+
+| type | class | special |
+|---|---|---|
+"""
+_REFUSED = """
+## Refused
+
+| type | because of | error |
+|---|---|---|
+"""
+_BY_CLASS = """
+## Every other decoder of transformers
+
+Their class alone rules these out, with the same errors (recurrent state, encoder-decoder, or no attention interface):
+{ruled_out}.
+
+These have the attention interface and are loaded unless the look at load refuses them, but no test here runs them:
+{untested}.
+"""
+
+
+def render() -> str:
+    """The whole document. Takes seconds: it imports every decoder of transformers."""
+    tested = "".join(f"| {_type(name, f)} | {_class_name(f)} | {f.special} |\n" for name, f in sorted(FAMILIES.items()))
+    refused = "".join(
+        f"| {_type(name, f)} | {f.special} | {f.reason.format(model='...')} |\n" for name, f in sorted(REFUSED.items())
+    )
+    known = {f.model_type for f in (*FAMILIES.values(), *REFUSED.values())}
+    others = {True: [], False: []}  # type: dict[bool, list[str]]
+    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if config_class.model_type not in known:
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+            others[kind._supports_attention_backend and not kind._is_stateful].append(f"`{config_class.model_type}`")
+    lists = _BY_CLASS.format(
+        ruled_out=", ".join(sorted(set(others[False]))), untested=", ".join(sorted(set(others[True])))
+    )
+    return _INTRODUCTION + tested + _REFUSED + refused + lists
+
+
+def _type(name: str, family: Family) -> str:
+    return f"`{family.model_type}`" if name == family.model_type else f"`{family.model_type}` ({name})"
+
+
+def _class_name(family: Family) -> str:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family.model_type]].__name__

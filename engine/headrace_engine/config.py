@@ -11,6 +11,7 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.speculative_config import SpeculativeConfig
+from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class ModelConfig:
     dtype: str = "auto"
     """auto (the checkpoint's own), float32 or bfloat16."""
     device: str = "auto"
-    """auto or cpu."""
+    """auto, cpu, or one of `STATIC_DEVICES`."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; None takes the model's own limit."""
     trust_remote_code: bool = False
@@ -84,6 +85,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     lora: LoRAConfig | None = None
     """None: the engine serves no adapters."""
+    static: StaticConfig = field(default_factory=StaticConfig)
     runner: str = "headrace_engine.runner.loader:create_runner"
     """Import path of the function that makes the runner from this config."""
 
@@ -101,6 +103,7 @@ class EngineConfig:
             scheduler=SchedulerConfig(**values["scheduler"]),
             speculative=SpeculativeConfig(**values["speculative"]) if values["speculative"] else None,
             lora=lora,
+            static=StaticConfig(**values["static"]),
             runner=values["runner"],
         )
 
@@ -139,6 +142,10 @@ class EngineArgs:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     """None means max_loras."""
+    prefill_buckets: list[int] | None = None
+    """This and the next two: see `StaticConfig`."""
+    decode_buckets: list[int] | None = None
+    context_buckets: list[int] | None = None
 
     def create_engine_config(self) -> EngineConfig:
         problems = self._problems()
@@ -162,6 +169,7 @@ class EngineArgs:
                 SpeculativeConfig.from_map(self.speculative_config) if self.speculative_config is not None else None
             ),
             lora=self._lora_config() if self.enable_lora else None,
+            static=_pick(StaticConfig, self),
         )
 
     def _lora_config(self) -> LoRAConfig:
@@ -173,7 +181,7 @@ class EngineArgs:
             f"{name} is {getattr(self, name)!r}, allowed are {', '.join(allowed)}"
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
-                ("device", ("auto", "cpu")),
+                ("device", ("auto", "cpu", *STATIC_DEVICES)),
                 ("attention_backend", ("auto", "native", "torch")),
                 ("scheduling_policy", ("fcfs", "priority")),
             )
@@ -206,6 +214,7 @@ class EngineArgs:
             problems.append("model is empty, expected a model folder or a hub name")
         if self.speculative_config is not None:
             problems += SpeculativeConfig.problems(self.speculative_config)
+        problems += StaticConfig.problems(self, self.device)
         return problems
 
 

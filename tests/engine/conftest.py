@@ -46,13 +46,20 @@ def llama(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
     return tiny_model("llama")
 
 
+@pytest.fixture(scope="module")
+def device() -> str:
+    """What engines run on; a test file that is to run on several devices overrides it."""
+    return "auto"
+
+
 @pytest.fixture
-def make_engine(llama: TinyModel) -> Iterator[Callable[..., LLMEngine]]:
+def make_engine(llama: TinyModel, device: str) -> Iterator[Callable[..., LLMEngine]]:
     """Step-by-step engines on the tiny Llama; closed afterwards."""
     engines: list[LLMEngine] = []
 
     def make(*, core_in_process: bool = True, **options: Any) -> LLMEngine:
-        args = EngineArgs(model=llama.folder, **{"dtype": "float32", "num_blocks": 80, "block_size": 16, **options})
+        defaults: dict[str, Any] = {"device": device, "dtype": "float32", "num_blocks": 80, "block_size": 16}
+        args = EngineArgs(model=llama.folder, **{**defaults, **options})
         engines.append(LLMEngine.from_engine_args(args, core_in_process=core_in_process))
         return engines[-1]
 

@@ -29,9 +29,14 @@ pytestmark = pytest.mark.torch
 MakeEngine = Callable[..., LLMEngine]
 
 
+@pytest.fixture(scope="module", params=["cpu", "static-cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def llm(llama: TinyModel) -> Iterator[LLM]:
-    made = LLM(llama.folder, dtype="float32", num_blocks=80, block_size=16)
+def llm(llama: TinyModel, device: str) -> Iterator[LLM]:
+    made = LLM(llama.folder, device=device, dtype="float32", num_blocks=80, block_size=16)
     yield made
     made.close()
 

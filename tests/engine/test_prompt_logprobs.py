@@ -23,6 +23,11 @@ PROMPTS = [[DRAW.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in 
 COUNT = 3
 
 
+@pytest.fixture(scope="module", params=["cpu", "static-cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @torch.inference_mode()
 def expected(model: TinyModel, prompt: list[int]) -> torch.Tensor:
     """[tokens, vocabulary]: of what follows each token."""

@@ -171,7 +171,7 @@ class Scheduler:
     def _chunk_limit(self, request: Request) -> int:
         if request.prompt_logprobs is None:
             return self._max_chunk
-        return min(self._max_chunk, _MAX_PROMPT_LOGPROBS_CHUNK)
+        return min(self._max_chunk, _MAX_PROMPT_LOGPROBS_CHUNK) if self._capabilities.logits_of_every_token else 1
 
     def _may_prefill(self, plan: "_Plan") -> bool:
         limit = self._capabilities.max_prefills_per_step

@@ -96,6 +96,9 @@ class Capabilities:
     """Allowed prefill chunk lengths in tokens (shorter chunks are padded by the runner); None means any."""
     max_batch: int | None = None
     """Most requests in one step."""
+    logits_of_every_token: bool = True
+    """False: only of a request's last token in a step. Prompts whose log-probabilities are wanted are then computed
+    token by token."""
     verifies_drafts: bool = False
     """Draws at several positions of a request in one step (`StepBatch.draft_token_ids`)."""
     lora: bool = False

@@ -4,14 +4,22 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.contracts import ModelRunner
 from headrace_engine.runner.cpu import CPURunner
+from headrace_engine.static_config import STATIC_DEVICES
 
 
 def create_runner(config: EngineConfig) -> ModelRunner:
     """The runner that the config's device asks for; its model is not loaded yet.
 
     Raises:
-        ConfigError: no runner serves this device.
+        ConfigError: no runner serves this device, or the device is not there.
     """
-    if config.model.device not in ("auto", "cpu"):
-        raise ConfigError(f"device {config.model.device!r} is not supported; allowed are auto and cpu")
+    device = config.model.device
+    if device in STATIC_DEVICES:
+        from headrace_engine.runner.static.loader import create_static_runner
+
+        return create_static_runner(config)
+    if device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device {device!r} is not supported; allowed are {', '.join(('auto', 'cpu', *STATIC_DEVICES))}"
+        )
     return CPURunner(config)

@@ -1,0 +1,43 @@
+"""Flavours that go through `torch.compile`: Dynamo traces the step once a shape, and a backend makes a graph of it."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.registry import lookup_backend
+from torch.fx import GraphModule
+
+from headrace_engine.runner.static.flavour import Step
+
+
+class Compiled:
+    """A device whose Dynamo backend is called `backend`; subclasses say how to find out that it is there."""
+
+    name: str
+    backend: str
+    device: torch.device
+
+    def __init__(self) -> None:
+        self._num_graphs = 0
+
+    def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:
+        # Dynamo gives up after 8 graphs of one function unless told otherwise. Runners of one process share the limit.
+        dynamo_config.recompile_limit += num_shapes
+        dynamo_config.accumulated_recompile_limit += num_shapes
+        compiled: Step = torch.compile(step.forward, backend=self._build, fullgraph=True, dynamic=False)
+        return compiled
+
+    def _build(self, module: GraphModule, inputs: list[torch.Tensor]) -> Any:
+        """What `torch.compile(backend=self.backend)` would call, and a count."""
+        self._num_graphs += 1
+        return lookup_backend(self.backend)(module, inputs)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def num_graphs(self) -> int:
+        return self._num_graphs
+
+    def sealed(self) -> AbstractContextManager[object]:
+        return torch.compiler.set_stance("fail_on_recompile")

@@ -1,0 +1,208 @@
+"""`StaticPagedRunner`: one static-shape step for every device whose compiler wants to know all shapes beforehand.
+
+The core sees a runner like any other. Inside, each step is padded to one of the shapes that warm-up compiled, and
+tokens are drawn on the device; logits come to the host only for a row that asks for what the graph does not compute.
+"""
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.errors import ConfigError
+from headrace_engine.lora_request import LoRARequest
+from headrace_engine.runner import models
+from headrace_engine.runner.batch import RequestBatch, StepInputs
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
+from headrace_engine.runner.request_processors import ProcessorSet
+from headrace_engine.runner.sampler import SamplingRow, prompt_logprobs, sample
+from headrace_engine.runner.static.decoder import StaticDecoder
+from headrace_engine.runner.static.flavour import Flavour, Step
+from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
+from headrace_engine.runner.static.sampling import needs_host
+from headrace_engine.runner.static.shapes import ShapeGrid
+from headrace_engine.runner.static.weights import eos_token_ids, load_decoder
+
+logger = logging.getLogger(__name__)
+
+
+class StaticPagedRunner:
+    """Implements `ModelRunner` with a fixed set of compiled shapes.
+
+    Raises:
+        ConfigError: the device is not there, or an option does not fit it.
+    """
+
+    def __init__(self, config: EngineConfig, flavour: Flavour) -> None:
+        flavour.probe()
+        self._config = config
+        self._flavour = flavour
+        self._decoder: StaticDecoder
+        self._step: Step
+        self._grid: ShapeGrid
+        self._batch: RequestBatch
+        self.info: ModelInfo
+
+    def load_model(self) -> ModelInfo:
+        started = time.perf_counter()
+        config = self._config.model
+        hf_config = models.load_config(config)
+        dtype = models.resolve_dtype(config, hf_config)
+        max_model_len = models.resolve_max_model_len(config, hf_config)
+        self._grid = ShapeGrid(self._config, max_model_len)
+        self._decoder = load_decoder(
+            config, hf_config, dtype=dtype, max_positions=max_model_len, device=self._flavour.device
+        )
+        self.info = ModelInfo(
+            vocab_size=hf_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids(config.model, hf_config),
+            architecture=hf_config.architectures[0],
+            dtype=str(dtype).removeprefix("torch."),
+            device=self._flavour.name,
+            attention="static paged",
+            num_parameters=sum(parameter.numel() for parameter in self._decoder.parameters()),
+        )
+        logger.info(
+            "loaded %s on %s: %.0f M parameters, %s, %.1f s",
+            self.info.architecture,
+            self.info.device,
+            self.info.num_parameters / 1e6,
+            self.info.dtype,
+            time.perf_counter() - started,
+        )
+        return self.info
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            mixed_batches=False,
+            max_prefills_per_step=1,
+            chunk_sizes=self._grid.prefill,
+            max_batch=self._grid.decode[-1],
+            logits_of_every_token=False,
+        )
+
+    def kv_spec(self) -> KVSpec:
+        block_size = self._config.cache.block_size
+        attention: Any = self._decoder.model.layers[0].self_attn
+        keys = attention.k_proj.weight
+        free = self._flavour.free_memory()
+        cache = self._config.cache
+        if free is None and cache.kv_cache_memory is None and cache.num_blocks is None:
+            raise ConfigError(f"device {self._flavour.name} does not tell its free memory: set kv_cache_memory")
+        return KVSpec(
+            block_size=block_size,
+            bytes_per_block=2 * len(self._decoder.model.layers) * block_size * keys.shape[0] * keys.element_size(),
+            default_memory=free or 0,
+        )
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        block_size = self._config.cache.block_size
+        self._decoder.allocate(num_blocks, block_size, self._flavour.device)
+        blocks_per_seq = -(-self.info.max_model_len // block_size)
+        self._batch = RequestBatch(
+            self._config.scheduler.max_num_seqs, blocks_per_seq, block_size, ProcessorSet(self._config)
+        )
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile every shape, so that no request ever waits for a compiler."""
+        shapes = self._grid.shapes()
+        self._step = self._flavour.compile(self._decoder, len(shapes))
+        logger.info("compiling %d shapes for %s", len(shapes), self._flavour.name)
+        started = time.perf_counter()
+        for number, shape in enumerate(shapes, 1):
+            begun = time.perf_counter()
+            choice, _ = self._run(empty_inputs(shape))
+            self._flavour.to_host(choice)
+            logger.info("compiled %d of %d: %s, %.1f s", number, len(shapes), shape, time.perf_counter() - begun)
+        self.warm_up_seconds = time.perf_counter() - started
+        logger.info(
+            "%d shapes, %d graphs compiled in %.1f s", len(shapes), self._flavour.num_graphs(), self.warm_up_seconds
+        )
+
+    @torch.no_grad()
+    def execute_model(self, batch: StepBatch) -> StepOutput:
+        started = time.perf_counter()
+        self._batch.update(batch)
+        if not batch.num_scheduled_tokens:
+            return StepOutput(sampled_token_ids={})
+        packed = self._batch.prepare(batch)
+        sampling = self._batch.sampling_rows(packed)
+        places = self._places(batch, packed)
+        shape = self._grid.choose(
+            len(batch.num_scheduled_tokens),
+            max(batch.num_scheduled_tokens.values()),
+            int(packed.metadata.seq_lens.max()),
+        )
+        rows: list[SamplingRow | None] = [None] * len(batch.num_scheduled_tokens)
+        for place, row in zip(places, sampling, strict=True):
+            rows[place] = row
+        inputs = pad(packed, rows, shape, self._config.cache.block_size, self.info.vocab_size)
+        prepared = time.perf_counter()
+        with self._flavour.sealed():
+            choice, logits = self._run(inputs)
+        on_host = self._flavour.to_host(choice)
+        forwarded = time.perf_counter()
+        drawn, logprobs = self._take(on_host, logits, places, sampling)
+        accepted, errors = self._batch.accept(packed, drawn)
+        return StepOutput(
+            sampled_token_ids=accepted,
+            logprobs=packed.by_request(logprobs, accepted) if logprobs else {},
+            prompt_logprobs=self._prompt_logprobs(logits, batch, packed) if packed.prompt_targets else {},
+            errors=errors,
+            phase_seconds={
+                "prepare": prepared - started,
+                "forward": forwarded - prepared,
+                "sample": time.perf_counter() - forwarded,
+            },
+        )
+
+    def _places(self, batch: StepBatch, packed: StepInputs) -> list[int]:
+        """The row of each request that gets a token."""
+        sampled = set(packed.sampled_ids)
+        return [row for row, request_id in enumerate(batch.num_scheduled_tokens) if request_id in sampled]
+
+    def _run(self, inputs: StaticInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._flavour.device
+        return self._step(inputs.tokens.to(device), inputs.rows.to(device), inputs.knobs.to(device))
+
+    def _take(
+        self, choice: torch.Tensor, logits: torch.Tensor, places: list[int], sampling: list[SamplingRow]
+    ) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The device's tokens; the host draws where a row wants it, and where the device's candidates were too few."""
+        drawn, exact = choice.tolist()
+        token_ids = [drawn[place] for place in places]
+        by_host = [i for i, place in enumerate(places) if not exact[place] or needs_host(sampling[i])]
+        if not by_host:
+            return token_ids, {}
+        rows = self._flavour.to_host(logits)[[places[i] for i in by_host]]
+        found, logprobs = sample(rows, [sampling[i] for i in by_host])
+        for i, token_id in zip(by_host, found, strict=True):
+            token_ids[i] = token_id
+        return token_ids, {by_host[index]: entry for index, entry in logprobs.items()}
+
+    def _prompt_logprobs(
+        self, logits: torch.Tensor, batch: StepBatch, packed: StepInputs
+    ) -> dict[str, list[TokenLogprobs]]:
+        """The scheduler computes such prompts token by token, so each row's logits are those of its only token."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        rows = self._flavour.to_host(logits)
+        for place, request_id in enumerate(batch.num_scheduled_tokens):
+            targets = packed.prompt_targets.get(request_id)
+            if targets:
+                count = self._batch.requests[request_id].params.prompt_logprobs
+                assert count is not None and len(targets) == 1
+                found[request_id] = prompt_logprobs(rows[place : place + 1], targets, count)
+        return found
+
+    def load_lora(self, version: int, request: LoRARequest) -> None:  # noqa: ARG002
+        raise AssertionError("the core refuses adapters for a runner that says it serves none")
+
+    def unload_lora(self, version: int) -> None:  # noqa: ARG002
+        raise AssertionError("the core refuses adapters for a runner that says it serves none")
+
+    def shutdown(self) -> None:
+        """Nothing outlives the process."""

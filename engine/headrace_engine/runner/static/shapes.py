@@ -1,0 +1,102 @@
+"""The grid of shapes that a static device compiles, and the choice of one for a step. Imports no torch.
+
+Two families of graphs come from one function: prefill (one request x a chunk of tokens) and decode (several requests
+x one token), each crossed with the number of KV blocks that attention reads:
+
+    rows    1 ........ 1    1   2   4 ... max_num_seqs
+    tokens  128 .. 2048     1 ................... 1
+    blocks  each of the context buckets / block_size
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.errors import ConfigError
+
+_PREFILL_BUCKETS = (128, 512, 2048)
+_CONTEXT_BUCKETS = (512, 2048, 8192)
+# Attention over a multiple of this many positions fills the 128 partitions of a NeuronCore's memory.
+_PARTITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One graph: `rows` requests of `tokens` tokens each, attending to `blocks` KV blocks each."""
+
+    rows: int
+    tokens: int
+    blocks: int
+
+    @property
+    def phase(self) -> Literal["prefill", "decode"]:
+        return "decode" if self.tokens == 1 else "prefill"
+
+    def __str__(self) -> str:
+        return f"{self.phase} of {self.rows} x {self.tokens} tokens over {self.blocks} blocks"
+
+
+class ShapeGrid:
+    """All shapes that are compiled.
+
+    Args:
+        config: buckets come from `config.static`; those that are not given are chosen.
+        max_model_len: tokens of prompt and output that one request may have.
+
+    Raises:
+        ConfigError: naming each bucket that does not fit the other limits.
+    """
+
+    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+        given, scheduler, block_size = config.static, config.scheduler, config.cache.block_size
+        longest_chunk = min(scheduler.max_num_batched_tokens, max_model_len)
+        self.prefill = given.prefill_buckets or _up_to(_PREFILL_BUCKETS, longest_chunk)
+        most_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self.decode = given.decode_buckets or _up_to([2**i for i in range(most_rows.bit_length())], most_rows)
+        contexts = given.context_buckets or [
+            -(-context // _PARTITIONS) * _PARTITIONS for context in _up_to(_CONTEXT_BUCKETS, max_model_len)
+        ]
+        problems = [
+            f"prefill bucket {bucket} is more than max_num_batched_tokens, which is {scheduler.max_num_batched_tokens}"
+            for bucket in self.prefill
+            if bucket > scheduler.max_num_batched_tokens
+        ]
+        problems += [
+            f"decode bucket {bucket} is more than max_num_seqs, which is {scheduler.max_num_seqs}"
+            for bucket in self.decode
+            if bucket > scheduler.max_num_seqs
+        ]
+        if contexts[-1] < max_model_len:
+            problems.append(f"the largest context bucket is {contexts[-1]}, must hold max_model_len={max_model_len}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        self.blocks = sorted({-(-context // block_size) for context in contexts})
+        self._block_size = block_size
+
+    def shapes(self) -> list[Shape]:
+        """Every shape that `choose` can return, prefill first, small before large."""
+        found = [
+            Shape(1, tokens, blocks)
+            for shorter, tokens in zip([1, *self.prefill], self.prefill, strict=False)
+            for blocks in self.blocks
+            # one token is a decode; and a context that a shorter chunk fills holds none that needs this bucket
+            if tokens > 1 and blocks * self._block_size > shorter
+        ]
+        return found + [Shape(rows, 1, blocks) for rows in self.decode for blocks in self.blocks]
+
+    def choose(self, num_rows: int, num_tokens: int, context: int) -> Shape:
+        """The smallest shape for `num_rows` requests of up to `num_tokens` tokens, the longest at `context`."""
+        assert num_rows == 1 or num_tokens == 1, "prefill and decode share a step"
+        blocks = _smallest(self.blocks, -(-context // self._block_size))
+        if num_tokens == 1:
+            return Shape(_smallest(self.decode, num_rows), 1, blocks)
+        return Shape(1, _smallest(self.prefill, num_tokens), blocks)
+
+
+def _up_to(buckets: Sequence[int], limit: int) -> list[int]:
+    return [*(bucket for bucket in buckets if bucket < limit), limit]
+
+
+def _smallest(buckets: Sequence[int], needed: int) -> int:
+    return next(bucket for bucket in buckets if bucket >= needed)

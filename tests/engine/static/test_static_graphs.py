@@ -1,0 +1,132 @@
+"""One graph a shape, all of them static, none with an operator that Neuron refuses, and none compiled while serving."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_parity import references, workload
+from engine.tiny_models import VOCAB_SIZE, TinyModel
+from headrace_engine.config import EngineArgs
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.static.inputs import empty_inputs
+from headrace_engine.runner.static.runner import StaticPagedRunner
+from headrace_engine.runner.static.shapes import Shape
+from headrace_engine.runner.static.tracing import BANNED, Graph, TracingCPU
+from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.torch
+
+
+class Traced:
+    """A core on the static runner, compiled by the backend that keeps what it is given."""
+
+    def __init__(self, model: TinyModel, **options: Any) -> None:
+        args: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_model_len": 112, **options}
+        config = EngineArgs(model=model.folder, device="static-cpu", **args).create_engine_config()
+        self.flavour = TracingCPU()
+        self.runner = StaticPagedRunner(config, self.flavour)
+        self.core = EngineCore(config, self.runner)
+        self.tokens: dict[str, list[int]] = {}
+
+    def add(self, name: str, prompt: list[int], seed: int = 0, **params: Any) -> None:
+        sampling = SamplingParams(ignore_eos=True, **params)
+        self.core.add_request(
+            EngineCoreRequest(request_id=name, prompt_token_ids=prompt, sampling_params=sampling, seed=seed)
+        )
+        self.tokens[name] = []
+
+    def step(self) -> None:
+        for news in self.core.step().outputs:
+            self.tokens[news.request_id] += news.new_token_ids
+
+    def finish(self) -> None:
+        while self.core.has_work():
+            self.step()
+
+
+@pytest.fixture(scope="module")
+def llama_traced(llama: TinyModel) -> Traced:
+    buckets = {"prefill_buckets": [16, 64], "decode_buckets": [1, 8], "context_buckets": [48, 112]}
+    return Traced(llama, num_blocks=30, max_num_seqs=8, **buckets)
+
+
+@pytest.fixture(scope="module")
+def mistral_traced(tiny_model: Callable[[str], TinyModel]) -> Traced:
+    buckets = {"prefill_buckets": [32], "decode_buckets": [8], "context_buckets": [112]}
+    return Traced(tiny_model("mistral"), num_blocks=80, max_num_seqs=8, **buckets)
+
+
+@pytest.mark.parametrize(("name", "num_shapes"), [("llama", 8), ("mistral", 2)])
+def test_every_bucket_is_one_graph_and_compiled_tokens_are_those_of_transformers(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel], name: str, num_shapes: int
+) -> None:
+    traced: Traced = request.getfixturevalue(f"{name}_traced")
+    assert traced.flavour.num_graphs() == len(traced.flavour.graphs) == num_shapes
+    for index, (prompt, max_tokens) in enumerate(workload()):
+        traced.add(str(index), prompt, temperature=0, max_tokens=max_tokens)
+    traced.finish()
+    assert [traced.tokens[str(index)] for index in range(len(workload()))] == references(tiny_model(name))
+    assert traced.flavour.num_graphs() == num_shapes
+
+
+def test_two_hundred_random_requests_compile_nothing(llama_traced: Traced) -> None:
+    before = llama_traced.flavour.num_graphs()
+    draw = random.Random(8)
+    stem = [draw.randrange(3, VOCAB_SIZE) for _ in range(50)]
+    for number in range(200):
+        prompt = [
+            *stem[: draw.choice([0, 0, 20, 50])],
+            *(draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randint(1, 45))),
+        ]
+        params: dict[str, Any] = {"temperature": draw.choice([0.0, 0.7, 1.3]), "max_tokens": draw.randint(1, 6)}
+        params |= draw.choice([{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"logprobs": 2}, {"min_tokens": 1}])
+        llama_traced.add(f"random {number}", prompt, seed=number, **params)
+        if number % 3 == 0:
+            llama_traced.step()
+        if number % 40 == 7:
+            llama_traced.core.abort_requests([f"random {number}"])
+    llama_traced.finish()
+    llama_traced.core.check_integrity()
+    assert llama_traced.flavour.num_graphs() == before == len(llama_traced.flavour.graphs)
+
+
+def test_a_shape_that_was_not_warmed_up_is_an_error_and_not_a_compilation(llama_traced: Traced) -> None:
+    before = llama_traced.flavour.num_graphs()
+    with torch.no_grad(), llama_traced.flavour.sealed(), pytest.raises(RuntimeError, match="fail_on_recompile"):
+        llama_traced.runner._run(empty_inputs(Shape(3, 1, 7)))
+    assert llama_traced.flavour.num_graphs() == before
+
+
+def test_graphs_hold_nothing_that_neuron_refuses(llama_traced: Traced, mistral_traced: Traced) -> None:
+    graphs = [*llama_traced.flavour.graphs, *mistral_traced.flavour.graphs]
+    assert [problem for graph in graphs for problem in graph.problems()] == []
+    operators = sum((graph.operators() for graph in graphs), Counter[str]())
+    assert operators["aten.index_put.default"] == operators["aten.copy_.default"] == 2 * 3 * len(graphs)
+    assert operators["aten.topk.default"] == len(graphs)
+    assert not {name.split(".")[1] for name in operators if name.startswith("aten.")} & set(BANNED) - {"topk"}
+
+
+def test_the_check_of_operators_finds_what_it_looks_for() -> None:
+    flavour = TracingCPU()
+
+    def step(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.sort().values[index] + torch.rand_like(x)[0] + x.index_select(0, index)
+
+    torch.compile(step, backend=flavour._build, fullgraph=True)(torch.rand(4), torch.tensor([1, 2]))
+    (graph,) = flavour.graphs
+    assert isinstance(graph, Graph)
+    problems = "\n".join(graph.problems())
+    for sentence in (
+        "aten.sort.default: sort is not supported",
+        "randomness comes from the host",
+        "aten.index.Tensor: its index is torch.int64",
+        "aten.index_select.default: its index is torch.int64",
+    ):
+        assert sentence in problems

@@ -1,0 +1,127 @@
+"""The static step's greedy float32 tokens are those of transformers' own `generate`, whatever padding surrounds it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_parity import MAX_MODEL_LEN, Run, references, workload
+from engine.tiny_models import WINDOW, TinyModel
+from headrace_engine import LLM, SamplingParams
+from headrace_engine.config import EngineArgs
+from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.runner.loader import create_runner
+
+pytestmark = pytest.mark.torch
+
+MakeModel = Callable[[str], TinyModel]
+
+
+def run(model: TinyModel, **options: Any) -> Run:
+    return Run(model, device="static-cpu", **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_preemption_chunks_and_cache_hits_together_give_the_same_tokens(tiny_model: MakeModel, name: str) -> None:
+    found = run(tiny_model(name), num_blocks=13, max_num_batched_tokens=19, max_num_seqs=7)
+    assert found.preemptions >= 1
+    assert found.hit_tokens >= 48
+    assert found.in_order() == references(tiny_model(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_buckets_and_arrival_order_do_not_matter(tiny_model: MakeModel, name: str) -> None:
+    order = list(range(len(workload())))
+    random.Random(3).shuffle(order)
+    found = run(
+        tiny_model(name),
+        order=order,
+        steps_between=2,
+        max_num_seqs=6,
+        block_size=32,
+        prefill_buckets=[5, 40],
+        decode_buckets=[3, 6],
+        context_buckets=[40, MAX_MODEL_LEN],
+        enable_prefix_caching=False,
+    )
+    assert found.in_order() == references(tiny_model(name))
+    assert max(len(prompt) for prompt, _ in workload()) > 3 * WINDOW
+
+
+@pytest.mark.parametrize("change", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}])
+def test_variants_of_the_llama_family_are_computed(
+    tmp_path: Path, change: dict[str, Any], rope: dict[str, Any] | None
+) -> None:
+    import transformers
+
+    from engine.tiny_models import _LLAMA_LIKE, save_tokenizer
+
+    torch.manual_seed(5)
+    options = {**_LLAMA_LIKE, **change}
+    if rope is not None:
+        options["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    save_tokenizer(tmp_path)
+    prompt = list(range(3, 90))
+    model.generation_config.eos_token_id = None
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    llm = LLM(str(tmp_path), device="static-cpu", dtype="float32", num_blocks=20)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    llm.close()
+    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "is a GemmaForCausalLM; devices with static shapes serve Llama"),
+        ({"hidden_act": "gelu"}, "its activation is 'gelu', allowed is silu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "its rotary embedding is 'dynamic'",
+        ),
+        ({"intermediate_size": 100}, "has shape [96, 64], its config asks for [100, 64]"),
+        ({"num_hidden_layers": 4}, "lacks 9 weights, the first is 'model.layers.3"),
+    ],
+)
+def test_what_the_step_cannot_compute_is_refused_by_name(
+    llama: TinyModel, tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    config = json.loads((Path(llama.folder) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "model.safetensors").symlink_to(Path(llama.folder) / "model.safetensors")
+    engine = EngineArgs(model=str(tmp_path), device="static-cpu", num_blocks=20).create_engine_config()
+    with pytest.raises(ModelLoadError) as error:
+        create_runner(engine).load_model()
+    assert sentence in str(error.value)
+
+
+def test_weights_without_safetensors_are_refused(llama: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(Path(llama.folder) / "config.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
+    engine = EngineArgs(model=str(tmp_path), device="static-cpu", num_blocks=20).create_engine_config()
+    with pytest.raises(ModelLoadError, match="only safetensors are loaded"):
+        create_runner(engine).load_model()
+
+
+def test_drafts_are_refused(llama: TinyModel) -> None:
+    with pytest.raises(ConfigError, match="static-cpu cannot verify drafts"):
+        LLM(
+            llama.folder,
+            device="static-cpu",
+            num_blocks=20,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+        )

@@ -1,0 +1,100 @@
+"""Every step finds its shape among those that were compiled, and none is compiled that no step can ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_engine.config import EngineArgs
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner.static.shapes import Shape, ShapeGrid
+
+
+def grid(max_model_len: int = 1000, **options: Any) -> ShapeGrid:
+    config = EngineArgs(model="m", device="static-cpu", **options).create_engine_config()
+    return ShapeGrid(config, max_model_len)
+
+
+buckets = st.one_of(st.none(), st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True).map(sorted))
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[ShapeGrid, int, int]:
+    max_model_len = draw(st.integers(2, 300))
+    contexts = draw(buckets)
+    decode = draw(buckets)
+    prefill = draw(buckets)
+    found = grid(
+        max_model_len,
+        block_size=draw(st.sampled_from([1, 3, 16, 32])),
+        max_num_seqs=decode[-1] if decode else draw(st.integers(1, 300)),
+        max_num_batched_tokens=max(prefill[-1] if prefill else 0, draw(st.integers(1, 400))),
+        prefill_buckets=prefill,
+        decode_buckets=decode,
+        context_buckets=[*(c for c in contexts if c < max_model_len), max_model_len] if contexts else None,
+    )
+    return found, max_model_len, found._block_size
+
+
+@given(made=grids(), data=st.data())
+def test_every_step_that_the_scheduler_may_plan_has_a_shape(
+    made: tuple[ShapeGrid, int, int], data: st.DataObject
+) -> None:
+    found, max_model_len, block_size = made
+    shapes = found.shapes()
+    assert len(set(shapes)) == len(shapes)
+    if data.draw(st.booleans()):
+        rows, tokens = data.draw(st.integers(1, found.decode[-1])), 1
+    else:
+        rows, tokens = 1, data.draw(st.integers(1, min(found.prefill[-1], max_model_len)))
+    context = data.draw(st.integers(tokens, max_model_len))
+    shape = found.choose(rows, tokens, context)
+    assert shape in shapes
+    assert shape.rows >= rows
+    assert shape.tokens >= tokens
+    assert shape.blocks * block_size >= context
+
+
+def test_defaults_double_the_rows_and_read_multiples_of_128_positions() -> None:
+    found = grid(3000, max_num_seqs=12, max_num_batched_tokens=1024)
+    assert found.prefill == [128, 512, 1024]
+    assert found.decode == [1, 2, 4, 8, 12]
+    assert [blocks * 32 for blocks in found.blocks] == [512, 2048, 3072]
+    # a chunk of more than 512 tokens never fits into the smallest context
+    assert Shape(1, 1024, 16) not in found.shapes()
+    assert len(found.shapes()) == 3 + 3 + 2 + 5 * 3
+
+
+def test_buckets_that_do_not_fit_are_all_named() -> None:
+    with pytest.raises(ConfigError) as error:
+        grid(
+            100,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            prefill_buckets=[32, 65],
+            decode_buckets=[8],
+            context_buckets=[64],
+        )
+    assert str(error.value) == (
+        "prefill bucket 65 is more than max_num_batched_tokens, which is 64; "
+        "decode bucket 8 is more than max_num_seqs, which is 4; "
+        "the largest context bucket is 64, must hold max_model_len=100"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": "static-cpu", "decode_buckets": [4, 2]}, "decode_buckets is [4, 2], must be a list of integers"),
+        ({"device": "static-cpu", "decode_buckets": []}, "decode_buckets is [], must be a list of integers"),
+        ({"device": "cpu", "prefill_buckets": [4]}, "prefill_buckets is set, but only the devices static-cpu"),
+        ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, static-cpu"),
+    ],
+)
+def test_wrong_options_are_refused_where_they_are_given(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineArgs(model="m", **options).create_engine_config()
+    assert sentence in str(error.value)

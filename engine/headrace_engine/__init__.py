@@ -11,6 +11,9 @@ from headrace_engine.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from headrace_engine.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from headrace_engine.beam_search import BeamSearchOutput as BeamSearchOutput
+    from headrace_engine.beam_search import BeamSearchParams as BeamSearchParams
+    from headrace_engine.beam_search import BeamSearchSequence as BeamSearchSequence
     from headrace_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from headrace_engine.config import EngineArgs as EngineArgs
     from headrace_engine.llm import LLM as LLM
@@ -29,6 +32,9 @@ _HOMES = {
     "LLM": "llm",
     "AsyncEngineArgs": "config",
     "AsyncLLMEngine": "async_llm",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "LLMEngine": "llm_engine",

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
-from headrace_engine.errors import DuplicateRequestError, EngineDeadError, LoRACapacityError
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, LoRACapacityError
 from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
 from headrace_engine.llm_engine import create_input_processor, start_core
 from headrace_engine.lora_request import LoRARequest
@@ -42,6 +42,9 @@ class AsyncLLMEngine:
         self._dead: EngineDeadError | None = None
         self._loras: set[LoRARequest] = set()
         """Adapters that are known to be good."""
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLMEngine":
@@ -61,6 +64,7 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidRequestError, DuplicateRequestError, LoRAError: before anything was computed.
+            EngineDrainingError: no more requests are taken.
             EngineDeadError: the core failed; the request is lost.
         """
         self._check_id(request_id)
@@ -99,13 +103,29 @@ class AsyncLLMEngine:
             async for output in outputs:
                 yield output
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream yields a last output with finish reason abort. Unknown ids are ignored."""
-        aborted = self._output_processor.abort(request_id)
-        if aborted is not None:
-            output, choice_ids = aborted
-            self._core.abort_requests(choice_ids)
-            self._streams[request_id].put_nowait(output)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; each stream yields a last output with finish reason abort. Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            aborted = self._output_processor.abort(name)
+            if aborted is not None:
+                output, choice_ids = aborted
+                self._core.abort_requests(choice_ids)
+                self._streams[name].put_nowait(output)
+
+    async def drain(self, timeout: float | None = None) -> None:  # reads as vLLM's own
+        """Take no more requests, and wait until all streams have ended.
+
+        Raises:
+            TimeoutError: some had not after `timeout` seconds; they go on, and so does the refusal of new ones.
+            EngineDeadError: the core failed meanwhile.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            raise TimeoutError(f"{len(self._streams)} requests have not ended after {timeout:g} s") from None
+        if self._dead is not None:
+            raise self._dead
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLMEngine.add_lora`; other requests run on while the adapter is read."""
@@ -135,8 +155,18 @@ class AsyncLLMEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests can be served."""
+        """Whether the core is alive."""
         return self._dead is None
+
+    @property
+    def errored(self) -> bool:
+        """Whether the core has failed, or was shut down."""
+        return self._dead is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is dead."""
+        return self._dead
 
     async def check_health(self) -> None:
         """Raises EngineDeadError when the core has failed."""
@@ -156,12 +186,15 @@ class AsyncLLMEngine:
     def _check_id(self, request_id: str) -> None:
         if self._dead is not None:
             raise self._dead
+        if self._draining:
+            raise EngineDrainingError("the engine drains: it finishes what it has and takes no more requests")
         if request_id in self._streams:
             raise DuplicateRequestError(f"request {request_id} is in the engine already")
 
     async def _stream(self, request: ProcessedRequest) -> AsyncGenerator[RequestOutput]:
         queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
         self._streams[request.request_id] = queue
+        self._idle.clear()
         try:
             lora_request = request.choices[0].lora_request
             if lora_request is not None and lora_request not in self._loras:
@@ -181,6 +214,8 @@ class AsyncLLMEngine:
         finally:
             # Also reached when the consumer went away: then the request is still followed and is aborted here.
             del self._streams[request.request_id]
+            if not self._streams:
+                self._idle.set()
             aborted = self._output_processor.abort(request.request_id)
             if aborted is not None and self._dead is None:
                 with contextlib.suppress(EngineDeadError):  # the pump is about to learn it, too

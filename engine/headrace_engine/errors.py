@@ -9,6 +9,7 @@ HeadraceEngineError
 │       └── LoRACapacityError   all adapters that fit into memory are pinned or in use
 ├── DuplicateRequestError    the request id is in use
 ├── QueueFullError           the engine's own waiting queue is at its limit
+├── EngineDrainingError      the engine finishes what it has and takes nothing more
 └── EngineDeadError          the core failed and cannot serve any more
 """
 
@@ -62,6 +63,10 @@ class QueueFullError(HeadraceEngineError):
         self.option = option
         self.limit = limit
         super().__init__(f"the queue is full: {waiting}, and {option} is {limit}")
+
+
+class EngineDrainingError(HeadraceEngineError):
+    """The engine was told to drain and refuses new requests."""
 
 
 class EngineDeadError(HeadraceEngineError):

@@ -76,7 +76,7 @@ class InputProcessor:
             ContextLengthError: the prompt leaves no room for a token.
             InvalidRequestError: anything else that is wrong with it.
         """
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = self.tokenize(prompt)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def process_chat(
@@ -98,7 +98,8 @@ class InputProcessor:
         text, token_ids = self._tokenizer.encode_chat(messages)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, where it came as text, and its token ids."""
         if isinstance(prompt, Mapping):
             given = {name: prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None}
             if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:

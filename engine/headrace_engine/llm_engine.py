@@ -27,9 +27,9 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, *, core_in_process: bool = True) -> None:
         self._core = start_core(config, in_process=core_in_process)
         self.model_info = self._core.model_info
-        tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
-        self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
-        self._output_processor = OutputProcessor(tokenizer)
+        self.tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
+        self._input_processor = create_input_processor(config, self._core.model_info, self.tokenizer)
+        self._output_processor = OutputProcessor(self.tokenizer)
         self._arrivals = 0
         self._loras: set[LoRARequest] = set()
         """Adapters that are known to be good."""
@@ -87,6 +87,10 @@ class LLMEngine:
                 lora_request=lora_request,
             )
         )
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt in any form. Raises InvalidRequestError."""
+        return self._input_processor.tokenize(prompt)[1]
 
     def step(self) -> list[RequestOutput]:
         """Wait for one step of the core and return the outputs of the requests that it moved.
@@ -146,6 +150,9 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         return len(self._output_processor) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._output_processor)
 
     def close(self) -> None:
         self._core.shutdown()

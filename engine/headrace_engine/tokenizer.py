@@ -58,5 +58,9 @@ class ModelTokenizer:
         # The template writes the special tokens itself.
         return text, self.encode_plain(text)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=False)
+
     def decode_token(self, token_id: int) -> str:
         return self.backend.decode([token_id], skip_special_tokens=False)

@@ -14,7 +14,7 @@ from engine.tiny_models import TinyModel
 from headrace_engine import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
 from headrace_engine.core.client import InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.errors import DuplicateRequestError, EngineDeadError, InvalidRequestError
+from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, InvalidRequestError
 from headrace_engine.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.torch
@@ -181,3 +181,51 @@ async def test_a_killed_child_ends_every_stream_with_the_reason(child_engine: As
         await child_engine.check_health()
     with pytest.raises(EngineDeadError):
         await collect(child_engine, "c")
+
+
+async def test_a_drain_lets_streams_end_and_refuses_new_ones(engine: AsyncLLMEngine) -> None:
+    stream = engine.generate("mill", SamplingParams(max_tokens=30, ignore_eos=True), "a")
+    await anext(stream)
+    with pytest.raises(TimeoutError, match="1 requests have not ended after 0 s"):
+        await engine.drain(timeout=0)
+    with pytest.raises(EngineDrainingError):
+        await collect(engine, "b")
+    draining = asyncio.create_task(engine.drain())
+    outputs = [output async for output in stream]
+    await draining
+    assert len(outputs[-1].outputs[0].token_ids) == 30
+    assert (engine.is_running, engine.errored, engine.dead_error) == (True, False, None)
+
+
+async def test_an_idle_engine_is_drained_at_once(engine: AsyncLLMEngine) -> None:
+    await engine.drain(timeout=1)
+    with pytest.raises(EngineDrainingError):
+        await collect(engine, "a")
+
+
+async def test_a_drain_ends_with_the_engines_death(child_engine: AsyncLLMEngine) -> None:
+    core = child_engine._core
+    assert isinstance(core, EngineCoreProcess)
+    stream = child_engine.generate("mill", LONG, "a")
+    await anext(stream)
+    draining = asyncio.create_task(child_engine.drain())
+    os.kill(core.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDeadError):
+        await draining
+    assert child_engine.errored
+    assert isinstance(child_engine.dead_error, EngineDeadError)
+
+
+async def test_several_requests_are_aborted_by_one_call(engine: AsyncLLMEngine) -> None:
+    streams = [engine.generate("mill", LONG, name) for name in "abc"]
+    for stream in streams:
+        await anext(stream)
+    await engine.abort(["a", "c", "never there"])
+    ends = [[output async for output in stream][-1].outputs[0].finish_reason for stream in (streams[0], streams[2])]
+    assert ends == ["abort", "abort"]
+    await engine.abort("b")
+    assert [output async for output in streams[1]][-1].finished
+    await assert_nothing_is_left(engine)

@@ -411,3 +411,36 @@ def test_weights_that_must_be_unpickled_are_refused(llama: TinyModel, tmp_path: 
     torch.save(llama.reference.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         LLM(str(tmp_path))
+
+
+# -- priority ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lower_number_is_served_first_through_every_door(llama: TinyModel) -> None:
+    served: list[str] = []
+    llm = LLM(llama.folder, dtype="float32", num_blocks=80, block_size=16, max_num_seqs=1, scheduling_policy="priority")
+    step = llm.engine.step
+
+    def watched() -> list[RequestOutput]:
+        outputs = step()
+        served.extend(output.prompt or "" for output in outputs if output.finished)
+        return outputs
+
+    llm.engine.step = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    llm.generate(["a", "b", "c"], params, priority=[5, 9, 1], use_tqdm=False)
+    assert served == ["c", "a", "b"]
+    served.clear()
+    talks = [[{"role": "user", "content": name}] for name in "xy"]
+    llm.chat(talks, params, priority=[3, 0], use_tqdm=False)
+    assert ["x" in served[0], "y" in served[0]] == [False, True]
+    served.clear()
+    for name, priority in (("d", 4), ("e", 2)):
+        llm.engine.add_request(name, name, params, priority=priority)
+    assert llm.engine.get_num_unfinished_requests() == 2
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert served == ["e", "d"]
+    with pytest.raises(InvalidRequestError, match="2 prompts came with 1 priorities"):
+        llm.generate(["a", "b"], params, priority=[1], use_tqdm=False)
+    llm.close()

@@ -81,7 +81,7 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) 
         logprobs = torch.log_softmax(logits[start : start + _LOGPROB_ROWS].float(), dim=-1)
         values = logprobs.gather(1, own[:, None])
         ranks = (logprobs > values).sum(dim=-1) + 1
-        best = logprobs.topk(logprobs.shape[-1] if count == -1 else count, dim=-1)
+        best = logprobs.topk(_num_best(logprobs, count), dim=-1)
         rows = (own, values[:, 0], ranks, best.indices, best.values)
         found += [_entry(*row) for row in zip(*(tensor.tolist() for tensor in rows), strict=True)]
     return found
@@ -183,8 +183,12 @@ def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
     logprobs = torch.log_softmax(logits, dim=-1)
     own = float(logprobs[token_id])
     rank = int((logprobs > logprobs[token_id]).sum()) + 1
-    best = logprobs.topk(logprobs.shape[-1] if count == -1 else count)
+    best = logprobs.topk(_num_best(logprobs, count))
     return _entry(token_id, own, rank, best.indices.tolist(), best.values.tolist())
+
+
+def _num_best(logprobs: torch.Tensor, count: int) -> int:
+    return logprobs.shape[-1] if count == -1 else min(count, logprobs.shape[-1])
 
 
 def _entry(token_id: int, own: float, rank: int, best_ids: list[int], best_values: list[float]) -> TokenLogprobs:

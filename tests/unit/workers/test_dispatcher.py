@@ -391,3 +391,55 @@ def test_an_id_with_a_lone_surrogate_ends_no_stream_and_nothing_else(desk: Desk)
     desk.dispatcher.settlement.refuse_malformed("\ud800")
     desk.assert_idle()
     assert desk.results == {}
+
+
+GATHERING = {"prompt": "abc", "sampling_params": {"max_tokens": 40, "stream_interval": 10, "prompt_logprobs": 0}}
+
+
+def test_tokens_that_an_engine_took_with_it_before_they_were_shown_are_not_shown_twice(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest(kwargs=GATHERING))
+    for token_id in (13, 14, 15):
+        desk.generate(token_id)
+    assert desk.text("r1") == "d"
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    desk.dispatcher.on_engine_ready(MODEL)
+    assert desk.engine.sent[0].output_token_ids == [13]
+    desk.generate(14)
+    desk.generate(15, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.text("r1") == "def"
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15]
+
+
+def test_a_deadline_shows_what_was_gathered(desk: Desk) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=5)
+    desk.accept(FakeCeleryRequest(kwargs=GATHERING, expires=soon))
+    for token_id in (13, 14, 15):
+        desk.generate(token_id)
+    desk.hub.advance()
+    desk.assert_idle()
+    assert desk.text("r1") == "def"
+    assert desk.redis.end("r1")["finish_reason"] == "expired"
+    (output,) = desk.results["r1"]["outputs"]
+    assert (output["text"], output["finish_reason"]) == ("def", None)
+
+
+def test_prompt_logprobs_reach_stream_and_result_once_even_when_another_worker_goes_on(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest(kwargs=GATHERING))
+    (sent,) = desk.engine.sent
+    entries = [[(11, -1.5, 2)], [(12, -0.5, 1)]]
+    first = EngineCoreOutput(request_id=sent.request_id, new_token_ids=[13], prompt_logprobs=entries)
+    desk.dispatcher.on_engine_outputs(step(first))
+    desk.dispatcher.hand_back()
+    expected = [None, [[11, -1.5, 2, "b"]], [[12, -0.5, 1, "c"]]]
+    other = Desk()
+    other.redis.streams = desk.redis.streams
+    other.accept(FakeCeleryRequest(kwargs=GATHERING))
+    assert other.engine.sent[0].output_token_ids == [13]
+    other.generate(14, finish=FinishReason.LENGTH)
+    other.assert_idle()
+    chunks = [data for _, _, kind, data in other.redis.entries("r1") if kind == "chunk"]
+    assert [data.get("prompt_logprobs") for data in chunks] == [expected, None]
+    assert other.results["r1"]["prompt_logprobs"] == expected
+    assert other.results["r1"]["outputs"][0]["token_ids"] == [13, 14]

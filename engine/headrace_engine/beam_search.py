@@ -1,0 +1,141 @@
+"""Beam search over the engine's ordinary requests, with vLLM's parameters, results and scores.
+
+Every step asks for one token behind each beam and its `2 * beam_width` most likely successors; the prefix cache makes
+that one token's work. Nothing is drawn. Knows no engine: whoever searches brings the function that extends beams.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.outputs import Logprob
+from headrace_engine.sampling_checks import MAX_N, integer, number
+
+Extend = Callable[[list[list[int]]], list[dict[int, Logprob]]]
+"""Token ids of beams -> for each, the most likely next tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchParams:
+    """
+    Raises:
+        InvalidRequestError: one or more values are out of range; all of them are named.
+    """
+
+    beam_width: int
+    """Sequences kept after each step, and returned."""
+    max_tokens: int
+    ignore_eos: bool = False
+    """Extend beams behind the end token as behind any other."""
+    temperature: float = 0.0
+    """Beams are ranked by the model's own log-probabilities: 0 is all there is."""
+    length_penalty: float = 1.0
+    """The sum of log-probabilities is divided by the number of tokens, prompt included, to this power. Above 0 longer
+    sequences win, below 0 shorter ones."""
+    include_stop_str_in_output: bool = False
+    """Whether `text` shows the end token."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            *integer("beam_width", self.beam_width, 1, MAX_N),
+            *integer("max_tokens", self.max_tokens, 1, None),
+            *number("length_penalty", self.length_penalty, -100, 100),
+            *number("temperature", self.temperature, 0, 0),
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)!r}, expected true or false"
+            for name in ("ignore_eos", "include_stop_str_in_output")
+            if not isinstance(getattr(self, name), bool)
+        ]
+        if problems:
+            raise InvalidRequestError(problems)
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchSequence:
+    tokens: list[int]
+    """Prompt and output."""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """For each token of the output, what it was chosen from."""
+    cum_logprob: float = 0.0
+    text: str | None = None
+    """Of prompt and output, special tokens included."""
+    finish_reason: str | None = None
+    """stop for the end token, length otherwise."""
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]
+    """The best first, at most `beam_width`."""
+
+
+class BeamSearch:
+    """The search for one prompt."""
+
+    def __init__(
+        self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: Collection[int], max_len: int
+    ) -> None:
+        self._params = params
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_len = max_len
+        """Most tokens of prompt and output together."""
+        self.beams = [BeamSearchSequence(tokens=list(prompt_token_ids))]
+        self._completed: list[BeamSearchSequence] = []
+
+    def advance(self, successors: Sequence[dict[int, Logprob]]) -> None:
+        """Replace the beams by their best continuations.
+
+        Args:
+            successors: for each beam, the most likely next tokens.
+        """
+        grown: list[BeamSearchSequence] = []
+        for beam, candidates in zip(self.beams, successors, strict=True):
+            for token_id, candidate in candidates.items():
+                sequence = BeamSearchSequence(
+                    tokens=[*beam.tokens, token_id],
+                    logprobs=[*beam.logprobs, candidates],
+                    cum_logprob=beam.cum_logprob + candidate.logprob,
+                )
+                if self._has_ended(sequence):
+                    sequence.finish_reason = "stop"
+                    self._completed.append(sequence)
+                else:
+                    grown.append(sequence)
+        self.beams = self._best(grown)
+        if self.beams and len(self.beams[0].tokens) >= self._max_len:
+            self._completed += self.beams  # all beams are of one length
+            self.beams = []
+
+    def result(self) -> list[BeamSearchSequence]:
+        """The best sequences, ended or not."""
+        best = self._best([*self._completed, *self.beams])
+        for sequence in best:
+            sequence.finish_reason = sequence.finish_reason or "length"
+        return best
+
+    def shown(self, sequence: BeamSearchSequence) -> list[int]:
+        """The tokens that its text shows."""
+        if self._has_ended(sequence) and not self._params.include_stop_str_in_output:
+            return sequence.tokens[:-1]
+        return sequence.tokens
+
+    def _has_ended(self, sequence: BeamSearchSequence) -> bool:
+        return sequence.tokens[-1] in self._eos_token_ids and not self._params.ignore_eos
+
+    def _best(self, sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        return sorted(sequences, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def _score(self, sequence: BeamSearchSequence) -> float:
+        length = len(sequence.tokens) - (sequence.tokens[-1] in self._eos_token_ids)
+        return sequence.cum_logprob / float(max(length, 1) ** self._params.length_penalty)
+
+
+def search_together(searches: Sequence[BeamSearch], extend: Extend) -> bool:
+    """One step of all searches that go on, in one batch. Returns whether there was anything to do."""
+    active = [search for search in searches if search.beams]
+    successors = iter(extend([beam.tokens for search in active for beam in search.beams]) if active else ())
+    for search in active:
+        search.advance([next(successors) for _ in search.beams])
+    return bool(active)

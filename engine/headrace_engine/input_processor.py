@@ -177,6 +177,11 @@ class InputProcessor:
         return found
 
 
+def request_id_of(choice: str) -> str:
+    """The request that a choice, named by `choice_id`, belongs to."""
+    return choice.rsplit(":", 2)[0]
+
+
 def choice_id(request_id: str, index: int, admission: int) -> str:
     """The core's name for one choice of a request.
 

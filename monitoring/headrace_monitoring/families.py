@@ -7,7 +7,8 @@ counters end in `_total`. Every family carries `model`, those of the queue also 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -31,6 +32,13 @@ class FamilyFactory:
     def counters(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
         family = Counter(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
         return {value: family.labels(*self._values, value) for value in values}
+
+    def grid(
+        self, name: str, documentation: str, values: Mapping[str, Sequence[str]]
+    ) -> dict[tuple[str, ...], Counter]:
+        """A counter for every combination of label values."""
+        family = Counter(PREFIX + name, documentation, (*self._names, *values), registry=self._registry)
+        return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*values.values())}
 
     def gauge(self, name: str, documentation: str) -> Gauge:
         family = Gauge(PREFIX + name, documentation, self._names, registry=self._registry)
@@ -123,6 +131,48 @@ class RequestFamilies:
             labels.PROMPT_SOURCES,
         )
         self.generation_tokens = make.counter("generation_tokens_total", "Tokens published by this worker.")
+        self.time_per_output_token = make.histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a request between two of its tokens; outcomes stop and length only.",
+            buckets.INTER_TOKEN_LATENCY,
+        )
+        self.engine_queue = make.histogram(
+            "engine_queue_seconds", "Time of a request in the engine before its first step.", buckets.ENGINE_STAGE
+        )
+        self.engine_prefill = make.histogram(
+            "engine_prefill_seconds",
+            "Time of a request from its first step until its first token.",
+            buckets.ENGINE_STAGE,
+        )
+        self.engine_decode = make.histogram(
+            "engine_decode_seconds",
+            "Time of a request from its first to its last token; outcomes stop and length only.",
+            buckets.ENGINE_STAGE,
+        )
+
+
+class TenantFamilies:
+    """Who sends the work. Only tenants that the operator names have series of their own."""
+
+    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
+        tenants = sets.tenant_values
+        self.requests = make.grid(
+            "tenant_requests_total",
+            "Requests whose stream ended, by tenant and outcome.",
+            {"tenant": tenants, "outcome": labels.OUTCOMES},
+        )
+        self.tokens = make.grid(
+            "tenant_tokens_total",
+            "Prompt tokens of finished requests and tokens generated for them, by tenant.",
+            {"tenant": tenants, "kind": labels.TENANT_TOKENS},
+        )
+        self.queue_wait = make.histograms(
+            "tenant_queue_wait_seconds",
+            "Time from the enqueue of a message until a worker took it, by tenant.",
+            buckets.TENANT_QUEUE_WAIT,
+            "tenant",
+            tenants,
+        )
 
 
 class EngineFamilies:
@@ -185,6 +235,16 @@ class WorkerFamilies:
         self.heartbeat = make.gauge(
             "worker_heartbeat_timestamp_seconds", "Unix time of the last turn of the worker's loop."
         )
+        self.loop_lag = make.histogram(
+            "event_loop_lag_seconds", "How much later than due the worker's heartbeat came.", buckets.LOOP_LAG
+        )
+        self.result_seconds = make.counters(
+            "worker_result_seconds_total",
+            "Time the worker's loop spent on turning results into text and on publishing them.",
+            "phase",
+            labels.RESULT_PHASES,
+        )
+        self.stream_entries = make.counter("stream_entries_total", "Entries written to streams.")
         self.redis_up = make.gauge("redis_up", "1 while the worker reaches Redis.")
         self.redis_seconds = make.histograms(
             "redis_command_seconds", "Round trip of a Redis command.", buckets.REDIS_SECONDS, "command", commands

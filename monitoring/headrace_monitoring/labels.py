@@ -25,14 +25,23 @@ ENGINE_REQUEST_STATES = ("running", "waiting")
 BLOCK_STATES = ("used", "cached", "free")
 SLOT_STATES = ("used", "free")
 PROMPT_SOURCES = ("computed", "cached")
+TENANT_TOKENS = ("prompt", "generated")
+RESULT_PHASES = ("detokenize", "publish")
 
 # where a value outside its set is counted: a new reason must not become a new series
 OTHER = "other"
+# of a request that names no tenant
+NO_TENANT = "none"
+MAX_TENANTS = 200
+"""Each tenant is 18 series of every worker."""
 
 
 @dataclass(frozen=True)
 class LabelSets:
-    """The sets whose words belong to the broker and the workers, which may pass their own."""
+    """The sets whose words belong to the broker, the workers and the operator, which may pass their own.
+
+    `tenants` are those that get series of their own; the requests of all others count as "other" together.
+    """
 
     priority_steps: tuple[int, ...] = (0, 3, 6, 9)
     dead_letter_reasons: tuple[str, ...] = (
@@ -44,7 +53,12 @@ class LabelSets:
         "poison",
     )
     restart_reasons: tuple[str, ...] = ("crash", "stall", "out_of_memory")
-    redis_commands: tuple[str, ...] = ("fetch", "renew", "ack", "claim", "publish", "end", "register", "depth")
+    redis_commands: tuple[str, ...] = ("claim", "publish", "depth")
+    tenants: tuple[str, ...] = ()
+
+    @property
+    def tenant_values(self) -> tuple[str, ...]:
+        return (*self.tenants, OTHER, NO_TENANT)
 
     def priority_step(self, priority: int) -> int:
         """The queue list a priority lands in: the highest step not above it."""

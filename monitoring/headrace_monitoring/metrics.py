@@ -20,9 +20,10 @@ from headrace_monitoring.families import (
     FamilyFactory,
     QueueFamilies,
     RequestFamilies,
+    TenantFamilies,
     WorkerFamilies,
 )
-from headrace_monitoring.labels import OTHER, LabelSets, Outcome, WorkerState
+from headrace_monitoring.labels import NO_TENANT, OTHER, LabelSets, Outcome, WorkerState
 
 Child = TypeVar("Child")
 
@@ -31,6 +32,9 @@ LONGEST_SECONDS = 30 * 24 * 3600.0
 
 # The outcomes whose durations and lengths say something about the service: a refusal is fast, a cancellation short.
 SERVED: frozenset[Outcome] = frozenset({"stop", "length"})
+
+
+MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention")
 
 
 class Metrics:
@@ -65,10 +69,19 @@ class Metrics:
         self._requests = RequestFamilies(make)
         self._engine = EngineFamilies(make, self._sets)
         self._worker = WorkerFamilies(make, self._sets)
+        self._tenants = TenantFamilies(make, self._sets)
         build_info = Gauge(
             PREFIX + "build_info", "Version of the worker.", ("model", "version"), registry=self.registry
         )
         build_info.labels(model, version).set(1)
+        self._model = model
+        self._model_info = Gauge(
+            PREFIX + "model_info",
+            "The model as the engine loaded it.",
+            ("model", *MODEL_PROPERTIES),
+            registry=self.registry,
+        )
+        self._model_info.labels(model, *("" for _ in MODEL_PROPERTIES)).set(1)
         ProcessCollector(registry=self.registry)
         self.worker_state("loading")
         self.heartbeat()
@@ -80,11 +93,12 @@ class Metrics:
 
     # The queue
 
-    def message_received(self, priority: int, wait_seconds: float | None) -> None:
+    def message_received(self, priority: int, wait_seconds: float | None, tenant: str | None = None) -> None:
         """A message was taken from the queue. `wait_seconds` is None when it says not when it was enqueued."""
         self._queue.received.inc()
         if (wait := _elapsed(wait_seconds)) is not None:
             self._queue.wait[str(self._sets.priority_step(priority))].observe(wait)
+            self._tenants.queue_wait[self._tenant(tenant)].observe(wait)
 
     def message_redelivered(self) -> None:
         """The message just received had been with a worker before."""
@@ -110,8 +124,20 @@ class Metrics:
         """A request went to the engine. One of `request_finished` and `request_handed_back` must follow."""
         self._requests.in_flight.inc()
 
-    def first_token(self, seconds_since_enqueue: float | None, engine_seconds: float) -> None:
-        """The first token of a request was published, `engine_seconds` after the engine got it."""
+    def request_admitted(self, engine_queue_seconds: float) -> None:
+        """The engine began the first step of a request."""
+        if (waited := _elapsed(engine_queue_seconds)) is not None:
+            self._requests.engine_queue.observe(waited)
+
+    def first_token(
+        self, seconds_since_enqueue: float | None, engine_seconds: float, prefill_seconds: float | None = None
+    ) -> None:
+        """The first token of a request was published, `engine_seconds` after the engine got it.
+
+        `prefill_seconds` are those of them since the request's first step.
+        """
+        if (prefill := _elapsed(prefill_seconds)) is not None:
+            self._requests.engine_prefill.observe(prefill)
         if (since_enqueue := _elapsed(seconds_since_enqueue)) is not None:
             self._requests.time_to_first_token.observe(since_enqueue)
         if (in_engine := _elapsed(engine_seconds)) is not None:
@@ -135,10 +161,21 @@ class Metrics:
         prompt_tokens: int,
         cached_tokens: int,
         generation_tokens: int,
+        *,
+        tenant: str | None = None,
+        decode_seconds: float | None = None,
+        decoded_tokens: int = 0,
     ) -> None:
-        """A started request ended, `duration_seconds` after its enqueue (after its receipt when that is unknown)."""
+        """A started request ended, `duration_seconds` after its enqueue (after its receipt when that is unknown).
+
+        `decode_seconds` are those from the first to the last token that this worker published, `decoded_tokens` the
+        tokens that came in them.
+        """
         self._requests.in_flight.dec()
-        self._requests.finished[outcome].inc()
+        self._finished(outcome, tenant)
+        tokens, name = self._tenants.tokens, self._tenant(tenant)
+        tokens[name, "prompt"].inc(prompt_tokens)
+        tokens[name, "generated"].inc(generation_tokens)
         self._requests.prompt_tokens["cached"].inc(cached_tokens)
         self._requests.prompt_tokens["computed"].inc(prompt_tokens - cached_tokens)
         if outcome in SERVED:
@@ -146,10 +183,24 @@ class Metrics:
                 self._requests.duration.observe(duration)
             self._requests.prompt_length.observe(prompt_tokens)
             self._requests.generation_length.observe(generation_tokens)
+            if (decode := _elapsed(decode_seconds)) is not None:
+                self._requests.engine_decode.observe(decode)
+                if decoded_tokens:
+                    self._requests.time_per_output_token.observe(decode / decoded_tokens)
 
-    def request_refused(self, outcome: Outcome) -> None:
+    def request_refused(self, outcome: Outcome, tenant: str | None = None) -> None:
         """A request ended that never went to the engine: rejected, expired or cancelled in the queue."""
+        self._finished(outcome, tenant)
+
+    def _finished(self, outcome: Outcome, tenant: str | None) -> None:
         self._requests.finished[outcome].inc()
+        self._tenants.requests[self._tenant(tenant), outcome].inc()
+
+    def _tenant(self, name: str | None) -> str:
+        """The label value of a tenant: one that the operator did not name must not become a series."""
+        if name is None:
+            return NO_TENANT
+        return name if name in self._sets.tenants else OTHER
 
     def request_handed_back(self) -> None:
         """A started request went back to the queue unfinished, for another worker to continue."""
@@ -197,6 +248,11 @@ class Metrics:
         for gauge in (*self._engine.requests.values(), *self._engine.kv_blocks.values(), self._engine.kv_usage):
             gauge.set(0)
 
+    def model_loaded(self, *, architecture: str, dtype: str, device: str, attention: str) -> None:
+        """What the engine said about the model when it was ready."""
+        self._model_info.clear()
+        self._model_info.labels(self._model, architecture, dtype, device, attention).set(1)
+
     def engine_restarted(self, reason: str) -> None:
         _child(self._engine.restarts, reason).inc()
 
@@ -213,6 +269,19 @@ class Metrics:
     def heartbeat(self) -> None:
         """One turn of the loop that does the work. Called from any other thread it would prove nothing."""
         self._worker.heartbeat.set(self._clock())
+
+    def loop_lag(self, seconds: float) -> None:
+        """The heartbeat came so much later than it was due."""
+        self._worker.loop_lag.observe(max(seconds, 0.0))
+
+    def result_phases(self, detokenize: float, publish: float) -> None:
+        """Seconds that the worker's loop spent on the results of one step."""
+        self._worker.result_seconds["detokenize"].inc(detokenize)
+        self._worker.result_seconds["publish"].inc(publish)
+
+    def stream_entries(self, count: int) -> None:
+        """Redis took entries of streams."""
+        self._worker.stream_entries.inc(count)
 
     def redis_up(self, up: bool) -> None:
         self._worker.redis_up.set(up)

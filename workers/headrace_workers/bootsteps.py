@@ -18,16 +18,16 @@ from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_monitoring.health import HealthServer
+from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
-from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 1.0
 REGISTER_SECONDS = 60.0
 _EXIT_ENGINE_GIVEN_UP = 1
 _LAST_RESULTS_SECONDS = 5.0
@@ -49,7 +49,12 @@ class EngineStep(bootsteps.StartStopStep):
         config = settings.engine_config()
         queue = queue_name(settings.served_name)
         self._grace_seconds: float = settings.grace_seconds
-        self.metrics = Metrics(model=settings.served_name, queue=queue, version=version("headrace"))
+        self.metrics = Metrics(
+            model=settings.served_name,
+            queue=queue,
+            version=version("headrace"),
+            label_sets=LabelSets(tenants=settings.tenant_names),
+        )
         self._health = WorkerHealth()
         self._server = HealthServer(
             exposition=self.metrics.exposition,

@@ -20,8 +20,8 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
-from headrace_engine.core.outputs import EngineCoreOutputs
-from headrace_engine.input_processor import InputProcessor
+from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
+from headrace_engine.input_processor import InputProcessor, request_id_of
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.runner.contracts import ModelInfo
@@ -36,6 +36,7 @@ from headrace_workers.supervisor import EngineSupervisor
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
+HEARTBEAT_SECONDS = 1.0
 ENGINE_LOSS_LIMIT = 3
 """A request that was in so many engine processes when they died is given up."""
 
@@ -86,6 +87,7 @@ class Dispatcher:
         self._redis_refuses = False
         """Redis failed a claim; nothing more is taken until the next heartbeat."""
         self._hub: Any = None
+        self._heartbeat_at: float | None = None
 
     # -- capacity -------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class Dispatcher:
     def accept(self, celery_request: Any, run_task: RunTask) -> None:
         """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
         incoming = Incoming.read(celery_request)
-        self._metrics.message_received(incoming.priority, incoming.waited)
+        self._metrics.message_received(incoming.priority, incoming.waited, incoming.tenant)
         if incoming.redelivered:
             self._metrics.message_redelivered()
         known = self._jobs.get(incoming.request_id) or self.settlement.ending(incoming.request_id)
@@ -256,6 +258,12 @@ class Dispatcher:
             self._output_processor = OutputProcessor(tokenizer)
         assert self._output_processor is not None
         self._model_info = model_info
+        self._metrics.model_loaded(
+            architecture=model_info.architecture,
+            dtype=model_info.dtype,
+            device=model_info.device,
+            attention=model_info.attention,
+        )
         self._engine_waiting = 0
         self._metrics.engine_up(True)
         self.set_state("draining" if self._draining else "ready")
@@ -274,11 +282,23 @@ class Dispatcher:
         self._engine_waiting = outputs.stats.waiting
         self._metrics.step(asdict(outputs.stats))
         self._health.stepped()
+        started = time.perf_counter()
+        self._note_admitted(outputs.stats)
         processed = self._output_processor.process(outputs.outputs)
         self.supervisor.abort(processed.finished_choice_ids)
         for output in processed.request_outputs:
             self._publish(output)
+        detokenized = time.perf_counter()
         self._flush()
+        self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
+
+    def _note_admitted(self, stats: StepStats) -> None:
+        """A request's time in the engine's queue ends where its first step began."""
+        for choice in stats.admitted_choice_ids:
+            job = self._jobs.get(request_id_of(choice))
+            if job is not None and job.admitted_at is None:
+                job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
+                self._metrics.request_admitted(job.admitted_at - job.received_at)
 
     def on_engine_lost(self, reason: str, *, was_ready: bool) -> None:
         """All requests wait for the next engine process, but for those that were in too many dying ones."""
@@ -310,7 +330,9 @@ class Dispatcher:
             if job.first_token_at is None:
                 job.first_token_at = now
                 since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
-                self._metrics.first_token(since, now - job.received_at)
+                prefill = None if job.admitted_at is None else now - job.admitted_at
+                self._metrics.first_token(since, now - job.received_at, prefill)
+                job.num_first_tokens = job.num_tokens
             gap = None if job.last_token_at is None else now - job.last_token_at
             self._metrics.tokens_published(len(completion.token_ids), gap)
         job.last_token_at = now
@@ -342,6 +364,10 @@ class Dispatcher:
         """Once a second from the event loop."""
         self._redis_refuses = False
         self._metrics.heartbeat()
+        now = time.monotonic()
+        if self._heartbeat_at is not None:
+            self._metrics.loop_lag(now - self._heartbeat_at - HEARTBEAT_SECONDS)
+        self._heartbeat_at = now
         self._health.heartbeat(len(self._jobs))
         self._metrics.slots(min(self._slots_used(), self._max_num_seqs), self._max_num_seqs)
         self._flush(retry=True)

@@ -42,6 +42,7 @@ class Incoming:
     redelivered: bool
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
+    tenant: str | None
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
 
@@ -59,6 +60,7 @@ class Incoming:
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=_unix_time(headers.get("enqueued_at")),
+            tenant=headers["tenant"] if isinstance(headers.get("tenant"), str) else None,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
         )
 
@@ -135,6 +137,7 @@ class Intake:
             choices=recorded_choices(claim.entries, request.params.n),
             prompt_logprobs=recorded_prompt_logprobs(claim.entries),
             enqueued_at=incoming.enqueued_at,
+            tenant=incoming.tenant,
         )
         job.core_requests()  # tells the engine's requests which tokens they have already
         return job

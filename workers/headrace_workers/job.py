@@ -56,9 +56,14 @@ class Job:
     choices: list[ChoiceRecord]
     enqueued_at: float | None
     """Unix seconds by the producer's clock; None when the message does not say."""
+    tenant: str | None = None
     received_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
+    """When the engine began its first step."""
     first_token_at: float | None = None
     last_token_at: float | None = None
+    num_first_tokens: int = 0
+    """How many tokens were there at `first_token_at`, those of earlier attempts among them."""
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     """Published with choice 0's first token, by this attempt or an earlier one."""
@@ -77,6 +82,13 @@ class Job:
     @property
     def num_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """From this worker's first to its last token."""
+        if self.first_token_at is None or self.last_token_at is None:
+            return None
+        return self.last_token_at - self.first_token_at
 
     @property
     def num_unfinished(self) -> int:

@@ -55,5 +55,6 @@ class Publisher:
         self._refused = False
         self._metrics.redis_command("publish", time.perf_counter() - started)
         self._metrics.redis_up(True)
+        self._metrics.stream_entries(len(self._pending))
         self._pending.clear()
         return refused

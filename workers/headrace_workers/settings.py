@@ -4,12 +4,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize, Field, Json, ValidationError
+from pydantic import ByteSize, Field, Json, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from headrace_broker.errors import SettingsError
 from headrace_broker.settings import BrokerSettings
 from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers import default_model
 from headrace_workers.errors import WorkerSettingsError
 
@@ -40,6 +41,8 @@ class WorkerSettings(BaseSettings):
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
     """0 takes a free port."""
+    tenants: str = ""
+    """Names, with commas between them, of the tenants with metrics of their own; all others count together."""
     grace_seconds: float = Field(30.0, ge=0)
     """How long running requests may go on after SIGTERM."""
     log_level: str = "INFO"
@@ -58,6 +61,21 @@ class WorkerSettings(BaseSettings):
                 for problem in error.errors()
             ]
             raise WorkerSettingsError("; ".join(problems)) from error
+
+    @field_validator("tenants")
+    @classmethod
+    def _check_tenants(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        reserved = sorted({OTHER, NO_TENANT} & set(names))
+        if reserved:
+            raise ValueError(f"{', '.join(reserved)} cannot be the name of a tenant")
+        if len(set(names)) != len(names) or len(names) > MAX_TENANTS:
+            raise ValueError(f"must be at most {MAX_TENANTS} different names, got {len(names)}")
+        return value
+
+    @property
+    def tenant_names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.tenants.split(",") if name.strip())
 
     @property
     def served_name(self) -> str:

@@ -139,7 +139,7 @@ class Settlement:
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: Any, run_task: RunTask) -> None:
         """Answer a request that cannot be served: an end in its stream, an error in its result."""
         logger.info("request refused", request_id=incoming.request_id, code=error.code)
-        self._metrics.request_refused("rejected")
+        self._metrics.request_refused("rejected", incoming.tenant)
         self.end_stream(incoming.request_id, "rejected", error)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
 
@@ -198,4 +198,7 @@ class Settlement:
             len(job.request.prompt_token_ids),
             job.num_cached_tokens,
             job.num_tokens,
+            tenant=job.tenant,
+            decode_seconds=job.decode_seconds,
+            decoded_tokens=job.num_tokens - job.num_first_tokens,
         )

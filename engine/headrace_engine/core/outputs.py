@@ -48,6 +48,8 @@ class StepStats:
     accepted_per_position: list[int] = field(default_factory=list)
     """How many of them were what the model drew."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    admitted_choice_ids: list[str] = field(default_factory=list)
+    """Choices of which this step was the first."""
 
 
 @dataclass(slots=True, kw_only=True)

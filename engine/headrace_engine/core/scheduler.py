@@ -271,6 +271,7 @@ class Scheduler:
     def _start(self, request: Request, num_hit: int) -> None:
         self._queue_limits.leave(request)
         if request.status is RequestStatus.WAITING:
+            self.stats.admitted_choice_ids.append(request.request_id)
             request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
             if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
                 self.stats.prefix_queried_tokens += request.num_tokens

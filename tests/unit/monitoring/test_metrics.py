@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -34,8 +35,12 @@ def test_no_series_appears_that_the_first_scrape_did_not_have(metrics: Metrics) 
     metrics.tokens_published(1, None)
     metrics.tokens_published(2, 0.05)
     metrics.step(STEP)
-    metrics.request_finished("stop", 1.5, prompt_tokens=20, cached_tokens=8, generation_tokens=3)
-    metrics.request_refused("rejected")
+    metrics.request_admitted(0.1)
+    metrics.request_finished("stop", 1.5, prompt_tokens=20, cached_tokens=8, generation_tokens=3, tenant="nobody knows")
+    metrics.request_refused("rejected", "nobody knows")
+    metrics.loop_lag(0.01)
+    metrics.result_phases(0.01, 0.02)
+    metrics.stream_entries(3)
     metrics.engine_up(True)
     metrics.engine_restarted("cosmic ray")
     metrics.worker_state("ready")
@@ -222,3 +227,57 @@ def test_redis_round_trips_and_errors_are_told_by_command(metrics: Metrics) -> N
     assert scrape.value("headrace_redis_command_seconds_count", command="publish") == 1
     assert scrape.value("headrace_redis_errors_total", command="publish") == 1
     assert scrape.value("headrace_redis_up") == 1
+
+
+def test_the_stages_of_a_request_are_told_apart(metrics: Metrics) -> None:
+    metrics.request_started()
+    metrics.request_admitted(0.2)
+    metrics.first_token(1.0, 0.5, 0.3)
+    metrics.request_finished("stop", 3.0, 10, 0, 5, decode_seconds=2.0, decoded_tokens=4)
+    scrape = Scrape(metrics)
+    for stage, seconds in {"queue": 0.2, "prefill": 0.3, "decode": 2.0}.items():
+        assert scrape.value(f"headrace_engine_{stage}_seconds_sum") == pytest.approx(seconds)
+    assert scrape.value("headrace_request_time_per_output_token_seconds_sum") == pytest.approx(0.5)
+
+
+def test_a_single_token_has_no_time_per_token(metrics: Metrics) -> None:
+    metrics.request_started()
+    metrics.request_finished("stop", 3.0, 10, 0, 1, decode_seconds=0.0, decoded_tokens=0)
+    assert Scrape(metrics).value("headrace_request_time_per_output_token_seconds_count") == 0
+
+
+def test_only_tenants_that_the_operator_named_have_series() -> None:
+    metrics = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=("acme",)))
+    for tenant in ("acme", "somebody", "somebody else", None):
+        metrics.message_received(0, 0.5, tenant)
+        metrics.request_started()
+        metrics.request_finished("stop", 1.0, 10, 0, 3, tenant=tenant)
+    scrape = Scrape(metrics)
+    for tenant, requests in {"acme": 1, "other": 2, "none": 1}.items():
+        assert scrape.value("headrace_tenant_requests_total", tenant=tenant, outcome="stop") == requests
+        assert scrape.value("headrace_tenant_tokens_total", tenant=tenant, kind="generated") == 3 * requests
+        assert scrape.value("headrace_tenant_queue_wait_seconds_count", tenant=tenant) == requests
+    assert {dict(labels).get("tenant") for _, labels in scrape.samples} == {"acme", "other", "none", None}
+
+
+def test_fifty_tenants_are_scraped_in_a_fraction_of_the_time_allowed_and_within_the_stated_bound() -> None:
+    none = Metrics(model="m", queue="q")
+    fifty = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=tuple(f"tenant-{i}" for i in range(50))))
+    assert len(Scrape(none).samples) <= 600
+    assert len(Scrape(fifty).samples) - len(Scrape(none).samples) == 18 * 50
+    seconds = []
+    for _ in range(5):
+        started = time.thread_time()  # of the processor: other processes may keep it busy
+        fifty.exposition()
+        seconds.append(time.thread_time() - started)
+    assert min(seconds) < 0.02
+
+
+def test_the_model_is_described_as_the_engine_loaded_it(metrics: Metrics) -> None:
+    metrics.model_loaded(architecture="Llama", dtype="bfloat16", device="cpu", attention="native")
+    assert Scrape(metrics).value("headrace_model_info", architecture="Llama", dtype="bfloat16", device="cpu") == 1
+
+
+def test_lost_leases_are_counted(metrics: Metrics) -> None:
+    metrics.lease_lost()
+    assert Scrape(metrics).value("headrace_leases_lost_total", queue="headrace.tiny") == 1

@@ -121,7 +121,7 @@ def test_grafana_finds_the_data_source_and_the_dashboards(rules: list[dict[str, 
     compose = load(ROOT / "docker-compose.yml")
     mounts = dict(volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"])
     assert mounts["./monitoring/grafana/dashboards"] == provider["options"]["path"]
-    assert ROOT / "monitoring" / "grafana" / "dashboards" == dashboards.DASHBOARDS
+    assert ROOT / "monitoring" / "grafana" / "dashboards" == dashboards.FOLDER
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""The Grafana dashboards as code: `python -m headrace_monitoring.dashboards` writes them as JSON.
+
+One module a dashboard. Needs grafana-foundation-sdk, a development dependency: the JSON is committed, so that Grafana
+can be provisioned from a checkout, and a test holds it against this code.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace_monitoring.dashboards import engine, fleet, overview, tenants
+from headrace_monitoring.dashboards.panels import render
+
+FOLDER = Path(__file__).resolve().parents[2] / "grafana" / "dashboards"
+
+DASHBOARDS = {
+    "overview": overview.dashboard,
+    "engine": engine.dashboard,
+    "fleet": fleet.dashboard,
+    "tenants": tenants.dashboard,
+}
+
+
+def rendered() -> dict[str, str]:
+    """The JSON of every dashboard, by the name of its file."""
+    return {f"{name}.json": render(dashboard()) for name, dashboard in DASHBOARDS.items()}
+
+
+def write(folder: Path = FOLDER) -> None:
+    """Write the files. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in rendered().items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,163 @@
+"""Engine: what the step loop does, and what its memory holds."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard as sdk
+
+from headrace_monitoring.dashboards.expressions import quantile, quantiles, rate
+from headrace_monitoring.dashboards.panels import Panel, build, graph
+
+
+def dashboard() -> sdk.Dashboard:
+    return build(
+        "headrace-engine",
+        "Headrace: engine",
+        "Batch, steps and their phases, KV cache, prefix cache, preemptions, speculative decoding.",
+        {
+            "Requests": _requests(),
+            "Steps": _steps(),
+            "Memory": _memory(),
+            "Model": _model(),
+        },
+    )
+
+
+def _requests() -> list[Panel]:
+    return [
+        graph(
+            "Requests in the engine",
+            "Running in the batch, waiting for KV blocks or a place; and what workers hold in flight.",
+            "none",
+            [
+                ("sum by (state) (headrace_engine_requests{@})", "{{state}}"),
+                ("sum(headrace_requests_in_flight{@})", "in flight"),
+            ],
+        ),
+        graph(
+            "Tokens by source",
+            "Prompt tokens computed or found in the prefix cache, and tokens generated.",
+            "suffix: tokens/s",
+            [
+                (rate("prompt_tokens_total", "source"), "prompt {{source}}"),
+                (rate("generation_tokens_total"), "generated"),
+            ],
+        ),
+        graph(
+            "Engine time to first token",
+            "From the start in the engine until the first token: the waiting for a batch and the prefill.",
+            "s",
+            quantiles("engine_time_to_first_token_seconds"),
+        ),
+        graph(
+            "Engine's queue",
+            "Time of a request in the engine before its first step: it waits for KV blocks or a place in the batch.",
+            "s",
+            quantiles("engine_queue_seconds"),
+        ),
+        graph(
+            "Prefill",
+            "Time of a request from its first step until its first token.",
+            "s",
+            quantiles("engine_prefill_seconds"),
+        ),
+        graph(
+            "Decode",
+            "Time of a request from its first to its last token.",
+            "s",
+            quantiles("engine_decode_seconds"),
+        ),
+    ]
+
+
+def _steps() -> list[Panel]:
+    return [
+        graph("Tokens a step", "The size of a batch in tokens.", "none", quantiles("engine_step_tokens")),
+        graph("Requests a step", "The size of a batch in requests.", "none", quantiles("engine_step_requests")),
+        graph(
+            "Step time by kind, p95",
+            "Steps that only prefill, only decode, or do both.",
+            "s",
+            [(quantile(0.95, "engine_step_seconds", "kind"), "{{kind}}")],
+        ),
+        graph(
+            "Loop phases",
+            "Share of wall time that the step loop of a worker spends in each phase; what is missing to 100% is idle.",
+            "percentunit",
+            [("avg by (phase) (rate(headrace_engine_phase_seconds_total{@}[$__rate_interval]))", "{{phase}}")],
+            stacked=True,
+        ),
+        graph(
+            "Results",
+            "Share of wall time that the worker's own loop, beside the engine, spends on text and on publishing.",
+            "percentunit",
+            [("avg by (phase) (rate(headrace_worker_result_seconds_total{@}[$__rate_interval]))", "{{phase}}")],
+            stacked=True,
+        ),
+        graph(
+            "Time since the last step",
+            "Grows while idle, which is harmless. With requests in flight it means a stalled engine.",
+            "s",
+            [("time() - headrace_engine_last_step_timestamp_seconds{@}", "{{instance}}")],
+        ),
+    ]
+
+
+def _memory() -> list[Panel]:
+    hit, queried = rate("prefix_cache_hit_tokens_total"), rate("prefix_cache_queried_tokens_total")
+    return [
+        graph(
+            "KV cache use",
+            "Share of the KV blocks that requests hold, by worker.",
+            "percentunit",
+            [("headrace_kv_cache_usage_ratio{@}", "{{instance}}")],
+        ),
+        graph(
+            "KV blocks",
+            "Held by requests, kept for the prefix cache, and free.",
+            "none",
+            [("sum by (state) (headrace_kv_cache_blocks{@})", "{{state}}")],
+            stacked=True,
+        ),
+        graph(
+            "Preemptions",
+            "Requests a second that gave up their KV blocks to another one. More than a few mean too little KV memory.",
+            "ops",
+            [(rate("engine_preemptions_total"), "preemptions")],
+        ),
+        graph(
+            "Prefix cache hit rate",
+            "Share of the prompt tokens looked up that were found.",
+            "percentunit",
+            [(f"{hit} / {queried}", "hit rate")],
+        ),
+    ]
+
+
+def _model() -> list[Panel]:
+    return [
+        graph(
+            "Draft acceptance",
+            "Speculative decoding: share of the guessed tokens that the model drew itself, in all and by place in the "
+            "draft. Where it is low, shorter drafts cost less.",
+            "percentunit",
+            [
+                (f"{rate('draft_accepted_tokens_total')} / {rate('draft_tokens_total')}", "all"),
+                (
+                    f"{rate('draft_accepted_tokens_total', 'position')} / {rate('draft_tokens_total', 'position')}",
+                    "place {{position}}",
+                ),
+            ],
+        ),
+        graph(
+            "Workers by model and device",
+            "The model as the engine loaded it: architecture, precision, device, attention.",
+            "none",
+            [
+                (
+                    "sum by (model, architecture, dtype, device, attention) (headrace_model_info{@})",
+                    "{{model}} {{architecture}} {{dtype}} {{device}} {{attention}}",
+                )
+            ],
+            stacked=True,
+        ),
+    ]

@@ -1,0 +1,63 @@
+"""PromQL, and the selections that the variables at the top of a dashboard make.
+
+In an expression `@` stands for the workers selected, `@queue` for the queues, `@process` for the processes: queue
+levels come from the exporter, too, and what a process shows of itself knows no model. Every worker of a queue, and the
+exporter, reads the same levels from Redis, so these are joined with `max`, never with `sum`.
+"""
+
+from __future__ import annotations
+
+Query = tuple[str, str]
+"""Expression and legend."""
+
+_SELECTIONS = {
+    "@queue": 'model=~"$model",queue=~"$queue"',
+    "@process": 'job=~"$job",instance=~"$instance"',
+    "@": 'job=~"$job",model=~"$model",instance=~"$instance"',
+}
+
+
+def selected(expression: str) -> str:
+    """The expression as Grafana gets it."""
+    for placeholder, selection in _SELECTIONS.items():
+        expression = expression.replace(placeholder, selection)
+    return expression
+
+
+def rate(metric: str, by: str = "", where: str = "") -> str:
+    """Events a second, summed over workers."""
+    return f"sum{_by(by)}(rate(headrace_{metric}{{@{where}}}[$__rate_interval]))"
+
+
+def increase(metric: str, by: str, window: str = "1h") -> str:
+    """Events within a window that ends now."""
+    return f"sum by ({by}) (increase(headrace_{metric}{{@}}[{window}]))"
+
+
+def mean(histogram: str, by: str = "") -> str:
+    return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
+
+
+def quantile(q: float, histogram: str, by: str = "") -> str:
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', labels)})"
+
+
+def quantiles(histogram: str) -> list[Query]:
+    """p50, p95, p99 and the mean."""
+    return [*((quantile(q, histogram), f"p{round(q * 100)}") for q in (0.5, 0.95, 0.99)), (mean(histogram), "mean")]
+
+
+def share_within(histogram: str, objective: float, window: str) -> str:
+    """The exact share of observations up to an objective; works because the objective is a bucket's bound."""
+    within = f'sum(rate(headrace_{histogram}_bucket{{@,le="{objective}"}}[{window}]))'
+    return f"{within} / sum(rate(headrace_{histogram}_count{{@}}[{window}]))"
+
+
+def queue_level(metric: str, by: str, where: str = "") -> str:
+    """A level that several processes read from Redis."""
+    return f"max by ({by}) (headrace_{metric}{{@queue{where}}})"
+
+
+def _by(labels: str) -> str:
+    return f" by ({labels}) " if labels else ""

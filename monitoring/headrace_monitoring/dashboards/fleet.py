@@ -1,0 +1,183 @@
+"""Fleet: the processes of the service and the Redis between them."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard as sdk
+
+from headrace_monitoring.dashboards.expressions import increase, quantile, queue_level, rate
+from headrace_monitoring.dashboards.panels import Panel, build, graph, states
+
+
+def dashboard() -> sdk.Dashboard:
+    return build(
+        "headrace-fleet",
+        "Headrace: fleet",
+        "Workers, leases, restarts, Redis, exporter.",
+        {
+            "Workers": _workers(),
+            "Deliveries": _deliveries(),
+            "Redis": _redis(),
+            "Processes": _processes(),
+        },
+    )
+
+
+def _workers() -> list[Panel]:
+    return [
+        states(
+            "Worker state",
+            "The state that each worker is in.",
+            [("headrace_worker_state{@}", "{{instance}} {{state}}")],
+        ),
+        states(
+            "Engine and Redis",
+            "Whether each worker's engine process runs, and whether it and the exporter reach Redis.",
+            [
+                ("headrace_engine_up{@}", "{{instance}} engine"),
+                ("headrace_redis_up{@}", "{{instance}} Redis"),
+                ("headrace_exporter_redis_up", "{{instance}} Redis"),
+            ],
+        ),
+        graph(
+            "Slots",
+            "Request slots of all workers. No free slot means that the backlog waits in Redis.",
+            "none",
+            [("sum by (state) (headrace_worker_slots{@})", "{{state}}")],
+            stacked=True,
+        ),
+        graph(
+            "Engine restarts (1 h)",
+            "Engine processes replaced, by reason.",
+            "none",
+            [(increase("engine_restarts_total", "reason"), "{{reason}}")],
+        ),
+        graph(
+            "Time since the last heartbeat",
+            "The loop that does the work ticks it; a growing age is a stuck worker.",
+            "s",
+            [("time() - headrace_worker_heartbeat_timestamp_seconds{@}", "{{instance}}")],
+        ),
+        graph(
+            "Event loop lag, p99",
+            "How much later than due a worker's heartbeat came. Long lags lose leases.",
+            "s",
+            [(quantile(0.99, "event_loop_lag_seconds", "instance"), "{{instance}}")],
+        ),
+    ]
+
+
+def _deliveries() -> list[Panel]:
+    return [
+        graph(
+            "Leases lost (1 h)",
+            "Messages that another worker took because this one was silent for longer than its lease.",
+            "none",
+            [(increase("leases_lost_total", "instance"), "{{instance}}")],
+        ),
+        graph(
+            "Leases that ran out",
+            "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
+            "none",
+            [(queue_level("queue_run_out_leases", "queue"), "{{queue}}")],
+        ),
+        graph(
+            "Time since a worker served the model",
+            "Workers say so every minute. From the exporter.",
+            "s",
+            [('time() - max by (model) (headrace_model_last_seen_timestamp_seconds{model=~"$model"})', "{{model}}")],
+        ),
+        graph(
+            "Stream entries",
+            "Entries a second that Redis took from workers.",
+            "ops",
+            [(rate("stream_entries_total", "instance"), "{{instance}}")],
+        ),
+    ]
+
+
+def _redis() -> list[Panel]:
+    return [
+        graph(
+            "Redis memory",
+            "Used, and the most that Redis may use (0: no limit). From the exporter.",
+            "bytes",
+            [("headrace_redis_memory_used_bytes", "used"), ("headrace_redis_memory_limit_bytes", "limit")],
+        ),
+        graph(
+            "Redis round trip, p99",
+            "By command, seen from the workers.",
+            "s",
+            [(quantile(0.99, "redis_command_seconds", "command"), "{{command}}")],
+        ),
+        graph(
+            "Redis errors",
+            "Commands a second that failed, by command.",
+            "ops",
+            [(rate("redis_errors_total", "command"), "{{command}}")],
+        ),
+        graph(
+            "Redis connections",
+            "Open connections, and those refused within the hour. From the exporter.",
+            "none",
+            [
+                ("headrace_redis_connected_clients", "connected"),
+                ("increase(headrace_redis_rejected_connections_total[1h])", "refused (1 h)"),
+            ],
+        ),
+        graph(
+            "Keys dropped by Redis (1 h)",
+            "Each is a message, a stream or a result lost: the eviction policy must be noeviction. From the exporter.",
+            "none",
+            [("increase(headrace_redis_evicted_keys_total[1h])", "dropped")],
+        ),
+        states(
+            "Redis persistence",
+            "Whether the last write of the append-only file and the last snapshot went well. From the exporter.",
+            [("headrace_redis_persistence_ok", "persistence")],
+        ),
+    ]
+
+
+def _processes() -> list[Panel]:
+    return [
+        graph(
+            "CPU",
+            "CPU time of the worker process, without the engine process; 100% is one core.",
+            "percentunit",
+            [("rate(process_cpu_seconds_total{@process}[$__rate_interval])", "{{instance}}")],
+        ),
+        graph(
+            "Memory",
+            "Resident memory of the worker process, without the engine process.",
+            "bytes",
+            [("process_resident_memory_bytes{@process}", "{{instance}}")],
+        ),
+        graph(
+            "Processes by version",
+            "Two versions at once are a rollout under way.",
+            "none",
+            [
+                ("sum by (version) (headrace_build_info{@})", "workers {{version}}"),
+                ("sum by (version) (headrace_exporter_build_info)", "exporters {{version}}"),
+            ],
+            stacked=True,
+        ),
+        graph(
+            "Exporter's looks at Redis",
+            "How long the last one took, and how long ago it was.",
+            "s",
+            [
+                ("headrace_exporter_poll_seconds", "duration"),
+                ("time() - headrace_exporter_poll_timestamp_seconds", "age"),
+            ],
+        ),
+        graph(
+            "Exporter's failures (1 h)",
+            "Looks at Redis that it did not answer, and registered models beyond the 100 that are shown.",
+            "none",
+            [
+                ("increase(headrace_exporter_poll_failures_total[1h])", "failures"),
+                ("headrace_exporter_models_left_out", "models left out"),
+            ],
+        ),
+    ]

@@ -1,0 +1,178 @@
+"""Service overview: is the service keeping its promises, and where do requests spend their time?"""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard as sdk
+
+from headrace_monitoring import buckets
+from headrace_monitoring.dashboards.expressions import mean, quantile, quantiles, queue_level, rate, share_within
+from headrace_monitoring.dashboards.panels import Panel, build, distribution, graph, number
+
+
+def dashboard() -> sdk.Dashboard:
+    return build(
+        "headrace-overview",
+        "Headrace: service overview",
+        "Promises, queue, latency, where the time goes, outcomes.",
+        {
+            "Service level": _service_level(),
+            "Queue": _queue(),
+            "Latency": _latency(),
+            "Outcomes": _outcomes(),
+        },
+    )
+
+
+def _service_level() -> list[Panel]:
+    ttft, gap, wait = (
+        buckets.TIME_TO_FIRST_TOKEN_OBJECTIVE,
+        buckets.INTER_TOKEN_LATENCY_OBJECTIVE,
+        buckets.QUEUE_WAIT_OBJECTIVE,
+    )
+    share = ((None, "red"), (0.95, "orange"), (0.99, "green"))
+    served = rate("requests_total", where=',outcome=~"stop|length"')
+    return [
+        number(
+            "Ready workers",
+            "Workers that take messages from the queue.",
+            "none",
+            'sum(headrace_worker_state{@,state="ready"})',
+            ((None, "red"), (1, "green")),
+        ),
+        number(
+            f"First token within {ttft:g} s (1 h)",
+            "Share of requests whose first token was published in time, counted from enqueue. Objective: 99%.",
+            "percentunit",
+            share_within("time_to_first_token_seconds", ttft, "1h"),
+            share,
+        ),
+        number(
+            f"Gaps within {gap:g} s (1 h)",
+            "Share of tokens that followed the one before in time. Objective: 99%.",
+            "percentunit",
+            share_within("inter_token_latency_seconds", gap, "1h"),
+            share,
+        ),
+        number(
+            f"Waits within {wait:g} s (1 h)",
+            "Share of messages that a worker took from the queue in time. Objective: 99%.",
+            "percentunit",
+            share_within("queue_wait_seconds", wait, "1h"),
+            share,
+        ),
+        number("Served requests", "Requests a second that ended with stop or length.", "reqps", served),
+        number("Generated tokens", "Tokens published a second.", "suffix: tokens/s", rate("generation_tokens_total")),
+    ]
+
+
+def _queue() -> list[Panel]:
+    level = queue_level("queue_messages", "queue", ',state="ready"')
+    ready = f"sum({level})"
+    return [
+        graph(
+            "Messages by state",
+            "Levels in Redis: ready to be taken, leased by a worker (unacked), dead letters.",
+            "none",
+            [(queue_level("queue_messages", "queue, state"), "{{queue}} {{state}}")],
+        ),
+        graph(
+            "Ready messages by priority",
+            "Priority 0 goes first. Priorities between two steps share the lower step's list. From the exporter.",
+            "none",
+            [(f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})", "{{priority}}")],
+            stacked=True,
+        ),
+        graph(
+            "Age of the oldest ready message",
+            "How long the message next in line has waited. Rises steadily when nobody takes messages.",
+            "s",
+            [(queue_level("queue_oldest_message_age_seconds", "queue"), "{{queue}}")],
+        ),
+        graph("Queue wait", "From enqueue until a worker took the message.", "s", quantiles("queue_wait_seconds")),
+        graph(
+            "Queue wait by priority, p95",
+            "Priorities between two steps share the lower step's list.",
+            "s",
+            [(quantile(0.95, "queue_wait_seconds", "priority"), "priority {{priority}}")],
+        ),
+        graph(
+            "Messages in and out",
+            "Taken from the queue, ended, and taken again after another worker had not finished.",
+            "mps",
+            [
+                (rate("queue_received_messages_total"), "received"),
+                (rate("requests_total"), "ended"),
+                (rate("queue_redelivered_messages_total"), "redelivered"),
+            ],
+        ),
+        graph(
+            "Time to drain the queue",
+            "Ready messages divided by the rate at which requests ended in the last 5 minutes.",
+            "s",
+            [(f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time")],
+        ),
+    ]
+
+
+def _latency() -> list[Panel]:
+    ttft = "time_to_first_token_seconds"
+    return [
+        graph("Time to first token", "From enqueue until the first token was published.", "s", quantiles(ttft)),
+        graph(
+            "Inter-token latency",
+            "Between two tokens of a request as published.",
+            "s",
+            quantiles("inter_token_latency_seconds"),
+        ),
+        graph(
+            "Time per output token",
+            "Mean of each request between two of its tokens; what a reader feels as speed.",
+            "s",
+            quantiles("request_time_per_output_token_seconds"),
+        ),
+        graph(
+            "Request duration",
+            "From enqueue until the stream ended, for requests that ended with stop or length.",
+            "s",
+            quantiles("request_duration_seconds"),
+        ),
+        distribution("Time to first token, distribution", "Requests by time to first token.", "s", ttft),
+        graph(
+            "Where the time goes, means",
+            "The stages of a request one after the other: queue, engine's queue, prefill, decode.",
+            "s",
+            [
+                (mean("queue_wait_seconds"), "queue"),
+                (mean("engine_queue_seconds"), "engine's queue"),
+                (mean("engine_prefill_seconds"), "prefill"),
+                (mean("engine_decode_seconds"), "decode"),
+            ],
+            stacked=True,
+        ),
+    ]
+
+
+def _outcomes() -> list[Panel]:
+    return [
+        graph(
+            "Requests by outcome",
+            "How streams ended. Rejected requests were refused as invalid; errors are ours.",
+            "reqps",
+            [(rate("requests_total", "outcome"), "{{outcome}}")],
+            stacked=True,
+        ),
+        distribution("Prompt length", "Requests by prompt tokens.", "none", "request_prompt_tokens"),
+        distribution("Generated length", "Requests by generated tokens.", "none", "request_generation_tokens"),
+        graph(
+            "Dead letters (1 h)",
+            "Messages given up, by reason, as workers counted them. Each needs a look.",
+            "none",
+            [("sum by (reason) (increase(headrace_queue_dead_lettered_messages_total{@}[1h]))", "{{reason}}")],
+        ),
+        graph(
+            "Dead letters kept",
+            "What lies in the list of dead letters now, by reason. From the exporter.",
+            "none",
+            [(queue_level("queue_dead_letters", "queue, reason"), "{{queue}} {{reason}}")],
+        ),
+    ]

@@ -1,0 +1,154 @@
+"""The kinds of panel, and how a dashboard is put together from rows of them. Needs grafana-foundation-sdk."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import StackingMode
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    Threshold,
+    VariableRefresh,
+)
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from headrace_monitoring.dashboards.expressions import Query, selected
+
+DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+COLUMNS = 24
+TAG = "headrace"
+
+Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
+
+
+def graph(title: str, description: str, unit: str, queries: Sequence[Query], *, stacked: bool = False) -> Panel:
+    """Lines over time."""
+    panel = (
+        timeseries.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATA_SOURCE)
+        .min(0)
+        .fill_opacity(30 if stacked else 5)
+        .span(COLUMNS // 3)
+        .height(8)
+    )
+    if stacked:
+        panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    for expression, legend in queries:
+        panel.with_target(_target(expression, legend))
+    return panel
+
+
+def number(
+    title: str, description: str, unit: str, expression: str, thresholds: Sequence[tuple[float | None, str]] = ()
+) -> Panel:
+    """One number; `thresholds` are (from value, colour), the first with None."""
+    steps = [Threshold(value, colour) for value, colour in thresholds or ((None, "blue"),)]
+    return (
+        stat.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .datasource(DATA_SOURCE)
+        .thresholds(dashboard.ThresholdsConfig().steps(steps))
+        .span(COLUMNS // 6)
+        .height(4)
+        .with_target(_target(expression, title))
+    )
+
+
+def distribution(title: str, description: str, unit: str, histogram: str) -> Panel:
+    """A histogram over time, as a heat map."""
+    expression = f"sum by (le) (increase(headrace_{histogram}_bucket{{@}}[$__rate_interval]))"
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(description)
+        .unit(unit)
+        .y_axis(heatmap.YAxisConfig().unit(unit))
+        .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges").steps(64))
+        .datasource(DATA_SOURCE)
+        .span(COLUMNS // 3)
+        .height(8)
+        .with_target(_target(expression, "{{le}}").format(PromQueryFormat.HEATMAP))
+    )
+
+
+def states(title: str, description: str, queries: Sequence[Query]) -> Panel:
+    """On or off over time, one bar a series."""
+    panel = (
+        statetimeline.Panel()
+        .title(title)
+        .description(description)
+        .unit("bool_on_off")
+        .datasource(DATA_SOURCE)
+        .span(COLUMNS // 3)
+        .height(8)
+    )
+    for expression, legend in queries:
+        panel.with_target(_target(expression, legend))
+    return panel
+
+
+def build(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Panel]]) -> dashboard.Dashboard:
+    """A dashboard with the variables and links that all of ours have."""
+    built = (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags([TAG, "llm"])
+        .readonly()
+        .timezone("browser")
+        .time("now-1h", "now")
+        .refresh("10s")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("Headrace")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_variable("job", "Job", "headrace_build_info"))
+        .with_variable(_variable("model", "Model", "headrace_queue_messages"))
+        .with_variable(_variable("queue", "Queue", 'headrace_queue_messages{model=~"$model"}'))
+        .with_variable(_variable("instance", "Instance", 'headrace_build_info{job=~"$job",model=~"$model"}'))
+    )
+    ids = itertools.count(1)  # links to a panel name its id
+    for row, panels in rows.items():
+        built.with_row(dashboard.Row(row).id(next(ids)))
+        for panel in panels:
+            built.with_panel(panel.id(next(ids)))
+    return built
+
+
+def render(built: dashboard.Dashboard) -> str:
+    """The JSON that Grafana reads, the same for the same code."""
+    return json.dumps(built.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def _target(expression: str, legend: str) -> prometheus.Dataquery:
+    return prometheus.Dataquery().datasource(DATA_SOURCE).range().expr(selected(expression)).legend_format(legend)
+
+
+def _variable(name: str, label: str, series: str) -> dashboard.QueryVariable:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(DATA_SOURCE)
+        .query(f"label_values({series}, {name})")
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+    )

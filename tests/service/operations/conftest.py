@@ -1,0 +1,67 @@
+"""A real worker under some load, an exporter beside it, and a Prometheus that scrapes both."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from headrace_broker.connections import connect
+from headrace_workers.exporter import Exporter
+from service.operations.prometheus import Prometheus, prometheus_or_skip
+from service.workers.conftest import make_service, model_folder
+from service.workers.service import Service
+
+__all__ = ["make_service", "model_folder"]
+
+
+class Watched:
+    """A service with Prometheus beside it."""
+
+    def __init__(self, service: Service, folder: Path, stack: ExitStack, **settings: object) -> None:
+        self.service = service
+        self.worker = service.start_worker(tenants="acme", **settings).wait_ready()
+        client = stack.enter_context(connect(service.server.url))
+        self.exporter = Exporter(client, models=["tiny"], interval_seconds=0.5, port=0)
+        thread = threading.Thread(target=self.exporter.run, daemon=True)
+        thread.start()
+        stack.callback(thread.join, 10)
+        stack.callback(self.exporter.stop)
+        while self.exporter.server.url.endswith(":0"):
+            time.sleep(0.01)
+        jobs = {"headrace-worker": self.worker.url, "headrace-exporter": self.exporter.server.url}
+        self.prometheus = stack.enter_context(
+            Prometheus(folder, {job: urlsplit(url).netloc for job, url in jobs.items()})
+        )
+
+    def load(self, requests: int = 6) -> None:
+        """Requests of several tenants and priorities, until their ends are scraped."""
+        before = self.prometheus.value("sum(headrace_requests_total)") or 0.0
+        params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+        for number in range(requests):
+            headers = {"enqueued_at": time.time()} | ({"tenant": "acme"} if number % 2 else {})
+            self.service.send(
+                {"prompt": "the wheel", "sampling_params": params}, headers=headers, priority=3 * (number % 3)
+            )
+        self.prometheus.wait_until(
+            lambda: (self.prometheus.value("sum(headrace_requests_total)") or 0.0) >= before + requests
+        )
+
+
+@pytest.fixture(scope="module")
+def watched(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    prometheus_or_skip()
+    from headrace_broker.embedded import EmbeddedServer
+
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer(environ={}))
+        service = Service(server, model_folder, tmp_path_factory.mktemp("watched"))
+        stack.callback(service.close)
+        found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack)
+        found.prometheus.wait_until(lambda: len(found.prometheus.query("headrace_requests_total")) > 0)
+        found.load()
+        found.load()
+        yield found

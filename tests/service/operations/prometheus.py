@@ -1,0 +1,116 @@
+"""A real Prometheus on loopback, from the system's packages, and the questions that tests ask it."""
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import yaml
+
+RULES = Path(__file__).resolve().parents[3] / "monitoring" / "prometheus" / "rules.yml"
+
+
+def prometheus_or_skip() -> str:
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not on PATH (apt-get install prometheus)")
+    return program
+
+
+class Prometheus:
+    """Scrapes the targets every `interval` seconds, and evaluates the rules as often.
+
+    `jobs` maps a job's name to the address of its one target.
+    """
+
+    def __init__(self, folder: Path, jobs: Mapping[str, str], *, interval: str = "1s") -> None:
+        self._port = _free_port()
+        self._url = f"http://127.0.0.1:{self._port}"
+        rules = RULES.read_text(encoding="utf-8").replace("interval: 30s", f"interval: {interval}")
+        (folder / "rules.yml").write_text(rules, encoding="utf-8")
+        config = {
+            "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
+            "rule_files": ["rules.yml"],
+            "scrape_configs": [
+                {"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in jobs.items()
+            ],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        self._log = (folder / "prometheus.log").open("wb")
+        self._process = subprocess.Popen(
+            [
+                prometheus_or_skip(),
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{self._port}",
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def __enter__(self) -> Self:
+        self.wait_until(self._is_ready)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The vector, or the scalar as a vector of one. Fails the test for what does not parse or evaluate."""
+        answer = self._get("query", query=expression)
+        assert answer["status"] == "success", f"{expression}: {answer}"
+        data = answer["data"]
+        return [{"metric": {}, "value": data["result"]}] if data["resultType"] == "scalar" else data["result"]
+
+    def value(self, expression: str) -> float | None:
+        """The one value; None where there is none."""
+        found = self.query(expression)
+        assert len(found) <= 1, f"{expression}: {found}"
+        return float(found[0]["value"][1]) if found else None
+
+    def rules(self) -> list[dict[str, Any]]:
+        return [rule for group in self._get("rules")["data"]["groups"] for rule in group["rules"]]
+
+    def firing(self) -> set[str]:
+        """Names of the alerts that fire now."""
+        alerts = self._get("alerts")["data"]["alerts"]
+        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+    def wait_until(self, condition: Any, timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self._process.poll() is None, "Prometheus has ended"
+            assert time.monotonic() < deadline, "it did not come true"
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def _get(self, path: str, **parameters: str) -> Any:
+        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            return json.load(error)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

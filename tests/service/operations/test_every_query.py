@@ -1,0 +1,81 @@
+"""Every query of every panel and every rule, asked of a real Prometheus that scrapes a real worker and an exporter."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from headrace_monitoring import dashboards
+from service.operations.conftest import Watched
+from service.operations.prometheus import RULES
+
+VARIABLES = {"$__rate_interval": "10s", "$job": "headrace-worker", "$model": ".*", "$queue": ".*", "$instance": ".*"}
+PANELS = [
+    (f"{name}: {panel['title']}", target["expr"])
+    for name, text in dashboards.rendered().items()
+    for panel in json.loads(text)["panels"]
+    for target in panel.get("targets", [])
+]
+
+
+def with_variables(expression: str) -> str:
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
+def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:
+    empty = [panel for panel, expression in PANELS if not watched.prometheus.query(with_variables(expression))]
+    assert empty == []
+
+
+def test_every_rule_evaluates_and_every_recorded_series_has_data(watched: Watched) -> None:
+    watched.prometheus.wait_until(lambda: all(rule["health"] != "unknown" for rule in watched.prometheus.rules()))
+    rules = watched.prometheus.rules()
+    assert len(rules) == sum(len(group["rules"]) for group in yaml.safe_load(RULES.read_text())["groups"])
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+    recorded = [rule["name"] for rule in rules if rule["type"] == "recording"]
+    assert [name for name in recorded if not watched.prometheus.query(name)] == []
+
+
+def test_every_series_that_an_alert_reads_exists(watched: Watched) -> None:
+    selectors = {
+        selector
+        for rule in watched.prometheus.rules()
+        for selector in re.findall(r"headrace_\w+(?:\{[^}]*\})?", rule["query"])
+        if not re.search(r":" + re.escape(selector.partition("{")[0]), rule["query"])
+    }
+    assert len(selectors) > 20
+    assert [selector for selector in sorted(selectors) if not watched.prometheus.query(selector)] == []
+
+
+def test_no_metric_is_exposed_that_no_panel_shows(watched: Watched) -> None:
+    exposed = {row["metric"]["__name__"] for row in watched.prometheus.query('{__name__=~"headrace_.+"}')}
+    shown = set(re.findall(r"headrace_\w+", " ".join(expression for _, expression in PANELS)))
+
+    def family(name: str) -> str:
+        return re.sub(r"_(total|bucket|sum|count)$", "", name)
+
+    assert {family(name) for name in exposed} == {family(name) for name in shown}
+
+
+def test_a_healthy_service_under_load_raises_no_alert(watched: Watched) -> None:
+    watched.load()
+    assert watched.prometheus.firing() == set()
+
+
+@pytest.mark.parametrize("stage", ["queue_wait", "engine_queue", "engine_prefill", "engine_decode"])
+def test_the_stages_of_a_request_are_measured_by_a_real_worker(watched: Watched, stage: str) -> None:
+    value = watched.prometheus.value
+    assert (value(f"sum(headrace_{stage}_seconds_count)") or 0) >= 12
+    total = value("sum(headrace_request_duration_seconds_sum)")
+    assert total is not None
+    assert 0 < (value(f"sum(headrace_{stage}_seconds_sum)") or 0) < total
+
+
+def test_tenants_are_told_apart_by_a_real_worker(watched: Watched) -> None:
+    value = watched.prometheus.value
+    assert (value('headrace_tenant_requests_total{tenant="acme",outcome="length"}') or 0) >= 6
+    assert (value('headrace_tenant_requests_total{tenant="none",outcome="length"}') or 0) >= 6
+    assert value('headrace_tenant_tokens_total{tenant="other",kind="generated"}') == 0

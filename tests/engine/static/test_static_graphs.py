@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model_families import VOCAB_SIZE
 from engine.test_parity import references, workload
-from engine.tiny_models import VOCAB_SIZE, TinyModel
+from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.request import EngineCoreRequest

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.model_families import FAMILIES, WINDOW, Family
 from engine.test_parity import MAX_MODEL_LEN, Run, references, workload
-from engine.tiny_models import WINDOW, TinyModel
+from engine.tiny_models import TinyModel, save_model, save_tokenizer
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.config import EngineArgs
 from headrace_engine.errors import ConfigError, ModelLoadError
@@ -54,26 +55,23 @@ def test_buckets_and_arrival_order_do_not_matter(tiny_model: MakeModel, name: st
     assert max(len(prompt) for prompt, _ in workload()) > 3 * WINDOW
 
 
-@pytest.mark.parametrize("change", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
-@pytest.mark.parametrize("rope", [None, {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}])
-def test_variants_of_the_llama_family_are_computed(
-    tmp_path: Path, change: dict[str, Any], rope: dict[str, Any] | None
-) -> None:
-    import transformers
-
-    from engine.tiny_models import _LLAMA_LIKE, save_tokenizer
-
-    torch.manual_seed(5)
-    options = {**_LLAMA_LIKE, **change}
-    if rope is not None:
-        options["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
+@pytest.mark.parametrize(
+    "family",
+    [
+        FAMILIES["llama3"],
+        FAMILIES["llama-yarn"],
+        FAMILIES["qwen2-sliding"],
+        Family("llama", options={"tie_word_embeddings": True}),
+        Family("llama", options={"attention_bias": True, "mlp_bias": True}),
+    ],
+    ids=lambda family: family.special or "-".join(family.options),
+)
+def test_variants_of_the_family_are_computed(tmp_path: Path, family: Family) -> None:
     save_tokenizer(tmp_path)
+    model = save_model(family, tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    assert (tmp_path / "model.safetensors.index.json").exists()
     prompt = list(range(3, 90))
     model.generation_config.eos_token_id = None
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)

@@ -53,6 +53,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = create_request_queue(config.policy)
+        self._has_just_prefilled = False
         self._removed: list[str] = []
         """Ids that the runner must forget at the start of the next step."""
         self.stats = StepStats()
@@ -98,11 +99,12 @@ class Scheduler:
         if self._capabilities.mixed_batches:
             self._schedule_running(plan)
             self._schedule_waiting(plan)
-        elif self._prefill_is_possible():
+        elif self._decode_is_due() or not self._prefill_is_possible():
+            self._schedule_running(plan, phase="decode")
+        else:
             self._schedule_running(plan, phase="prefill")
             self._schedule_waiting(plan)
-        else:
-            self._schedule_running(plan, phase="decode")
+        self._has_just_prefilled = plan.num_prefills > 0
         for request_id, num_tokens in plan.batch.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
         # Victims of this very step included: their blocks may have new holders already.
@@ -110,8 +112,15 @@ class Scheduler:
         self._describe(plan.batch)
         return plan.batch
 
+    def _decode_is_due(self) -> bool:
+        """For runners that cannot mix: whoever has its next token to compute waits for one step of prompts at most.
+
+        Prompts in their turn wait for one step of decoding at most, so that neither starves the other.
+        """
+        return self._has_just_prefilled and not all(_is_prefill(request) for request in self.running)
+
     def _prefill_is_possible(self) -> bool:
-        """For runners that cannot mix: prefill whenever a prompt is incomplete or a whole one can be admitted."""
+        """For runners that cannot mix: whether a prompt is incomplete, or a whole one can be admitted."""
         if any(_is_prefill(request) for request in self.running):
             return True
         if not self.waiting:

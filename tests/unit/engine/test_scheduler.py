@@ -81,15 +81,15 @@ def test_a_runner_with_a_smaller_batch_limits_the_running_requests() -> None:
     assert all(len(shape) == 1 for shape in shapes(runner))
 
 
-def test_a_runner_that_cannot_mix_gets_prompts_first_and_never_a_mixed_step() -> None:
+def test_a_runner_that_cannot_mix_gets_prompts_and_decodes_in_turn() -> None:
     core, runner = make_core(Capabilities(mixed_batches=False))
     results = Results()
     core.add_request(core_request("a", range(20, 25), ignore_eos=True, max_tokens=5))
     results.step(core)
     core.add_request(core_request("b", range(30, 36), ignore_eos=True, max_tokens=5))
-    results.step(core)
-    results.step(core)
-    assert shapes(runner) == [{"a": 5}, {"b": 6}, {"a": 1, "b": 1}]
+    for _ in range(3):
+        results.step(core)
+    assert shapes(runner) == [{"a": 5}, {"a": 1}, {"b": 6}, {"a": 1, "b": 1}]
 
 
 def test_prefills_in_one_step_are_limited_to_what_the_runner_takes() -> None:
@@ -97,7 +97,7 @@ def test_prefills_in_one_step_are_limited_to_what_the_runner_takes() -> None:
     for first in (20, 30, 40):
         core.add_request(core_request(str(first), range(first, first + 5), ignore_eos=True, max_tokens=2))
     Results().drain(core)
-    assert shapes(runner) == [{"20": 5}, {"30": 5}, {"40": 5}, {"20": 1, "30": 1, "40": 1}]
+    assert shapes(runner) == [{"20": 5}, {"20": 1}, {"30": 5}, {"30": 1}, {"40": 5}, {"40": 1}]
 
 
 def test_chunks_are_no_longer_than_the_runners_longest() -> None:
@@ -382,6 +382,8 @@ def test_an_urgent_request_displaces_a_less_urgent_one_which_goes_on_behind_it(
     core.add_request(least)
     results.step(core)
     core.add_request(urgent)
+    if not mixed:
+        results.step(core)  # the turn of those that decode
     results.step(core)
     assert shapes(runner)[-1] == {"urgent": 20}
     results.drain(core)

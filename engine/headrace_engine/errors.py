@@ -70,4 +70,11 @@ class EngineDrainingError(HeadraceEngineError):
 
 
 class EngineDeadError(HeadraceEngineError):
-    """The engine core stopped on a failure; its requests were not finished."""
+    """The engine core stopped on a failure; its requests were not finished.
+
+    `out_of_memory` says that memory, of the device or of the machine, was the reason, as far as can be told.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory

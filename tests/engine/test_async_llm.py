@@ -160,7 +160,7 @@ async def test_a_child_streams_and_gives_everything_back(llama: TinyModel, child
     assert isinstance(core, EngineCoreProcess)
     descriptor = core.fileno()
     await child_engine.shutdown()
-    assert core.poll() == 0
+    assert core._process.poll() == 0
     with pytest.raises(OSError):
         os.fstat(descriptor)
 

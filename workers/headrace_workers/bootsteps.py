@@ -76,7 +76,7 @@ class EngineStep(bootsteps.StartStopStep):
             store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
             on_given_up=self._stop_worker,
         )
-        self._supervisor = EngineSupervisor(config, self.dispatcher)
+        self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.supervisor = self._supervisor
         self._gauges = QueueGauges(client, queue, self.metrics)
         self._leases: Leases | None = None

@@ -31,14 +31,13 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.intake import Incoming, Intake, RefusedError
 from headrace_workers.job import Job
+from headrace_workers.quarantine import Quarantine
 from headrace_workers.settlement import RunTask, Settlement
-from headrace_workers.supervisor import EngineSupervisor
+from headrace_workers.supervisor import DeathCause, EngineSupervisor
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-ENGINE_LOSS_LIMIT = 3
-"""A request that was in so many engine processes when they died is given up."""
 
 
 class Dispatcher:
@@ -79,6 +78,7 @@ class Dispatcher:
         self._health = health
         self._on_given_up = on_given_up
         self._jobs: dict[str, Job] = {}
+        self._quarantine = Quarantine()
         self._intake: Intake | None = None
         self._output_processor: OutputProcessor | None = None
         self._engine_waiting = 0
@@ -99,6 +99,8 @@ class Dispatcher:
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
         if self._draining or self._redis_refuses or not self.supervisor.is_ready or self._engine_waiting:
+            return 0
+        if self._quarantine.alone is not None:
             return 0
         if len(self._jobs) >= self._max_num_seqs:  # asked many times a second, and each job has a choice that runs
             return 0
@@ -171,7 +173,8 @@ class Dispatcher:
         self._schedule_deadline(job, incoming)
         if job.num_unfinished:
             self._follow(job)
-            self.supervisor.send(job.core_requests())
+            if self._quarantine.alone is None:
+                self.supervisor.send(job.core_requests())
         else:  # everything was generated, only the end was not written
             self._complete(job)
             self._flush()
@@ -268,7 +271,12 @@ class Dispatcher:
         self._metrics.engine_up(True)
         self.set_state("draining" if self._draining else "ready")
         self.register_model()
-        for job in self._jobs.values():
+        self._send_chosen()
+
+    def _send_chosen(self) -> None:
+        """To an engine that has no request: all, or the suspect that is to run alone."""
+        assert self._output_processor is not None
+        for job in self._quarantine.choose(self._jobs.values()):
             self._send_again(job, self._output_processor)
 
     def _send_again(self, job: Job, output_processor: OutputProcessor) -> None:
@@ -291,6 +299,7 @@ class Dispatcher:
         detokenized = time.perf_counter()
         self._flush()
         self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
+        self._go_on_with_quarantine()
 
     def _note_admitted(self, stats: StepStats) -> None:
         """A request's time in the engine's queue ends where its first step began."""
@@ -300,18 +309,37 @@ class Dispatcher:
                 job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
                 self._metrics.request_admitted(job.admitted_at - job.received_at)
 
-    def on_engine_lost(self, reason: str, *, was_ready: bool) -> None:
-        """All requests wait for the next engine process, but for those that were in too many dying ones."""
+    def on_engine_lost(self, reason: str, cause: DeathCause, *, was_ready: bool) -> None:
+        """All requests wait for the next engine process, but for the one that is to blame."""
         self._metrics.engine_up(False)
-        self._metrics.engine_restarted("crash")
+        self._metrics.engine_restarted(cause)
         self.set_state("draining" if self._draining else "loading")
-        for job in list(self._jobs.values()):
-            job.engine_losses += was_ready  # one that was still loading had no request yet
-            if job.engine_losses >= ENGINE_LOSS_LIMIT:
-                self._publish_unshown(job, self._abort(job))
-                message = f"the engine died {job.engine_losses} times while it computed this request: {reason}"
-                self.settlement.complete(job, "error", ErrorInfo("engine_error", message))
+        if was_ready:  # one that was still loading had no request yet
+            poison = self._quarantine.engine_lost(self._jobs.values())
+            if poison is not None:
+                self._bury(poison, reason)
         self._flush()
+
+    def _bury(self, job: Job, reason: str) -> None:
+        logger.error("request kills the engine", request_id=job.request_id, reason=reason)
+        self.supervisor.forgive()
+        self._publish_unshown(job, self._abort(job))
+        job.celery_request.burial = f"poison: {reason}"
+        message = f"the engine died three times while it computed this request, at last with it alone: {reason}"
+        self.settlement.complete(job, "error", ErrorInfo("dead_letter", message))
+
+    def _go_on_with_quarantine(self) -> None:
+        """If the suspect has ended or shown its innocence, it is the next one's turn, or all others'."""
+        suspect = self._quarantine.alone
+        if suspect is None or not self.supervisor.is_ready:
+            return
+        if self._jobs.get(suspect.request_id) is suspect:
+            if not self._quarantine.is_acquitted:
+                return
+            logger.info("request does not kill the engine", request_id=suspect.request_id)
+            self._abandon(suspect)
+            suspect.celery_request.hand_back()
+        self._send_chosen()
 
     def on_engine_given_up(self, reason: str) -> None:
         self._given_up = True
@@ -371,6 +399,8 @@ class Dispatcher:
         self._health.heartbeat(len(self._jobs))
         self._metrics.slots(min(self._slots_used(), self._max_num_seqs), self._max_num_seqs)
         self._flush(retry=True)
+        self._go_on_with_quarantine()
+        self.supervisor.check_progress(has_work=any(job.num_unfinished for job in self._jobs.values()))
 
     def set_state(self, state: str) -> None:
         assert state in ("loading", "ready", "draining")

@@ -45,6 +45,8 @@ class WorkerSettings(BaseSettings):
     """Names, with commas between them, of the tenants with metrics of their own; all others count together."""
     grace_seconds: float = Field(30.0, ge=0)
     """How long running requests may go on after SIGTERM."""
+    stall_seconds: float = Field(60.0, gt=0)
+    """An engine that has work and makes no step for so long is killed and started again."""
     log_level: str = "INFO"
     log_json: bool | None = None
     """None: JSON unless the log goes to a terminal."""

@@ -57,6 +57,10 @@ class Settlement:
         """The event loop; again after each reconnect."""
         self._hub = hub
 
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """On the event loop's thread, from any other."""
+        self._hub.call_soon(callback)
+
     @property
     def is_idle(self) -> bool:
         """Nothing to write, nothing to store, nothing to acknowledge."""

@@ -4,7 +4,7 @@ import logging
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.outputs import EngineCoreOutputs
@@ -22,6 +22,9 @@ FIRST_BACK_OFF_SECONDS = 0.5
 LONGEST_BACK_OFF_SECONDS = 30.0
 
 
+DeathCause = Literal["crash", "stall", "out_of_memory"]
+
+
 class EngineEvents(Protocol):
     """Who is told what happens to the engine; all calls come on the event loop's thread."""
 
@@ -29,7 +32,7 @@ class EngineEvents(Protocol):
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None: ...
 
-    def on_engine_lost(self, reason: str, *, was_ready: bool) -> None: ...
+    def on_engine_lost(self, reason: str, cause: DeathCause, *, was_ready: bool) -> None: ...
 
     def on_engine_given_up(self, reason: str) -> None: ...
 
@@ -39,6 +42,10 @@ class EngineSupervisor:
 
     A model or an option that can never work is not retried. Where the requests of a dead engine go is the events'
     business: `on_engine_ready` is the moment to send them again.
+
+    Args:
+        stall_seconds: an engine that has work and says nothing for so long is killed.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -46,10 +53,16 @@ class EngineSupervisor:
         config: EngineConfig,
         events: EngineEvents,
         spawn: Callable[[EngineConfig], EngineCoreProcess] = EngineCoreProcess,
+        *,
+        stall_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._events = events
         self._spawn = spawn
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        self._progress_at = clock()
         self._process: EngineCoreProcess | None = None
         self._hub: Any = None
         self._deaths_in_a_row = 0
@@ -96,6 +109,23 @@ class EngineSupervisor:
             except EngineDeadError:
                 logger.warning("an abort could not be sent: the engine is gone")
 
+    def check_progress(self, *, has_work: bool) -> None:
+        """To be called about once a second: an engine that hangs is killed, and started again as one that died."""
+        now = self._clock()
+        if not self._ready or not has_work:
+            self._progress_at = now
+        elif now - self._progress_at > self._stall_seconds:
+            self.pump(0.0)  # this process may have been stopped itself, with news of the engine unread
+            process = self._process
+            if self._ready and process is not None and now - self._progress_at > self._stall_seconds:
+                self._bury(process)
+                reason = f"it had work and made no step for {now - self._progress_at:.0f} s"
+                self._on_death(reason, "stall", was_ready=True)
+
+    def forgive(self) -> None:
+        """The last death was a request's doing, not the engine's."""
+        self._deaths_in_a_row = 0
+
     def pump(self, seconds: float) -> None:
         """Read from the engine for so long while no event loop turns."""
         deadline = time.monotonic() + seconds
@@ -125,6 +155,7 @@ class EngineSupervisor:
             return
         try:
             steps = process.receive()
+            self._progress_at = self._clock()
             self._announce(process, steps)
         except (ConfigError, ModelLoadError) as error:
             self._bury(process)
@@ -132,7 +163,7 @@ class EngineSupervisor:
         except EngineDeadError as error:
             was_ready = self._ready
             self._bury(process)
-            self._on_death(str(error), was_ready=was_ready)
+            self._on_death(str(error), "out_of_memory" if error.out_of_memory else "crash", was_ready=was_ready)
         except Exception as error:  # noqa: BLE001
             # Some tokens of this step are lost to us: to go on would leave a hole in a stream. Another worker, or the
             # next start of this one, continues every request from what is published.
@@ -149,16 +180,16 @@ class EngineSupervisor:
             self._deaths_in_a_row = 0
             self._events.on_engine_outputs(step)
 
-    def _on_death(self, reason: str, *, was_ready: bool) -> None:
+    def _on_death(self, reason: str, cause: DeathCause, *, was_ready: bool) -> None:
         if self._stopped:
             return
         self._deaths_in_a_row += 1
         logger.error("engine lost (%d in a row): %s", self._deaths_in_a_row, reason)
-        self._events.on_engine_lost(reason, was_ready=was_ready)
+        self._events.on_engine_lost(reason, cause, was_ready=was_ready)
         if self._deaths_in_a_row >= RESTART_LIMIT:
             self._give_up(f"the engine died {self._deaths_in_a_row} times in a row: {reason}")
             return
-        delay = min(FIRST_BACK_OFF_SECONDS * 2 ** (self._deaths_in_a_row - 1), LONGEST_BACK_OFF_SECONDS)
+        delay = min(FIRST_BACK_OFF_SECONDS * 2 ** max(self._deaths_in_a_row - 1, 0), LONGEST_BACK_OFF_SECONDS)
         self._hub.call_later(delay, self._restart)
 
     def _restart(self) -> None:
@@ -167,7 +198,7 @@ class EngineSupervisor:
         try:
             self.start()
         except (EngineDeadError, OSError) as error:  # no memory or no descriptor for a process, just now
-            self._on_death(f"the engine process could not be started: {error}", was_ready=False)
+            self._on_death(f"the engine process could not be started: {error}", "crash", was_ready=False)
 
     def _bury(self, process: EngineCoreProcess) -> None:
         self._ready = False

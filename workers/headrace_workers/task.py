@@ -22,6 +22,9 @@ class EngineRequest(Request):
 
     dispatcher: "Dispatcher"
     """Set by the strategy, on a subclass for each worker."""
+    acknowledged: bool
+    burial: str | None = None
+    """Why the message becomes a dead letter when it is settled; None acknowledges it."""
 
     @property
     def argsrepr(self) -> str:
@@ -40,6 +43,15 @@ class EngineRequest(Request):
     @property
     def lease_id(self) -> str:
         return self._message.delivery_tag
+
+    def acknowledge(self) -> None:
+        """Celery's, when the result is stored; on the finisher's thread."""
+        if self.burial is None:
+            super().acknowledge()
+        elif not self.acknowledged:
+            self.acknowledged = True
+            leases = self._message.channel.leases
+            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, self.burial))
 
     def hand_back(self, *, strike: bool = False) -> None:
         """Put the message back into its queue, to be taken next; a `strike` counts as a failed delivery."""

@@ -173,7 +173,10 @@ class EngineCoreProcess:
         try:
             return self._take(self._connection.receive())
         except EOFError:
-            self._failure = EngineDeadError(f"the engine process {self.pid} ended, {self._exit_description()}")
+            how = self._exit_description()
+            # Nobody but the kernel, short of memory, kills a process that its parent did not end.
+            killed = self._process.returncode == -signal.SIGKILL and not self._stopping
+            self._failure = EngineDeadError(f"the engine process {self.pid} ended, {how}", out_of_memory=killed)
             self._fail_calls(self._failure)
             raise self._failure from None
         except HeadraceEngineError as error:
@@ -196,7 +199,10 @@ class EngineCoreProcess:
             elif kind == "refused":
                 self._calls.pop(values[0]).set_exception(_error(values[2], values[1]))
             else:
-                raise _STARTUP_ERRORS.get(values[1], EngineDeadError)(values[0])
+                sentence, name = values
+                if name in _STARTUP_ERRORS:
+                    raise _STARTUP_ERRORS[name](sentence)
+                raise EngineDeadError(sentence, out_of_memory=name in _OUT_OF_MEMORY)
         return steps
 
     def _fail_calls(self, error: HeadraceEngineError) -> None:
@@ -237,10 +243,6 @@ class EngineCoreProcess:
             self._connection.close()
             self._fail_calls(EngineDeadError("the engine was shut down"))
 
-    def poll(self) -> int | None:
-        """The child's exit status, None while it runs."""
-        return self._process.poll()
-
     def _send(self, frame: Any) -> None:
         try:
             self._connection.send(frame)
@@ -257,6 +259,7 @@ class EngineCoreProcess:
         return f"exit status {status}"
 
 
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")  # Python's, and torch's for a device
 _STARTUP_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 
 

@@ -67,7 +67,7 @@ def test_a_child_serves_requests_and_ends_when_told(start: Start) -> None:
     tokens, _ = collect(core, 5)
     assert tokens == {message.request_id: tokens_alone(message) for message in messages}
     core.shutdown()
-    assert core.poll() == 0
+    assert core._process.poll() == 0
     outputs = core.get_outputs()
     while outputs is not None:  # the step that told the runner of the last removals
         assert not outputs.outputs
@@ -233,4 +233,4 @@ def test_a_child_whose_parent_goes_away_ends(start: Start) -> None:
     core.wait_ready(20)
     core.close()  # the parent's ends of both pipes are all that the child can see of it
     core._process.wait(20)
-    assert core.poll() == 0
+    assert core._process.poll() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -109,11 +111,18 @@ class FakeProcess:
         self.aborted: list[str] = []
         self.calls: list[str] = []
         self.send_error: Exception | None = None
+        self._reader, self._writer = os.pipe()
 
     def fileno(self) -> int:
-        return self.number
+        return self._reader
+
+    def speak(self) -> None:
+        """Makes it readable until it is read."""
+        os.write(self._writer, b"x")
 
     def receive(self) -> list[EngineCoreOutputs]:
+        if select.select([self._reader], [], [], 0)[0]:
+            os.read(self._reader, 1)
         steps: list[EngineCoreOutputs] = []
         while self.news:
             news = self.news.pop(0)
@@ -140,6 +149,8 @@ class FakeProcess:
 
     def close(self) -> None:
         self.calls.append("close")
+        os.close(self._writer)
+        os.close(self._reader)
 
 
 def step(*outputs: EngineCoreOutput, waiting: int = 0) -> EngineCoreOutputs:
@@ -155,6 +166,8 @@ class FakeSupervisor:
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.send_error: Exception | None = None
+        self.has_work = False
+        self.forgiven = 0
 
     def send(self, requests: Any) -> None:
         if self.send_error:
@@ -163,6 +176,12 @@ class FakeSupervisor:
 
     def abort(self, request_ids: Any) -> None:
         self.aborted += request_ids
+
+    def check_progress(self, *, has_work: bool) -> None:
+        self.has_work = has_work
+
+    def forgive(self) -> None:
+        self.forgiven += 1
 
 
 class FakeCeleryRequest:
@@ -180,6 +199,7 @@ class FakeCeleryRequest:
         self.lease_id = lease_id
         self._payload = [self.args, self.kwargs, {}]
         self.fate: list[str] = []
+        self.burial: str | None = None
 
     def on_accepted(self, pid: int, at: float) -> None:
         self.fate.append("accepted")

@@ -14,7 +14,8 @@ from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.request import FinishReason
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
-from headrace_workers.dispatcher import ENGINE_LOSS_LIMIT, Dispatcher
+from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.quarantine import PROBATION_TOKENS
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
     AWAY,
@@ -166,7 +167,7 @@ def test_a_message_that_comes_while_the_worker_drains_goes_back(desk: Desk) -> N
 def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
-    desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
     desk.dispatcher.on_engine_ready(MODEL)
     [sent] = desk.engine.sent
@@ -181,19 +182,87 @@ def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: De
     ]
 
 
-def test_a_request_that_was_in_too_many_dying_engines_is_given_up(desk: Desk) -> None:
-    desk.accept(FakeCeleryRequest())
-    for _ in range(ENGINE_LOSS_LIMIT):
-        desk.dispatcher.on_engine_lost("killed", was_ready=True)
+def lose_engine(desk: Desk) -> list[str]:
+    """The engine dies, and the next one is ready. Returns the requests that it was sent."""
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_ready(MODEL)
+    return sent(desk)
+
+
+def sent(desk: Desk) -> list[str]:
+    return ["".join(map(chr, request.prompt_token_ids)) for request in desk.engine.sent]
+
+
+def ask(desk: Desk, name: str) -> FakeCeleryRequest:
+    """A request whose prompt shows its name in `sent`."""
+    kwargs = {"prompt_token_ids": [ord(name)], "sampling_params": {"max_tokens": 30}}
+    return desk.accept(FakeCeleryRequest(name, kwargs, lease_id=name))
+
+
+def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_neighbours_go_on(desk: Desk) -> None:
+    requests = [ask(desk, name) for name in "abc"]
+    assert lose_engine(desk) == ["a", "b", "c"]
+    assert lose_engine(desk) == ["a"]
+    assert desk.dispatcher.credit() == 0
+    assert lose_engine(desk) == ["b"]  # so it was a
+    assert desk.engine.forgiven == 1
+    desk.settle()
+    assert desk.results["a"]["error"]["code"] == "dead_letter"
+    assert desk.redis.end("a")["error"]["code"] == "dead_letter"
+    assert requests[0].burial == "poison: killed"
+    for _ in range(PROBATION_TOKENS - 1):
+        desk.generate(13)
+    assert sent(desk) == ["b"]
+    desk.generate(13)
+    assert requests[1].fate == ["accepted", "handed back"]
+    assert sent(desk) == ["b", "c"]
+    del desk.engine.sent[0]
+    for _ in range(PROBATION_TOKENS):
+        desk.generate(13)
+    assert requests[2].fate == ["accepted", "handed back"]
+    assert [request.burial for request in requests[1:]] == [None, None]
     desk.assert_idle()
-    assert desk.results["r1"]["error"]["code"] == "engine_error"
-    assert f"died {ENGINE_LOSS_LIMIT} times" in desk.results["r1"]["error"]["message"]
+
+
+def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(desk: Desk) -> None:
+    ask(desk, "a")
+    ask(desk, "b")
+    lose_engine(desk)
+    assert lose_engine(desk) == ["a"]
+    desk.dispatcher.terminate("a")
+    desk.dispatcher.heartbeat()
+    assert sent(desk) == ["a", "b"]
+    del desk.engine.sent[0]
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+
+
+def test_what_comes_while_a_suspect_runs_alone_waits_outside_the_engine(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    ask(desk, "b")
+    assert sent(desk) == ["a"]
+    assert lose_engine(desk) == ["b"]
+    assert desk.dispatcher.credit() == 3
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.results["b"]["error"] is None
+
+
+def test_one_death_makes_nobody_a_suspect(desk: Desk) -> None:
+    ask(desk, "a")
+    assert lose_engine(desk) == ["a"]
+    ask(desk, "b")
+    assert desk.dispatcher.credit() == 2
+    assert lose_engine(desk) == ["a"]  # b was there once
 
 
 def test_an_engine_that_dies_while_it_loads_is_held_against_no_request(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
-    for _ in range(3 * ENGINE_LOSS_LIMIT):
-        desk.dispatcher.on_engine_lost("no memory", was_ready=False)
+    for _ in range(9):
+        desk.dispatcher.on_engine_lost("no memory", "crash", was_ready=False)
     assert desk.results == {}
     desk.dispatcher.on_engine_given_up("it died too often")
     assert desk.given_up == ["it died too often"]
@@ -368,7 +437,7 @@ def test_a_delayed_message_whose_time_comes_while_no_slot_is_free_waits_in_the_q
 
 def test_a_delayed_message_whose_time_comes_while_the_engine_restarts_waits_in_the_queue(desk: Desk) -> None:
     desk.engine.is_ready = False
-    desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     assert desk.accept(FakeCeleryRequest(eta=datetime.now(UTC))).fate == ["handed back"]
     desk.engine.is_ready = True
     desk.dispatcher.on_engine_ready(MODEL)

@@ -21,6 +21,7 @@ class Events:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.causes: list[str] = []
         self.error: Exception | None = None
 
     def on_engine_ready(self, model_info: ModelInfo) -> None:
@@ -33,8 +34,9 @@ class Events:
         if self.error:
             raise self.error
 
-    def on_engine_lost(self, reason: str, *, was_ready: bool) -> None:
+    def on_engine_lost(self, reason: str, cause: str, *, was_ready: bool) -> None:
         self.told.append("lost" if was_ready else "lost while loading")
+        self.causes.append(cause)
 
     def on_engine_given_up(self, reason: str) -> None:
         self.told.append(f"given up: {reason}")
@@ -44,11 +46,18 @@ class Engine:
     """A supervisor whose processes the test plays."""
 
     def __init__(self) -> None:
+        self.now = 100.0
         self.hub = FakeHub()
         self.events = Events()
         self.processes: list[FakeProcess] = []
         self.spawn_error: Exception | None = None
-        self.supervisor = EngineSupervisor(CONFIG, self.events, spawn=self._spawn)  # type: ignore[arg-type]
+        self.supervisor = EngineSupervisor(
+            CONFIG,
+            self.events,
+            spawn=self._spawn,  # type: ignore[arg-type]
+            stall_seconds=10,
+            clock=lambda: self.now,
+        )
         self.supervisor.attach(self.hub)
         self.supervisor.start()
 
@@ -203,3 +212,62 @@ def test_a_stopped_supervisor_starts_nothing_more(engine: Engine) -> None:
     engine.supervisor.stop()
     engine.hub.advance()
     assert len(engine.processes) == 1
+
+
+def test_an_engine_that_has_work_and_says_nothing_is_killed_and_replaced(engine: Engine) -> None:
+    engine.ready()
+    engine.supervisor.check_progress(has_work=True)
+    engine.now += 9
+    engine.supervisor.check_progress(has_work=True)
+    assert engine.events.told == ["ready"]
+    engine.now += 2
+    engine.supervisor.check_progress(has_work=True)
+    assert engine.events.told == ["ready", "lost"]
+    assert engine.events.causes == ["stall"]
+    assert engine.process.calls == ["kill", "close"]
+    engine.hub.advance()
+    engine.ready()
+    engine.now += 9
+    engine.supervisor.check_progress(has_work=True)
+    assert engine.events.told == ["ready", "lost", "ready"]
+
+
+def test_neither_an_idle_nor_a_loading_nor_a_stepping_engine_has_stalled(engine: Engine) -> None:
+    for _ in range(3):
+        engine.now += 100
+        engine.supervisor.check_progress(has_work=True)
+    engine.ready()
+    for _ in range(3):
+        engine.now += 100
+        engine.supervisor.check_progress(has_work=False)
+    for _ in range(3):
+        engine.now += 9
+        engine.process.news.append(step())
+        engine.readable()
+        engine.supervisor.check_progress(has_work=True)
+    assert "lost" not in engine.events.told
+
+
+def test_a_worker_that_was_stopped_itself_reads_what_the_engine_said_before_it_judges(engine: Engine) -> None:
+    engine.ready()
+    engine.supervisor.check_progress(has_work=True)
+    engine.now += 100
+    engine.process.news.append(step())
+    engine.process.speak()
+    engine.supervisor.check_progress(has_work=True)
+    assert engine.events.told == ["ready", "outputs"]
+
+
+@pytest.mark.parametrize(("out_of_memory", "cause"), [(True, "out_of_memory"), (False, "crash")])
+def test_the_cause_of_a_death_is_told(engine: Engine, out_of_memory: bool, cause: str) -> None:
+    engine.ready()
+    engine.die(EngineDeadError("gone", out_of_memory=out_of_memory))
+    assert engine.events.causes == [cause]
+
+
+def test_deaths_that_are_forgiven_do_not_add_up(engine: Engine) -> None:
+    for _ in range(2 * RESTART_LIMIT):
+        engine.die()
+        engine.supervisor.forgive()
+        engine.hub.advance()
+    assert not any("given up" in told for told in engine.events.told)

@@ -34,6 +34,9 @@ from headrace_workers import default_model
 @click.option(
     "--lease-seconds", type=float, metavar="S", help="A silent worker loses its requests after [default: 15]."
 )
+@click.option(
+    "--stall-seconds", type=float, metavar="S", help="An engine without a step for so long is restarted [default: 60]."
+)
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="[default: INFO]")
 def worker(**flags: Any) -> None:
     """Serve a model: take requests from its queue, generate, stream back.

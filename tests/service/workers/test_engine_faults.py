@@ -1,0 +1,68 @@
+"""What an engine that hangs, or that one request kills, costs the others: time only."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from service.workers.service import Service, StreamLog, results
+
+NUM_TOKENS = 300
+POISON = [13, 13, 13]
+
+# Loaded by every interpreter that finds it; kills the engine in the first step that computes the poison.
+KILLER = """
+import sys
+if "headrace_engine.core.process" in sys.orig_argv:
+    import os
+    from headrace_engine.runner.cpu import CPURunner
+    execute_model = CPURunner.execute_model
+    def execute_or_die(self, batch):
+        if any(request.token_ids[:3] == [13, 13, 13] for request in batch.new_requests):
+            os._exit(3)
+        return execute_model(self, batch)
+    CPURunner.execute_model = execute_or_die
+"""
+
+
+def contents(logs: dict[str, StreamLog]) -> list[object]:
+    return [log.content for log in logs.values()]
+
+
+def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    worker = service.start_worker(stall_seconds=2).wait_ready()
+    expected = [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(3)]
+    undisturbed = contents(service.wait_ended([handle.id for handle in expected]))
+    handles = [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(3)]
+    service.wait_tokens([handle.id for handle in handles], at_least=1)
+    os.kill(worker.engine_pid(), signal.SIGSTOP)
+    logs = service.wait_ended([handle.id for handle in handles])
+    assert contents(logs) == undisturbed
+    assert all(log.attempts == [1] for log in logs.values())
+    assert worker.metrics()['headrace_engine_restarts_total{reason="stall"}'] >= 1
+    assert all(result["error"] is None for result in results(handles).values())
+
+
+def test_a_request_that_kills_every_engine_is_a_dead_letter_and_its_neighbours_are_answered(
+    make_service: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    (tmp_path / "sitecustomize.py").write_text(KILLER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    service.start_worker().wait_ready()
+    expected = service.generate(max_tokens=NUM_TOKENS)
+    undisturbed = contents(service.wait_ended([expected.id]))
+    neighbours = [service.generate(max_tokens=NUM_TOKENS) for _ in range(2)]
+    poison = service.send({"prompt_token_ids": POISON})
+    assert poison.get(timeout=120)["error"]["code"] == "dead_letter"
+    logs = service.wait_ended([handle.id for handle in neighbours], timeout=120)
+    assert contents(logs) == undisturbed * 2
+    log = service.wait_ended([poison.id])[poison.id]
+    assert log.end is not None
+    assert log.end["error"]["code"] == "dead_letter"
+    service.wait_settled()
+    [letter] = service.dead_letters()
+    assert letter[b"reason"].startswith(b"poison: the engine process")

@@ -13,6 +13,7 @@ from kombu.exceptions import BatchPublishError, OperationalError
 
 from headrace_broker.app import make_app
 from headrace_broker.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connect
+from headrace_broker.dead_letters import DeadLetter, dead_letters, purge, requeue
 from headrace_broker.errors import HeadraceBrokerError, QueueUnavailableError, ResultTimeoutError, UnknownModelError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import queue_name, result_key, stream_key
@@ -176,6 +177,24 @@ class Client:
         """Every model that was ever served, by served name."""
         with unavailable(self.settings, "read the models"):
             return known_models(self._redis)
+
+    def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
+        """The messages that no worker will be given again, the newest first."""
+        with unavailable(self.settings, "read the dead letters"):
+            return dead_letters(self._redis, limit)
+
+    def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
+        """Sends these messages again, under their old ids; what their streams and results said is forgotten.
+
+        Returns those that were still among the dead letters.
+        """
+        with unavailable(self.settings, "requeue dead letters"):
+            return requeue(self._redis, letters)
+
+    def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
+        """Deletes these messages for good, and returns how many were still there."""
+        with unavailable(self.settings, "purge dead letters"):
+            return purge(self._redis, letters)
 
     def _require_served(self, submissions: Iterable[Submission]) -> None:
         asked = {submission.model for submission in submissions}

@@ -1,12 +1,16 @@
 """Messages that no worker will be given again, with the reason. The newest thousand are kept in Redis."""
 
+import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.keys import DEAD_LETTERS_KEY, PRIORITY_SEPARATOR
+from headrace_broker.keys import DEAD_LETTERS_KEY, PRIORITY_SEPARATOR, result_key, stream_key
+from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
     import redis
@@ -15,7 +19,7 @@ DELIVERY_LIMIT: Final = "delivery limit"
 DUPLICATE: Final = "duplicate"  # a copy of a message that is being worked on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeadLetter:
     """One message, byte for byte, and why it is dead."""
 
@@ -24,6 +28,12 @@ class DeadLetter:
     deliveries: int
     body: bytes = field(repr=False)
     at: float | None = None  # unix seconds by Redis's clock; None in the moment of burial
+    packed: bytes = field(default=b"", repr=False)  # as it lies in Redis
+
+    @property
+    def letter_id(self) -> str:
+        """Names it among the dead letters, whether its message shows a request id or not."""
+        return hashlib.sha1(self.packed, usedforsecurity=False).hexdigest()[:16]
 
     @property
     def queue(self) -> str:
@@ -32,17 +42,24 @@ class DeadLetter:
     @property
     def request_id(self) -> str | None:
         """The task id, where the message still shows one."""
-        try:
-            request_id = json.loads(self.body)["headers"]["id"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
+        request_id = self.headers.get("id")
         return request_id if isinstance(request_id, str) else None
 
+    @cached_property
+    def headers(self) -> dict[str, Any]:
+        """The message's headers, where they can be read; they say nothing of the prompt if our client wrote them."""
+        try:
+            headers = json.loads(self.body)["headers"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {}
+        return headers if isinstance(headers, dict) else {}
 
-def dead_letters(client: "redis.Redis", limit: int = 100) -> list[DeadLetter]:
+
+def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:
     """The newest dead letters first."""
     letters = []
-    for packed in client.lrange(DEAD_LETTERS_KEY, 0, limit - 1):
+    stored: Any = client.lrange(DEAD_LETTERS_KEY, 0, limit - 1)
+    for packed in stored:
         letter = msgpack.unpackb(packed, raw=True)  # a dead message may be any bytes
         letters.append(
             DeadLetter(
@@ -51,6 +68,26 @@ def dead_letters(client: "redis.Redis", limit: int = 100) -> list[DeadLetter]:
                 deliveries=int(letter[b"deliveries"]),
                 body=letter[b"body"],
                 at=float(letter[b"at"]),
+                packed=packed,
             )
         )
     return letters
+
+
+def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
+    """Sends these messages again, to run from their beginning; the oldest first. Returns those still there to send."""
+    script = client.register_script(lua("dead_requeue", prelude=None))
+    ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
+    sent = []
+    for letter in ordered:
+        request_id = letter.request_id or ""
+        keys = [DEAD_LETTERS_KEY, letter.list_name, stream_key(request_id), result_key(request_id)]
+        if script(keys=keys, args=[letter.packed, letter.body]):
+            sent.append(letter)
+    return sent
+
+
+def purge(client: "redis.Redis", letters: Iterable[DeadLetter]) -> int:
+    """Deletes these dead letters for good; returns how many were still there."""
+    removed: list[Any] = [client.lrem(DEAD_LETTERS_KEY, 1, letter.packed) for letter in letters]  # type: ignore[arg-type]
+    return sum(removed)

@@ -8,6 +8,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import setup_logging
 
+import headrace_workers.remote_control  # noqa: F401  # registers Celery's commands
 from headrace_broker.app import make_app
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.bootsteps import EngineConsumerStep, EngineStep

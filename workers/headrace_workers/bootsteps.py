@@ -5,6 +5,7 @@ run again at every reconnect and ties them to the new connection and its event l
 """
 
 import logging
+import math
 import socket
 import time
 from importlib.metadata import version
@@ -80,6 +81,8 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher.supervisor = self._supervisor
         self._gauges = QueueGauges(client, queue, self.metrics)
         self._leases: Leases | None = None
+        self._grace_ends_at = math.inf
+        """When a drain that was asked for from outside is to be over."""
         worker.app.while_disconnected = self.go_on
         return self
 
@@ -89,6 +92,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._supervisor.start()
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
+        hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
 
@@ -110,6 +114,25 @@ class EngineStep(bootsteps.StartStopStep):
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
+
+    def stats(self) -> dict[str, Any]:
+        """Of the dispatcher and the leases, for an operator."""
+        held = len(self._leases) if self._leases is not None else 0
+        return {**self.dispatcher.stats(), "leases": held}
+
+    def drain_and_end(self, grace_seconds: float | None) -> None:
+        """Take nothing more, and end the worker when it is idle, or hands back what runs after the grace."""
+        logger.warning("the worker drains, and will end")
+        self.dispatcher.drain()
+        if grace_seconds is not None:
+            self._grace_ends_at = time.monotonic() + grace_seconds
+
+    def _end_if_drained(self) -> None:
+        grace_is_over = time.monotonic() >= self._grace_ends_at
+        if self.dispatcher.is_draining and (self.dispatcher.is_idle or grace_is_over):
+            if grace_is_over:
+                self._grace_seconds = 0.0
+            worker_state.should_stop = worker_state.should_stop or 0
 
     def stop(self, worker: Any) -> None:
         """Warm shutdown: nothing more is consumed, but the loop still turns; requests finish, within the grace."""

@@ -83,6 +83,8 @@ class Dispatcher:
         self._output_processor: OutputProcessor | None = None
         self._engine_waiting = 0
         self._draining = False
+        self._paused = False
+        self._last_step: StepStats | None = None
         self._given_up = False
         self._redis_refuses = False
         """Redis failed a claim; nothing more is taken until the next heartbeat."""
@@ -98,7 +100,13 @@ class Dispatcher:
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
-        if self._draining or self._redis_refuses or not self.supervisor.is_ready or self._engine_waiting:
+        if (
+            self._draining
+            or self._paused
+            or self._redis_refuses
+            or not self.supervisor.is_ready
+            or self._engine_waiting
+        ):
             return 0
         if self._quarantine.alone is not None:
             return 0
@@ -108,6 +116,10 @@ class Dispatcher:
 
     def _slots_used(self) -> int:
         return sum(job.num_unfinished for job in self._jobs.values())
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
 
     @property
     def is_idle(self) -> bool:
@@ -130,7 +142,7 @@ class Dispatcher:
             self._adopt(known, celery_request, run_task)
             return
         # A delayed message comes when its time has come, whether there is room for it or not.
-        if self._intake is None or self._draining or (celery_request.eta and self.credit() <= 0):
+        if self._intake is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
             celery_request.hand_back()
             return
         try:
@@ -269,7 +281,7 @@ class Dispatcher:
         )
         self._engine_waiting = 0
         self._metrics.engine_up(True)
-        self.set_state("draining" if self._draining else "ready")
+        self.set_state("draining" if self._draining or self._paused else "ready")
         self.register_model()
         self._send_chosen()
 
@@ -288,6 +300,7 @@ class Dispatcher:
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
         assert self._output_processor is not None
         self._engine_waiting = outputs.stats.waiting
+        self._last_step = outputs.stats
         self._metrics.step(asdict(outputs.stats))
         self._health.stepped()
         started = time.perf_counter()
@@ -419,6 +432,41 @@ class Dispatcher:
             )
         except REDIS_ERRORS as error:
             logger.warning("model could not be registered", error=str(error))
+
+    def pause(self) -> None:
+        """Take nothing more until `resume`; what runs goes on."""
+        self._paused = True
+        self.set_state("draining")
+
+    def resume(self) -> bool:
+        """Undo `pause`; False where the worker drains for good."""
+        if self._draining:
+            return False
+        self._paused = False
+        self.set_state("ready" if self.supervisor.is_ready else "loading")
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers and states for an operator."""
+        last = self._last_step
+        return {
+            "model": self._served_name,
+            "state": self._health.not_ready() or "ready",
+            "paused": self._paused,
+            "draining": self._draining,
+            "requests": len(self._jobs),
+            "slots_used": self._slots_used(),
+            "slots": self._max_num_seqs,
+            "engine": {
+                "pid": self.supervisor.pid,
+                "ready": self.supervisor.is_ready,
+                "running": last.running if last is not None else 0,
+                "waiting": last.waiting if last is not None else 0,
+                "kv_blocks_used": last.kv_blocks_used if last is not None else 0,
+                "kv_blocks_total": last.kv_blocks_total if last is not None else 0,
+                "isolating": self._quarantine.alone is not None,
+            },
+        }
 
     def drain(self) -> None:
         """Take nothing more; what runs goes on."""

@@ -13,6 +13,12 @@ _COMMANDS = {
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
     "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
     "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),
+    "control": ("headrace_workers.cli.control", "control", "Look at running workers; pause, resume or drain them."),
+    "dead-letters": (
+        "headrace_workers.cli.dead",
+        "dead_letters",
+        "Messages given up: list, inspect, send again, delete.",
+    ),
     "model": ("headrace_workers.cli.model", "model", "Fetch the default model into the cache and print its folder."),
 }
 _NEEDS = "needs the extra headrace[worker]: pip install 'headrace[worker]'"

@@ -1,0 +1,88 @@
+"""Dead letters from the client and on the command line, against a real server."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import redis
+from click.testing import CliRunner, Result
+
+from headrace_broker.client import Client
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import queue_lists, queue_name, result_key, stream_key
+from headrace_broker.leases import Leases
+from headrace_broker.results import ErrorInfo
+from headrace_broker.streams import StreamWriter
+from headrace_workers.cli.dead import dead_letters
+
+MODEL = "m"
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> Iterator[Client]:
+    with Client(redis_server.url, model=MODEL) as client:
+        yield client
+
+
+def bury(client: Client, redis_client: "redis.Redis", *request_ids: str, reason: str = "poison: killed") -> None:
+    """As a worker does: the message is dead, its stream has ended, its result is stored."""
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    for request_id in request_ids:
+        client.submit("the wheel Zanzibar", request_id=request_id)
+        [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
+        leases.bury(message.lease_id, reason)
+        StreamWriter(redis_client, 60).end_unclaimed(request_id, "error", ErrorInfo("dead_letter", "x"))
+        redis_client.set(result_key(request_id), "x")
+
+
+def run(server: EmbeddedServer, *arguments: str) -> Result:
+    return CliRunner().invoke(dead_letters, [*arguments, "--redis-url", server.url])
+
+
+def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, redis_client: "redis.Redis") -> None:
+    bury(client, redis_client, "a", "b")
+    newest, oldest = client.dead_letters()
+    assert [letter.request_id for letter in client.requeue_dead_letters([newest, oldest])] == ["a", "b"]
+    assert client.requeue_dead_letters([newest]) == []
+    assert client.dead_letters() == []
+    assert redis_client.exists(stream_key("a"), result_key("a"), stream_key("b")) == 0
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    messages = leases.fetch(queue_lists(queue_name(MODEL)), 10)
+    assert [(message.body, message.deliveries) for message in messages] == [(oldest.body, 1), (newest.body, 1)]
+
+
+def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_client: "redis.Redis") -> None:
+    bury(client, redis_client, "a", "b", "c")
+    c, b, a = client.dead_letters()
+    assert client.purge_dead_letters([b, b]) == 1
+    assert [letter.request_id for letter in client.dead_letters()] == ["c", "a"]
+    assert client.purge_dead_letters([a, b, c]) == 2
+
+
+def test_the_command_line_lists_and_inspects_without_the_prompt(
+    client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    bury(client, redis_client, "a")
+    bury(client, redis_client, "b", reason="rejected")
+    listed = run(redis_server, "list", "--json")
+    assert [letter["request_id"] for letter in json.loads(listed.stdout)] == ["b", "a"]
+    assert run(redis_server, "list", "--reason", "poison").stdout.count("\n") == 1
+    assert run(redis_server, "list", "--model", "other").stdout == ""
+    shown = run(redis_server, "inspect", "a")
+    assert json.loads(shown.stdout)["reason"] == "poison: killed"
+    assert "body" not in json.loads(shown.stdout)
+    assert "body" in json.loads(run(redis_server, "inspect", "a", "--body").stdout)
+    assert run(redis_server, "inspect", "z").exit_code == 1
+
+
+def test_the_command_line_requeues_and_purges_what_is_chosen(
+    client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    bury(client, redis_client, "a", "b")
+    bury(client, redis_client, "c", reason="rejected")
+    assert run(redis_server, "purge").exit_code == 2
+    assert run(redis_server, "requeue", "a", "--all").exit_code == 2
+    assert run(redis_server, "requeue", "a").stdout == "1 sent again\n"
+    assert run(redis_server, "purge", "--all", "--reason", "rejected", "--json").stdout == '{"purged": 1}\n'
+    [letter] = client.dead_letters()
+    assert run(redis_server, "purge", letter.letter_id).stdout == "1 deleted\n"

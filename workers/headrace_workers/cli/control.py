@@ -1,0 +1,78 @@
+"""`headrace control`: look at running workers, and pause, resume or drain them."""
+
+import json
+from typing import Any
+
+import click
+
+from headrace_broker.app import make_app
+from headrace_broker.settings import BrokerSettings
+from headrace_workers.cli import options
+
+_COMMANDS = {"stats": "engine_stats", "pause": "pause", "resume": "resume", "drain": "drain"}
+
+
+@click.command()
+@click.argument("command", type=click.Choice(list(_COMMANDS)))
+@click.option("--worker", "workers", multiple=True, metavar="NAME", help="Only this one; may be given more than once.")
+@click.option(
+    "--grace-seconds", type=click.FloatRange(min=0), metavar="S", help="With drain: hand back the rest after it."
+)
+@click.option("--timeout", type=float, default=2.0, show_default=True, metavar="S", help="How long answers may take.")
+@options.redis_url
+@options.as_json
+def control(
+    command: str, workers: tuple[str, ...], grace_seconds: float | None, timeout: float, redis_url: str, as_json: bool
+) -> None:
+    """Tell all running workers, or those named, to do COMMAND, and print what each answers.
+
+    \b
+    stats   what the worker and its engine are doing
+    pause   take no more requests; those that run go on
+    resume  take requests again
+    drain   take no more requests, and end when those that run have ended
+
+    Exit code 1 when no worker answers, or one refuses.
+    """
+    if grace_seconds is not None and command != "drain":
+        raise click.UsageError("--grace-seconds goes with drain")
+    answers = ask_workers(redis_url, command, workers, timeout, grace_seconds)
+    if as_json:
+        click.echo(json.dumps(answers))
+    else:
+        for name, answer in sorted(answers.items()):
+            click.echo(f"{name}: {_sentence(answer)}")
+    if not answers:
+        raise click.ClickException(f"no worker answered within {timeout:g} s")
+    if any("error" in answer for answer in answers.values()):
+        raise SystemExit(1)
+
+
+def ask_workers(
+    redis_url: str, command: str, workers: tuple[str, ...], timeout: float, grace_seconds: float | None = None
+) -> dict[str, dict[str, Any]]:
+    """The answers by worker's name."""
+    app = make_app(BrokerSettings(redis_url=redis_url))
+    try:
+        replies = app.control.broadcast(
+            _COMMANDS[command],
+            arguments={} if grace_seconds is None else {"grace_seconds": grace_seconds},
+            destination=list(workers) or None,
+            reply=True,
+            timeout=timeout,
+            limit=len(workers) or None,
+        )
+    finally:
+        app.close()
+    return {name: answer for reply in replies for name, answer in reply.items()}
+
+
+def _sentence(answer: dict[str, Any]) -> str:
+    if "state" not in answer:
+        return str(answer.get("ok") or answer.get("error"))
+    engine = answer["engine"]
+    return (
+        f"{answer['state']}, {answer['requests']} requests in {answer['slots_used']} of {answer['slots']} slots"
+        f" ({engine['running']} running, {engine['waiting']} waiting), KV blocks {engine['kv_blocks_used']} of"
+        f" {engine['kv_blocks_total']}"
+    )

@@ -471,7 +471,7 @@ def test_tokens_that_an_engine_took_with_it_before_they_were_shown_are_not_shown
         desk.generate(token_id)
     assert desk.text("r1") == "d"
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_lost("killed", was_ready=True)
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     desk.dispatcher.on_engine_ready(MODEL)
     assert desk.engine.sent[0].output_token_ids == [13]
     desk.generate(14)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headrace_engine.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from headrace_engine.sampling_params import RequestOutputKind as RequestOutputKind
     from headrace_engine.sampling_params import SamplingParams as SamplingParams
+    from headrace_engine.structured_outputs_params import StructuredOutputsParams as StructuredOutputsParams
 
 limit_spinning()  # before anything imports torch
 
@@ -44,6 +45,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs_params",
 }
 __all__ = [*_HOMES]
 

@@ -68,6 +68,7 @@ class AsyncLLMEngine:
             EngineDeadError: the core failed; the request is lost.
         """
         self._check_id(request_id)
+        await self._check_grammar(sampling_params)
         request = self._input_processor.process(
             request_id,
             prompt,
@@ -91,6 +92,7 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for a conversation."""
         self._check_id(request_id)
+        await self._check_grammar(sampling_params)
         request = self._input_processor.process_chat(
             request_id,
             messages,
@@ -180,8 +182,14 @@ class AsyncLLMEngine:
         if self._pump is not None:
             await self._pump
         self._core.close()
+        self._input_processor.close()
         self._thread.shutdown()
         self._fail_streams()
+
+    async def _check_grammar(self, params: SamplingParams) -> None:
+        """Wait beside the loop; the verdict is remembered."""
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(self._input_processor.check_grammar, params)
 
     def _check_id(self, request_id: str) -> None:
         if self._dead is not None:

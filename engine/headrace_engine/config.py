@@ -88,6 +88,8 @@ class EngineConfig:
     static: StaticConfig = field(default_factory=StaticConfig)
     runner: str = "headrace_engine.runner.loader:create_runner"
     """Import path of the function that makes the runner from this config."""
+    tokenizer: str = "headrace_engine.tokenizer:tokenizer_json"
+    """Import path of the function that gives the content of `tokenizer.json`; called when a grammar needs it."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,6 +107,7 @@ class EngineConfig:
             lora=lora,
             static=StaticConfig(**values["static"]),
             runner=values["runner"],
+            tokenizer=values["tokenizer"],
         )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
+from headrace_engine.grammar import TokenizerDefinition
+from headrace_engine.grammar_checker import GrammarChecker
 from headrace_engine.logits_processor import LogitsProcessor
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest
@@ -58,6 +60,11 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._checks = RequestChecks(model_info, max_logprobs, logits_processors)
         self._admissions = itertools.count(1)
+        self._grammar_checker = GrammarChecker(self._tokenizer_definition)
+
+    def close(self) -> None:
+        """End the process that tries grammars, if there is one."""
+        self._grammar_checker.close()
 
     def process(
         self,
@@ -97,6 +104,24 @@ class InputProcessor:
         self._check_text_length(sum(len(str(message["content"])) for message in messages))
         text, token_ids = self._tokenizer.encode_chat(messages)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Compile the request's grammar on trial; `process` does it, too, but may be told to wait for it in a thread.
+
+        Raises:
+            InvalidRequestError: it cannot be used.
+        """
+        if params.structured_outputs is not None:
+            if not self._model_info.eos_token_ids:
+                raise InvalidRequestError("structured_outputs: the model has no end token, which must end the output")
+            self._grammar_checker.check(params.structured_outputs)
+
+    def _tokenizer_definition(self) -> TokenizerDefinition:
+        return TokenizerDefinition(
+            tokenizer_json=self._tokenizer.to_json(),
+            vocab_size=self._model_info.vocab_size,
+            eos_token_ids=self._model_info.eos_token_ids,
+        )
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where it came as text, and its token ids."""
@@ -139,6 +164,7 @@ class InputProcessor:
         self._checks.check_prompt(token_ids)
         bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
+        self.check_grammar(params)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         # Output kind and stop strings are the output processor's business and stay here; so does all other text.
         core_params = replace(params, stop=[], bad_words=[])

@@ -155,6 +155,7 @@ class LLMEngine:
         return len(self._output_processor)
 
     def close(self) -> None:
+        self._input_processor.close()
         self._core.shutdown()
         self._core.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.sampling_checks import pattern_problems, value_problems
+from headrace_engine.structured_outputs_params import StructuredOutputsParams as StructuredOutputsParams
 
 # Below this temperature float32 softmax is a one-hot up to rounding: take the arg max outright.
 GREEDY_TEMPERATURE = 1e-5
@@ -89,6 +90,8 @@ class SamplingParams:
     """Whether special tokens that follow one another are shown with what the tokenizer puts between them."""
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    """A form that the output must have. A map may be given, too."""
     stream_interval: int | None = None
     """Tokens of a choice gathered into one streamed output; its first and its last one are shown at once."""
     logit_bias: dict[int, float] | None = None
@@ -105,6 +108,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         problems = self._normalise()
+        problems += self._normalise_structured_outputs()
         problems += value_problems(self)
         if problems:
             raise InvalidRequestError(problems)
@@ -138,6 +142,17 @@ class SamplingParams:
             self.repetition_detection = RepetitionDetectionParams(**detection)
         except InvalidRequestError as error:
             return error.problems
+        return []
+
+    def _normalise_structured_outputs(self) -> list[str]:
+        given: object = self.structured_outputs
+        if isinstance(given, Mapping):
+            try:
+                self.structured_outputs = StructuredOutputsParams.from_dict(given)
+            except InvalidRequestError as error:
+                return error.problems
+        elif given is not None and not isinstance(given, StructuredOutputsParams):
+            return [f"structured_outputs is a {type(given).__name__}, expected a map or StructuredOutputsParams"]
         return []
 
     @classmethod

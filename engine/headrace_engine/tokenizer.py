@@ -1,12 +1,14 @@
 """The model's tokenizer as the engine uses it: text or chat to ids, ids to text."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from headrace_engine.config import EngineConfig
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
 
 
@@ -62,5 +64,17 @@ class ModelTokenizer:
         """With special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`, with the tokens that the tokenizer's configuration adds."""
+        plain = copy(self.backend)
+        plain.no_padding()
+        plain.no_truncation()
+        return plain.to_str()
+
     def decode_token(self, token_id: int) -> str:
         return self.backend.decode([token_id], skip_special_tokens=False)
+
+
+def tokenizer_json(config: EngineConfig) -> str:
+    """What the core needs of the tokenizer: `EngineConfig.tokenizer` names this function."""
+    return ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code).to_json()

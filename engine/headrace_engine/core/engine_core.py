@@ -11,15 +11,21 @@ from concurrent.futures import Future
 from typing import Any
 
 from headrace_engine.config import EngineConfig
+from headrace_engine.core.grammar_preparation import GrammarPreparation
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
+from headrace_engine.core.runner_factory import load_tokenizer_json
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError
+from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelRunner, StepBatch
 
 logger = logging.getLogger(__name__)
+
+# With nothing to compute, a step waits so long for a grammar before it looks for new requests again.
+_GRAMMAR_WAIT_SECONDS = 0.02
 
 
 class EngineCore:
@@ -48,6 +54,8 @@ class EngineCore:
             config.speculative,
             max_loras=config.lora.max_loras if config.lora else 0,
         )
+        self._config = config
+        self._grammars = GrammarPreparation(self._create_grammar_compiler)
         self.wake: Callable[[], None] = _nobody_sleeps
         """Set by whoever sleeps until `has_work()`: called, from any thread, when it has come true by itself."""
         self.loras = self._load_adapters(config, runner.capabilities())
@@ -69,17 +77,30 @@ class EngineCore:
         if message.output_token_ids:
             # An earlier attempt may have died between its last token and the news that it was the last.
             answer.finish_reason, answer.stop_reason = self.scheduler.check_stop(request, request.token_ids[-1])
-        if answer.finish_reason is None:
-            try:
-                self.scheduler.add_request(request)
-                return
-            except HeadraceEngineError as error:
-                answer.finish_reason, answer.error = FinishReason.ERROR, str(error)
-        if lora is not None:
-            lora.release()
-        self._answers.append(answer)
+        if answer.finish_reason is not None:
+            _released(request)
+            self._answers.append(answer)
+        elif message.sampling_params.structured_outputs is not None:
+            self._grammars.add(request)
+        else:
+            self._admit(request)
 
-    def _refuse(self, message: EngineCoreRequest, sentence: str) -> None:
+    def _admit(self, request: Request, grammar: Grammar | None = None) -> None:
+        try:
+            self.scheduler.add_request(request, grammar)
+        except HeadraceEngineError as error:
+            self._refuse(_released(request), str(error))
+
+    def _admit_prepared(self) -> None:
+        """Admit the requests whose grammars are compiled. Compilation goes on beside the steps of the others."""
+        idle = not self._answers and not self.scheduler.has_work()
+        for prepared in self._grammars.take(_GRAMMAR_WAIT_SECONDS if idle else 0.0):
+            if prepared.error is None:
+                self._admit(prepared.request, prepared.grammar)
+            else:
+                self._refuse(_released(prepared.request), prepared.error)
+
+    def _refuse(self, message: EngineCoreRequest | Request, sentence: str) -> None:
         refusal = EngineCoreOutput(request_id=message.request_id, new_token_ids=[], error=sentence)
         refusal.finish_reason = FinishReason.ERROR
         self._answers.append(refusal)
@@ -88,6 +109,8 @@ class EngineCore:
         request_ids = list(request_ids)
         if self.loras is not None:
             self.loras.abort(request_ids)
+        for request in self._grammars.abort(request_ids):
+            _released(request)
         self.scheduler.abort_requests(request_ids)
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
@@ -102,13 +125,21 @@ class EngineCore:
         return self.loras.call(method, *args)
 
     def has_work(self) -> bool:
-        return bool(self._answers) or self.scheduler.has_work() or (self.loras is not None and self.loras.has_news)
+        if self.loras is not None and self.loras.has_news:
+            return True
+        return bool(self._answers or self._grammars) or self.scheduler.has_work()
+
+    def prepare_for_grammars(self) -> None:
+        """Read the vocabulary for grammars, once. For an idle moment: it holds up all threads."""
+        self._grammars.load()
 
     def step(self) -> EngineCoreOutputs:
         """Compute one step and return its news. Call only while `has_work()`."""
         if self.loras is not None and self.loras.has_news:
             self._add_those_with_adapters(self.loras)
         started = time.perf_counter()
+        if self._grammars:
+            self._admit_prepared()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
         try:
@@ -157,7 +188,24 @@ class EngineCore:
     def shutdown(self) -> None:
         if self.loras is not None:
             self.loras.shutdown()
+        self._grammars.close()
         self.runner.shutdown()
+
+    def _create_grammar_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(
+            TokenizerDefinition(
+                tokenizer_json=load_tokenizer_json(self._config),
+                vocab_size=self.model_info.vocab_size,
+                eos_token_ids=self.model_info.eos_token_ids,
+            )
+        )
+
+
+def _released(request: Request) -> Request:
+    """The request, which no longer holds its adapter."""
+    if request.lora is not None:
+        request.lora.release()
+    return request
 
 
 _NO_LORA = "this engine serves no LoRA adapters: enable_lora is not set"

@@ -324,6 +324,8 @@ def _serve(core: EngineCore, connection: Connection, commands: "queue.SimpleQueu
     while True:
         if not core.has_work():
             core.check_integrity()
+            if commands.empty():
+                core.prepare_for_grammars()
         while not commands.empty() or not core.has_work():
             kind, *values = commands.get()
             if kind == "add":

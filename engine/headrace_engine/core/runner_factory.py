@@ -1,4 +1,4 @@
-"""Finds the runner that the config names, by import path: the core itself never imports torch."""
+"""Finds the runner and the tokenizer that the config names, by import path: the core itself never imports torch."""
 
 from importlib import import_module
 
@@ -17,3 +17,19 @@ def create_runner(config: EngineConfig) -> ModelRunner:
         ) from error
     runner: ModelRunner = factory(config)
     return runner
+
+
+def load_tokenizer_json(config: EngineConfig) -> str:
+    """The content of `tokenizer.json`, by the function that the config names.
+
+    Raises:
+        ConfigError: there is no such function.
+        ModelLoadError: the model has no usable tokenizer.
+    """
+    module, _, name = config.tokenizer.partition(":")
+    try:
+        load = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"tokenizer {config.tokenizer!r} cannot be imported ({error})") from error
+    text: str = load(config)
+    return text

@@ -6,18 +6,20 @@ policy order. A prompt longer than the budget is computed in chunks, a prefix-ca
 preempted request is one whose `num_computed_tokens` fell back to 0. After vLLM's V1 scheduler. Imports no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.block_pool import Block
+from headrace_engine.core.grammar_states import GrammarStates
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.repetition import ends_in_repetition
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
 from headrace_engine.core.speculation import Speculator
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
+from headrace_engine.grammar import Grammar
 from headrace_engine.request import FinishReason, Request, RequestStatus
 from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
 from headrace_engine.speculative_config import SpeculativeConfig
@@ -54,13 +56,15 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting = create_request_queue(config.policy)
         self._has_just_prefilled = False
+        self.grammars = GrammarStates()
         self._removed: list[str] = []
         """Ids that the runner must forget at the start of the next step."""
         self.stats = StepStats()
 
     # -- requests come and go -------------------------------------------------------------------------------------
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, grammar: Grammar | None = None) -> None:
+        """Queue a request; its grammar, if it has one, has come as far as its output."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
         if not 0 < request.num_tokens < self.max_model_len:
@@ -70,6 +74,8 @@ class Scheduler:
         self._queue_limits.enter(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
+        if grammar is not None:
+            self.grammars.add(request.request_id, grammar)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """End these requests whatever their state; unknown ids are ignored. Returns the ids that were alive."""
@@ -109,6 +115,8 @@ class Scheduler:
             self.requests[request_id].num_computed_tokens += num_tokens
         # Victims of this very step included: their blocks may have new holders already.
         plan.batch.removed_request_ids, self._removed = self._removed, []
+        if self.grammars:
+            plan.batch.grammar_bitmask = self.grammars.bitmask(self._sampled(plan.batch))
         self._describe(plan.batch)
         return plan.batch
 
@@ -118,6 +126,15 @@ class Scheduler:
         Prompts in their turn wait for one step of decoding at most, so that neither starves the other.
         """
         return self._has_just_prefilled and not all(_is_prefill(request) for request in self.running)
+
+    def _sampled(self, batch: StepBatch) -> list[tuple[Request, Sequence[int]]]:
+        """Requests that get a token in this step, with the tokens that are guessed behind their last one."""
+        sampled: list[tuple[Request, Sequence[int]]] = []
+        for request_id in batch.num_scheduled_tokens:
+            request, drafts = self.requests[request_id], batch.draft_token_ids.get(request_id, ())
+            if request.num_computed_tokens == request.num_tokens + len(drafts):
+                sampled.append((request, drafts))
+        return sampled
 
     def _prefill_is_possible(self) -> bool:
         """For runners that cannot mix: whether a prompt is incomplete, or a whole one can be admitted."""
@@ -342,6 +359,10 @@ class Scheduler:
         entry = EngineCoreOutput(
             request_id=request.request_id, new_token_ids=[], num_cached_tokens=request.num_cached_tokens
         )
+        entry.error = self.grammars.error(request.request_id)
+        if entry.error is not None:  # the tokens were drawn without a mask
+            entry.finish_reason = FinishReason.ERROR
+            return entry
         if request.prompt_logprobs is not None:
             assert len(request.prompt_logprobs) == request.num_prompt_tokens - 1
             entry.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
@@ -350,12 +371,16 @@ class Scheduler:
             entry.new_token_ids.append(token_id)
             entry.finish_reason, entry.stop_reason = self.check_stop(request, token_id)
             if entry.finish_reason is not None:
-                break
+                return entry
+        if self.grammars:
+            self.grammars.accept(request.request_id, entry.new_token_ids)
         return entry
 
     def check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | str | None]:
         """Whether this token, the request's last, ends it; and the stop token or the word for what did."""
         params = request.sampling_params
+        if params.structured_outputs is not None and token_id in request.eos_token_ids:
+            return FinishReason.STOP, None  # allowed by the grammar, behind which nothing can come
         if request.num_output_tokens >= params.min_tokens:
             if token_id in request.eos_token_ids and not params.ignore_eos:
                 return FinishReason.STOP, None
@@ -380,6 +405,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         if self._speculator is not None:
             self._speculator.forget(request.request_id)
+        self.grammars.forget(request.request_id)
         self.kv.free(request)
         if request.lora is not None:
             request.lora.release()

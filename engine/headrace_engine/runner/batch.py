@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from headrace_engine.runner.attention.backend import AttentionMetadata
-from headrace_engine.runner.contracts import NewRequest, StepBatch
+from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StepBatch
 from headrace_engine.runner.request_processors import ProcessorSet, RequestProcessors
 from headrace_engine.runner.rng import uniform
 from headrace_engine.runner.sampler import NO_TOKEN, SamplingRow
@@ -210,6 +210,15 @@ class RequestBatch:
             drafts = inputs.draft_token_ids.get(request_id, ())
             places += [(self.requests[request_id], drafts[:count]) for count in range(len(drafts) + 1)]
         return rows_at(places)
+
+    def restrict(self, rows: list[SamplingRow], inputs: StepInputs, bitmask: GrammarBitmask) -> None:
+        """Give the rows of requests with a grammar their masks."""
+        row = 0
+        for request_id in inputs.sampled_ids:
+            for index, mask in enumerate(bitmask.masks.get(request_id, ())):
+                rows[row + index].grammar_mask = mask
+                rows[row + index].suppressed_token_ids = ()
+            row += 1 + len(inputs.draft_token_ids.get(request_id, ()))
 
     def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> tuple[dict[str, list[int]], dict[str, str]]:
         """Append what was drawn, one entry a row of logits: of each request up to the first one that is not its draft.

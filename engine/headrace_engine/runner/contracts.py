@@ -5,6 +5,7 @@ scheduler is tested against it in milliseconds.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,6 +38,19 @@ class NewRequest:
     """The adapter that the request runs with, as given to `load_lora`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarBitmask:
+    """Which tokens the grammars of a step's requests allow."""
+
+    masks: dict[str, list[bytes]]
+    """Request id -> one mask for each position that is sampled: the next token's, then those behind drafted ones.
+
+    Bit i of byte j stands for token 8 j + i; tokens behind a mask's end are not allowed. A mask includes what
+    `suppressed_token_ids` would forbid, so a runner does not apply those to the request. A request without an entry is
+    not restricted.
+    """
+
+
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
     """One step. A known request appears as deltas only: how many tokens, which new blocks.
@@ -62,6 +76,8 @@ class StepBatch:
     """Drafts of known requests, counted in their scheduled tokens."""
     removed_request_ids: list[str] = field(default_factory=list)
     """Finished, aborted or preempted since the last step: forget them first."""
+    grammar_bitmask: "Future[GrammarBitmask] | None" = None
+    """Masks that are filled while the model computes: wait for them before sampling. None for most steps."""
 
     @property
     def num_tokens(self) -> int:

@@ -94,6 +94,8 @@ class CPURunner:
         logits = self._model.forward(inputs)
         forwarded = time.perf_counter()
         rows = self._batch.sampling_rows(inputs)
+        if batch.grammar_bitmask is not None:
+            self._batch.restrict(rows, inputs, batch.grammar_bitmask.result())
         drawn, logprobs = sample(logits[: len(rows)], rows)
         accepted, errors = self._batch.accept(inputs, drawn)
         prompt_entries = self._prompt_logprobs(logits[len(rows) :], inputs) if inputs.prompt_targets else {}

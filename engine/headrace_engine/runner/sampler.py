@@ -1,13 +1,14 @@
 """The sampler: a pure function of logits, parameters and one uniform number a row.
 
 Order of operations, as in vLLM: log-probabilities of the raw logits; allowed tokens, bad words, suppressed tokens and
-biases; logits processors; penalties; temperature; min-p; top-k; top-p; then the inverse of the cumulative distribution
-in token order at u. Every row is computed on its own, so batch-mates cannot change each other's tokens.
+biases; logits processors; grammar; penalties; temperature; min-p; top-k; top-p; then the inverse of the cumulative
+distribution in token order at u. Every row is computed on its own, so batch-mates cannot change each other's tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace_engine.runner.contracts import TokenLogprobs
@@ -39,6 +40,8 @@ class SamplingRow:
     rules: TokenRules | None = None
     processor: Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor] | None = None
     """The request's logits processors: (prompt, output, logits) -> logits."""
+    grammar_mask: bytes | None = None
+    """Bit i of byte j says whether token 8 j + i may be drawn."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -88,14 +91,14 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) 
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, list[int]]:
-    """Apply rules, suppression, processors and penalties; copies only when a row needs one of them.
+    """Apply rules, suppression, processors, grammars and penalties; copies only when a row needs one of them.
 
     Returns the logits, and the indices of the rows that have no token left.
     """
     changed = [
         index
         for index, row in enumerate(rows)
-        if row.suppressed_token_ids or row.params.has_penalties or row.rules or row.processor
+        if row.suppressed_token_ids or row.params.has_penalties or row.rules or row.processor or row.grammar_mask
     ]
     if not changed:
         return logits, []
@@ -110,11 +113,22 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Te
             logits[index] = row.processor(row.prompt_token_ids, row.output_token_ids, logits[index]).clamp(
                 max=_LARGEST_LOGIT
             )
+        if row.grammar_mask:
+            _apply_mask(logits[index], row.grammar_mask)
         if row.params.has_penalties:
             _penalise(logits[index], row)
-    masked = [i for i in changed if rows[i].suppressed_token_ids or rows[i].rules or rows[i].processor]
+    masked = [
+        index
+        for index in changed
+        if rows[index].suppressed_token_ids or rows[index].rules or rows[index].processor or rows[index].grammar_mask
+    ]
     alive = logits[masked].amax(dim=-1) > float("-inf")  # not for NaN, either
     return logits, [index for index, lives in zip(masked, alive.tolist(), strict=True) if not lives]
+
+
+def _apply_mask(logits: torch.Tensor, mask: bytes) -> None:
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(logits), bitorder="little")
+    logits.masked_fill_(torch.from_numpy(bits) == 0, float("-inf"))
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:

@@ -51,11 +51,12 @@ def digests(token_ids: Sequence[int], adapter: str = "") -> list[bytes]:
     return chain
 
 
-def draw(prefix: bytes, seed: int, suppressed: Sequence[int]) -> int:
-    for attempt in range(1000):
+def draw(prefix: bytes, seed: int, suppressed: Sequence[int], mask: bytes | None = None) -> int:
+    for attempt in range(10_000):
         word = hashlib.blake2b(prefix + f"{seed}:{attempt}".encode(), digest_size=4).digest()
         token_id = int.from_bytes(word, "big") % VOCAB_SIZE
-        if token_id not in suppressed:
+        allowed = token_id not in suppressed if mask is None else mask[token_id >> 3] >> (token_id & 7) & 1
+        if allowed:
             return token_id
     raise AssertionError("everything is suppressed")
 
@@ -93,10 +94,10 @@ class Known:
     def missing(self) -> int:
         return len(self.token_ids) - self.num_computed
 
-    def draw_next(self) -> int:
+    def draw_next(self, mask: bytes | None = None) -> int:
         arrival = self.arrival
         short = len(self.token_ids) - arrival.num_prompt_tokens < arrival.sampling_params.min_tokens
-        return draw(self.chain[-1], arrival.seed, arrival.suppressed_token_ids if short else ())
+        return draw(self.chain[-1], arrival.seed, arrival.suppressed_token_ids if short else (), mask)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -178,6 +179,7 @@ class FakeRunner:
         self._write(batch, new)
         sampled: dict[str, list[int]] = {}
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        masks = batch.grammar_bitmask.result().masks if batch.grammar_bitmask is not None else {}
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.known[request_id]
             if request.arrival.num_prompt_logprobs is not None:
@@ -186,7 +188,7 @@ class FakeRunner:
             request.num_computed += count - len(drafts)
             self._read(request)
             if not request.missing:
-                sampled[request_id] = self._sample(request, drafts)
+                sampled[request_id] = self._sample(request, drafts, masks.get(request_id))
         errors = {request_id: "no token" for request_id in sampled if self._is_refused(request_id)}
         sampled = {i: tokens for i, tokens in sampled.items() if i not in errors}
         return StepOutput(
@@ -285,10 +287,11 @@ class FakeRunner:
                 f"position {position} of {request.arrival.request_id} is not there"
             )
 
-    def _sample(self, request: Known, drafts: list[int]) -> list[int]:
+    def _sample(self, request: Known, drafts: list[int], masks: list[bytes] | None) -> list[int]:
+        assert masks is None or len(masks) == 1 + len(drafts), "not one mask a position"
         tokens = []
-        for draft in [*drafts, None]:
-            token_id = request.draw_next()
+        for index, draft in enumerate([*drafts, None]):
+            token_id = request.draw_next(masks[index] if masks is not None else None)
             request.append(token_id)
             tokens.append(token_id)
             if token_id != draft:
@@ -332,6 +335,7 @@ def fake_config(
         speculative=speculative,
         lora=lora,
         runner=IMPORT_PATH,
+        tokenizer="unit.engine.letters:tokenizer_json",
     )
 
 

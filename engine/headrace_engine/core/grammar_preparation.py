@@ -1,0 +1,77 @@
+"""Compiles the grammars of new requests beside the step loop, which goes on with the others meanwhile."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError
+from headrace_engine.request import Request
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    request: Request
+    grammar: Grammar | None
+    """Advanced by the output that the request came with; None when there is none, and `error` says why."""
+    error: str | None = None
+
+
+class GrammarPreparation:
+    """Requests wait here until their grammar is ready to mask tokens. Belongs to the step loop's thread."""
+
+    def __init__(self, create_compiler: Callable[[], GrammarCompiler]) -> None:
+        self._create_compiler = create_compiler
+        self._compiler: GrammarCompiler | None = None
+        self._failure: str | None = None
+        self._waiting: dict[str, tuple[Request, Future[PreparedRequest]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def load(self) -> None:
+        """Make the compiler, once. It reads the whole vocabulary and holds up all threads meanwhile: up to a second.
+
+        Called when the core is idle, so that the first request with a grammar stalls nobody.
+        """
+        if self._compiler is None and self._failure is None:
+            try:
+                self._compiler = self._create_compiler()
+            except Exception as error:  # noqa: BLE001  # requests without a grammar are none the worse
+                self._failure = f"structured_outputs: {error}"
+
+    def add(self, request: Request) -> None:
+        self._waiting[request.request_id] = (request, self._thread.submit(self._prepare, request))
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Drop requests that wait here; returns them."""
+        aborted = []
+        for request_id in request_ids:
+            if request_id in self._waiting:
+                request, future = self._waiting.pop(request_id)
+                future.cancel()
+                aborted.append(request)
+        return aborted
+
+    def take(self, timeout: float) -> list[PreparedRequest]:
+        """Requests that are ready, in the order of their arrival; waits for one at most `timeout` seconds."""
+        if timeout:
+            wait([future for _, future in self._waiting.values()], timeout, return_when=FIRST_COMPLETED)
+        ready = [request_id for request_id, (_, future) in self._waiting.items() if future.done()]
+        return [self._waiting.pop(request_id)[1].result() for request_id in ready]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, request: Request) -> PreparedRequest:
+        self.load()
+        if self._compiler is None:
+            return PreparedRequest(request, None, self._failure)
+        params = request.sampling_params.structured_outputs
+        assert params is not None
+        try:
+            grammar = self._compiler.compile(params)
+            grammar.accept(request.token_ids[request.num_prompt_tokens :])
+        except GrammarError as error:
+            return PreparedRequest(request, None, f"structured_outputs: {error}")
+        return PreparedRequest(request, grammar)

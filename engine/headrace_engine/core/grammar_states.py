@@ -1,0 +1,106 @@
+"""The grammars of the requests that the scheduler holds, and the masks that they give a step.
+
+A request's grammar stays with the request, whatever happens to its K/V: a preemption does not touch it.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from headrace_engine.grammar import Grammar, GrammarError
+from headrace_engine.request import Request
+from headrace_engine.runner.contracts import GrammarBitmask
+
+_MAX_THREADS = 8
+# Handing a request to a thread costs more than a few masks.
+_REQUESTS_PER_THREAD = 8
+
+
+@dataclass(slots=True)
+class _State:
+    grammar: Grammar
+    error: str | None = None
+    """Why no mask could be made; the request ends with it after the step."""
+
+
+_Row = tuple[_State, Request, Sequence[int]]
+
+
+class GrammarStates:
+    def __init__(self) -> None:
+        self._states: dict[str, _State] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, request_id: str, grammar: Grammar) -> None:
+        self._states[request_id] = _State(grammar)
+
+    def forget(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def bitmask(self, drafts: Sequence[tuple[Request, Sequence[int]]]) -> "Future[GrammarBitmask] | None":
+        """Begin to fill the masks of a step; they are ready when the model has computed, or soon after.
+
+        Args:
+            drafts: the requests that get a token in this step, with the tokens guessed behind their last one.
+
+        Returns:
+            None when none of the requests has a grammar.
+        """
+        wanted = [(self._states[r.request_id], r, d) for r, d in drafts if r.request_id in self._states]
+        if not wanted:
+            return None
+        if self._threads is None:
+            count = min(_MAX_THREADS, os.cpu_count() or 1)
+            # One more, as the first one waits for the others.
+            self._threads = ThreadPoolExecutor(count + 1, thread_name_prefix="grammar-masks")
+        return self._threads.submit(self._fill, wanted, self._threads)
+
+    def _fill(self, wanted: list[_Row], threads: ThreadPoolExecutor) -> GrammarBitmask:
+        num_parts = min(_MAX_THREADS, os.cpu_count() or 1, -(-len(wanted) // _REQUESTS_PER_THREAD))
+        others = [threads.submit(_masks_of, wanted[part::num_parts]) for part in range(1, num_parts)]
+        masks = _masks_of(wanted[::num_parts])
+        for other in others:
+            masks |= other.result()
+        return GrammarBitmask(masks=masks)
+
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Take a request's new tokens in."""
+        state = self._states.get(request_id)
+        if state is not None:
+            try:
+                state.grammar.accept(token_ids)
+            except GrammarError as error:
+                state.error = f"structured_outputs: {error}"
+
+    def error(self, request_id: str) -> str | None:
+        """Why a request cannot go on; None where it can."""
+        state = self._states.get(request_id)
+        return None if state is None else state.error
+
+
+def _masks_of(wanted: list[_Row]) -> dict[str, list[bytes]]:
+    masks = {}
+    for state, request, draft_token_ids in wanted:
+        try:
+            rows = state.grammar.bitmasks(draft_token_ids)
+        except GrammarError as error:
+            state.error = f"structured_outputs: {error}"
+            continue
+        missing = request.sampling_params.min_tokens - request.num_output_tokens
+        for index in range(min(missing, len(rows))):
+            rows[index] = _without(rows[index], request.eos_token_ids | request.stop_token_ids)
+        masks[request.request_id] = rows
+    return masks
+
+
+def _without(mask: bytes, token_ids: frozenset[int]) -> bytes:
+    """Less the tokens that may not come before min_tokens; but where the text can only end, it ends."""
+    rest = bytearray(mask)
+    for token_id in token_ids:
+        if token_id >> 3 < len(rest):
+            rest[token_id >> 3] &= ~(1 << (token_id & 7))
+    return bytes(rest) if any(rest) else mask

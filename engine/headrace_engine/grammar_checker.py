@@ -1,0 +1,161 @@
+"""The door for grammars: each is compiled on trial in a process of its own before its request is accepted.
+
+A few hundred bytes can ask for seconds of work, gigabytes of states or a recursion that ends the process, and no list
+of bad patterns would be complete. So the trial runs where it can do no harm, under limits of processor time, memory and
+stack that are tighter than the core's: what passes here compiles there. Lines of JSON go to and fro.
+"""
+
+import json
+import logging
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.grammar import GrammarCompiler, GrammarError, TokenizerDefinition
+from headrace_engine.structured_outputs_params import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+# The largest schemas that hosted services take compile in a fifth of it.
+CPU_SECONDS = 0.5
+_MEMORY_BYTES = 1 << 30
+# A quarter of the stack of the threads that compile and fill masks in the core.
+_STACK_BYTES = 2 << 20
+# The processor time is the limit that counts; this one is for a machine that gives the trial none.
+_WAIT_SECONDS = 60.0
+_MAX_VERDICTS = 4096
+
+
+class GrammarChecker:
+    """Refuses grammars that cannot be used. Starts its process with the first one; remembers its verdicts."""
+
+    def __init__(self, definition: Callable[[], TokenizerDefinition]) -> None:
+        self._definition = definition
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: Any = None
+        self._verdicts: OrderedDict[int, str | None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Raises InvalidRequestError, saying what is wrong with the grammar."""
+        source = json.dumps(asdict(params))
+        key = hash(source)
+        with self._lock:
+            if key not in self._verdicts:
+                self._verdicts[key] = self._try(source)
+                if len(self._verdicts) > _MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(key)
+            problem = self._verdicts[key]
+        if problem is not None:
+            raise InvalidRequestError(f"structured_outputs: {problem}")
+
+    def close(self) -> None:
+        """End the process; the next check starts another one."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = None
+
+    def _try(self, source: str) -> str | None:
+        for _ in range(2):  # a process that was ended from outside says nothing about the grammar
+            process = self._process or self._start()
+            try:
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(source.encode() + b"\n")
+                process.stdin.flush()
+                if not select.select([process.stdout], [], [], _WAIT_SECONDS)[0]:
+                    process.kill()
+                answer = process.stdout.readline()
+            except BrokenPipeError:
+                answer = b""
+            if answer:
+                verdict: str | None = json.loads(answer)
+                return verdict
+            status = process.wait()
+            self.close()
+            self._start()  # in the background: the next grammar need not wait for it
+            if status != -signal.SIGTERM:
+                return _REASONS.get(-status, _TOO_LARGE)
+        return _TOO_LARGE
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        definition = self._definition()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_engine.grammar_checker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(asdict(definition)).encode() + b"\n")
+        return process
+
+
+_TOO_SLOW = f"the grammar takes more than {CPU_SECONDS:g} s to compile"
+_TOO_LARGE = f"the grammar takes more than {_MEMORY_BYTES >> 20} MiB to compile, or is nested too deeply"
+_REASONS: dict[int, str] = {signal.SIGVTALRM: _TOO_SLOW, signal.SIGKILL: _TOO_SLOW}
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # what was still to be written has no reader any more
+                pipe.close()
+
+
+def _serve() -> None:
+    lines = sys.stdin.buffer
+    definition = lines.readline()
+    if not definition:
+        return
+    compiler: GrammarCompiler | str
+    try:
+        compiler = GrammarCompiler(TokenizerDefinition(**json.loads(definition)))
+    except GrammarError as error:
+        compiler = str(error)
+    with open("/proc/self/statm") as sizes:  # noqa: PTH123
+        in_use = int(sizes.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK_BYTES)
+    for line in lines:
+        verdict = compiler if isinstance(compiler, str) else _within_limits(compiler, line)
+        sys.stdout.write(json.dumps(verdict) + "\n")
+        sys.stdout.flush()
+
+
+def _within_limits(compiler: GrammarCompiler, line: bytes) -> str | None:
+    verdict: list[str] = []
+
+    def compile_it() -> None:
+        try:
+            compiler.compile(StructuredOutputsParams(**json.loads(line)))
+        except GrammarError as error:
+            verdict.append(str(error))
+
+    thread = threading.Thread(target=compile_it)
+    # Not caught: the process ends, and its parent reads why from its status.
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    thread.start()
+    thread.join()
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return verdict[0] if verdict else None
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,155 @@
+"""Grammars: which tokens they allow, what they refuse, and how much they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace_engine import grammar as grammar_module
+from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError, TokenizerDefinition
+from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from unit.engine.fake_runner import EOS, VOCAB_SIZE
+from unit.engine.letters import decode, encode, tokenizer_json
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(
+        TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+    )
+
+
+def allowed(mask: bytes) -> list[int]:
+    return [token_id for token_id in range(8 * len(mask)) if mask[token_id >> 3] >> (token_id & 7) & 1]
+
+
+def follows(grammar: Grammar, text: str) -> bool:
+    """Whether the grammar allows this whole text, and an end behind it."""
+    grammar = grammar.copy()
+    for token_id in encode(text):
+        if token_id not in allowed(grammar.bitmasks()[0]):
+            return False
+        grammar.accept([token_id])
+    return EOS in allowed(grammar.bitmasks()[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "good", "bad"),
+    [
+        ({"regex": "a{2}|ab*"}, ["aa", "a", "abbb"], ["", "aab", "b"]),
+        ({"choice": ["yes", "no", "a.b", 'a"b']}, ["yes", "no", "a.b", 'a"b'], ["y", "yesno", "aab"]),
+        ({"json": {"enum": [1, "a"]}}, ["1", '"a"'], ["a", "2"]),
+        ({"json": {"type": "array", "items": {"type": "integer"}}}, ["[]", "[1,2]"], ['["a"]', "[1,]"]),
+        ({"json_object": True}, ["{}", '{"a":{"b":[1]}}'], ["[]", "{"]),
+        ({"json": {"type": "array"}, "whitespace_pattern": "%"}, ["[%1,%2%]", "[1,2]"], ["[!1]"]),
+        ({"grammar": 'start: "a" start "b" | "!"'}, ["!", "aa!bb"], ["a!", "!b"]),
+        ({"grammar": 'root ::= "a" root "b" | "!"'}, ["!", "aa!bb"], ["a!", "!b"]),
+    ],
+)
+def test_exactly_the_texts_of_the_grammar_are_allowed(
+    compiler: GrammarCompiler, values: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(**values))
+    assert [text for text in good if not follows(grammar, text)] == []
+    assert [text for text in bad if follows(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "no text satisfies it"),
+        ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
+        ({"json": {"not": {}, "x-guidance": {"lenient": True}}}, 'Unimplemented keys: ["not"]'),
+        ({"json": {"$ref": "http://127.0.0.1/x"}}, "is not present in a registry"),
+        ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable schema"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text satisfies it"),
+        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": "nonsense"}, "Expected ::="),
+        ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "recursion"),
+        ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_one_short_line(
+    compiler: GrammarCompiler, values: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(GrammarError, match=r".") as refused:
+        compiler.compile(StructuredOutputsParams(**values))
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_masks_behind_drafted_tokens_are_those_of_the_text_with_the_drafts(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="abc|abd|x"))
+    masks = grammar.bitmasks([*encode("abc"), EOS])
+    assert [decode(allowed(mask)) for mask in masks[:3]] == ["ax", "b", "cd"]
+    assert allowed(masks[3]) == [EOS]
+    assert len(masks) == 5
+    assert decode(allowed(grammar.bitmasks()[0])) == "ax", "the drafts have changed the state"
+
+
+def test_behind_a_draft_that_is_not_allowed_there_is_still_one_mask_a_position(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="abc"))
+    masks = grammar.bitmasks(encode("acb"))
+    assert len(masks) == 4
+    assert [decode(allowed(mask)) for mask in masks[:2]] == ["a", "b"]
+    grammar.accept(encode("ab"))
+    assert decode(allowed(grammar.bitmasks()[0])) == "c"
+
+
+def test_a_token_that_is_not_allowed_is_an_error_for_good(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(regex="ab"))
+    with pytest.raises(GrammarError, match="doesn't satisfy the grammar"):
+        grammar.accept(encode("x"))
+    with pytest.raises(GrammarError):
+        grammar.bitmasks()
+
+
+def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
+    first = compiler.compile(StructuredOutputsParams(regex="ab|cd"))
+    second = first.copy()
+    first.accept(encode("a"))
+    assert decode(allowed(first.bitmasks()[0])) == "b"
+    assert decode(allowed(second.bitmasks()[0])) == "ac"
+
+
+def test_padding_of_the_vocabulary_is_never_allowed() -> None:
+    definition = TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=100, eos_token_ids=[EOS])
+    grammar = GrammarCompiler(definition).compile(StructuredOutputsParams(regex="(?s:.*)"))
+    assert max(allowed(grammar.bitmasks()[0])) < VOCAB_SIZE
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_masks_of_the_tokenizers_width() -> None:
+    definition = TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=30, eos_token_ids=[EOS])
+    mask = GrammarCompiler(definition).compile(StructuredOutputsParams(regex="a")).bitmasks()[0]
+    assert len(mask) == 8
+
+
+def test_every_end_token_ends_a_complete_text() -> None:
+    definition = TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS, 0])
+    grammar = GrammarCompiler(definition).compile(StructuredOutputsParams(regex="a"))
+    grammar.accept(encode("a"))
+    assert allowed(grammar.bitmasks()[0]) == [0, EOS]
+
+
+def test_an_unknown_kind_of_tokenizer_is_an_error_and_no_crash() -> None:
+    with pytest.raises(GrammarError, match="the model's tokenizer cannot be used with grammars"):
+        GrammarCompiler(TokenizerDefinition(tokenizer_json="{}", vocab_size=5, eos_token_ids=[1]))
+
+
+def test_the_cache_of_compiled_grammars_is_bounded_by_their_size(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_CACHED_SOURCE_BYTES", 1000)
+    small = GrammarCompiler(
+        TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+    )
+    for number in range(50):
+        small.compile(StructuredOutputsParams(regex=f"{number}" * 20))
+    assert sum(len(source) for source in small._cache) <= 1000
+    assert len(small._cache) > 2
+    small.compile(StructuredOutputsParams(regex="x" * 2000))
+    assert len(small._cache) == 0

@@ -1,0 +1,102 @@
+"""The door for grammars: hostile ones cost a bounded time and end nothing but the process that tries them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.grammar import TokenizerDefinition
+from headrace_engine.grammar_checker import GrammarChecker
+from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from unit.engine.fake_runner import EOS, VOCAB_SIZE
+from unit.engine.letters import tokenizer_json
+
+
+def definition() -> TokenizerDefinition:
+    return TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+
+
+@pytest.fixture(scope="module")
+def checker() -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(definition)
+    yield checker
+    checker.close()
+
+
+def chain(links: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(links)) + f'\nr{links}: "a"'
+
+
+def reference_chain(links: int) -> dict[str, Any]:
+    defs: dict[str, Any] = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(links)}
+    return {"$ref": "#/$defs/a0", "$defs": {**defs, f"a{links}": {"type": "null"}}}
+
+
+HOSTILE = {
+    "a multiple of a large prime": {"json": {"type": "integer", "multipleOf": 999983}},
+    "overlapping property patterns": {
+        "json": {"type": "object", "patternProperties": {f"^[a-z]*{i}[a-z]*$": {} for i in range(400)}}
+    },
+    "optional letters": {"regex": "a?" * 10_000 + "a" * 10_000},
+    "a long chain of rules": {"grammar": chain(4000)},
+    "a long chain of references": {"json": reference_chain(1000)},
+}
+
+
+@pytest.mark.parametrize("values", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_grammar_is_refused_and_the_next_good_one_is_not(
+    checker: GrammarChecker, values: dict[str, Any]
+) -> None:
+    hostile = StructuredOutputsParams(**values)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(InvalidRequestError, match=r"the grammar takes more than .* to compile"):
+            checker.check(hostile)
+    checker.check(StructuredOutputsParams(regex="fine"))
+
+
+def test_what_is_wrong_with_a_grammar_reaches_the_caller(checker: GrammarChecker) -> None:
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs: .*unclosed group"):
+        checker.check(StructuredOutputsParams(regex="(a"))
+
+
+def test_a_large_but_honest_schema_passes(checker: GrammarChecker) -> None:
+    properties = {
+        f"field_{i}": {"type": "array", "items": {"type": "string", "maxLength": 100}, "description": "x" * 20}
+        for i in range(200)
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    assert len(json.dumps(schema)) > 20_000
+    checker.check(StructuredOutputsParams(json=schema))
+
+
+def test_a_process_that_somebody_else_ends_says_nothing_about_the_grammar(checker: GrammarChecker) -> None:
+    checker.check(StructuredOutputsParams(regex="first"))
+    process = checker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.wait()
+    checker.check(StructuredOutputsParams(regex="second"))
+
+
+def test_a_tokenizer_that_cannot_be_used_refuses_every_grammar() -> None:
+    checker = GrammarChecker(lambda: TokenizerDefinition(tokenizer_json="{}", vocab_size=3, eos_token_ids=[0]))
+    try:
+        with pytest.raises(InvalidRequestError, match="tokenizer cannot be used with grammars"):
+            checker.check(StructuredOutputsParams(regex="a"))
+    finally:
+        checker.close()
+
+
+def test_the_process_ends_with_its_owner() -> None:
+    checker = GrammarChecker(definition)
+    checker.check(StructuredOutputsParams(regex="a"))
+    process = checker._process
+    assert process is not None
+    del checker
+    assert process.poll() == -signal.SIGKILL

@@ -1,0 +1,207 @@
+"""Requests with a grammar in the core: masks, ends, preemption, resume, drafts, and what else may happen to them.
+
+The fake runner's next token is a hash of everything before it, among the tokens that the mask allows.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from llguidance import LLParserLimits
+
+from headrace_engine import grammar as grammar_module
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.grammar import GrammarCompiler
+from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.speculative_config import SpeculativeConfig
+from unit.engine.fake_runner import EOS, FakeRunner, fake_config
+from unit.engine.letters import decode, encode
+from unit.engine.requests import Results, core_request
+
+LIST = {"json": {"type": "array", "items": {"enum": ["a", "bc", 7]}, "minItems": 3, "maxItems": 5}}
+
+
+def structured(request_id: str = "a", *, form: dict[str, Any] | None = None, **options: Any) -> EngineCoreRequest:
+    options = {"max_tokens": None, **options}
+    return core_request(request_id, structured_outputs=form or LIST, **options)
+
+
+def core_of(runner: FakeRunner | None = None, **config: Any) -> EngineCore:
+    return EngineCore(fake_config(**config), runner or FakeRunner(max_model_len=200, block_size=4))
+
+
+def outputs(requests: list[EngineCoreRequest], runner: FakeRunner | None = None, **config: Any) -> Results:
+    core = core_of(runner, **{"num_blocks": 200, **config})
+    for request in requests:
+        core.add_request(request)
+    return Results().drain(core)
+
+
+def test_the_output_has_the_form_and_ends_with_the_end_token() -> None:
+    results = outputs([structured(str(number), seed=number) for number in range(8)])
+    assert set(results.finished.values()) == {FinishReason.STOP}
+    for tokens in results.tokens.values():
+        assert tokens[-1] == EOS
+        assert 3 <= len(json.loads(decode(tokens))) <= 5
+    assert len({tuple(tokens) for tokens in results.tokens.values()}) > 4
+
+
+def test_requests_without_a_grammar_are_neither_masked_nor_changed_by_those_with_one() -> None:
+    plain = [core_request(f"p{number}", seed=number) for number in range(3)]
+    alone = outputs(plain)
+    mixed = outputs([*plain, *(structured(str(number)) for number in range(3))])
+    assert {name: mixed.tokens[name] for name in alone.tokens} == alone.tokens
+
+
+def test_a_batch_without_grammars_carries_no_masks() -> None:
+    runner = FakeRunner()
+    outputs([core_request("a"), core_request("b", seed=1)], runner, num_blocks=64)
+    assert all(batch.grammar_bitmask is None for batch in runner.batches)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_batched_tokens": 3},
+        {"num_blocks": 51, "max_num_seqs": 6},
+        {"prefix_caching": False, "max_num_seqs": 1},
+        {"policy": "priority", "num_blocks": 51},
+    ],
+    ids=str,
+)
+def test_neither_chunks_nor_preemptions_nor_batch_mates_change_the_output(config: dict[str, Any]) -> None:
+    prompt = [1, 2, 3] * 9
+    long_list = {"json": {"type": "array", "items": {"enum": ["abcabc"]}, "minItems": 6, "maxItems": 9}}
+    requests = [structured(str(number), seed=number, prompt=prompt, form=long_list) for number in range(6)]
+    results = outputs(requests, **config)
+    assert results.tokens == outputs(requests).tokens
+    assert set(results.finished.values()) == {FinishReason.STOP}
+    if config.get("num_blocks") == 51:
+        assert results.preemptions > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_do_not_change_the_output(method: str) -> None:
+    letters = {"regex": "(abcabc|abcd){8,12}"}
+    requests = [structured(str(number), seed=number, form=letters) for number in range(4)]
+    speculative = SpeculativeConfig(
+        method=method,  # type: ignore[arg-type]
+        num_speculative_tokens=4,
+        prompt_lookup_min=1,
+        prompt_lookup_max=2,
+    )
+    runner = FakeRunner(
+        max_model_len=200,
+        caps=Capabilities(verifies_drafts=True),
+        num_drafts=4 if method == "draft_model" else 0,
+    )
+    results = outputs(requests, runner, speculative=speculative)
+    assert results.tokens == outputs(requests).tokens
+    assert any(batch.draft_token_ids for batch in runner.batches)
+
+
+def test_another_attempt_goes_on_where_the_first_one_stopped() -> None:
+    whole = outputs([structured()]).tokens["a"]
+    for cut in range(1, len(whole)):
+        assert outputs([structured(output=whole[:cut])]).tokens["a"] == whole[cut:]
+
+
+def test_an_attempt_that_had_ended_is_not_begun_again() -> None:
+    whole = outputs([structured()]).tokens["a"]
+    again = outputs([structured(output=whole)])
+    assert (again.tokens["a"], again.finished["a"]) == ([], FinishReason.STOP)
+
+
+def test_output_of_an_earlier_attempt_that_does_not_fit_the_grammar_is_an_error() -> None:
+    results = outputs([structured(output=encode("[!")), structured("b")])
+    assert results.finished == {"a": FinishReason.ERROR, "b": FinishReason.STOP}
+    assert "doesn't satisfy the grammar" in results.errors["a"]
+
+
+def test_a_cut_output_is_as_long_as_allowed() -> None:
+    results = outputs([structured(max_tokens=5)])
+    assert results.finished["a"] is FinishReason.LENGTH
+    assert len(results.tokens["a"]) == 5
+
+
+@pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 40}, {"ignore_eos": True, "min_tokens": 40}])
+def test_a_complete_text_ends_whatever_the_request_wants(options: dict[str, Any]) -> None:
+    results = outputs([structured(form={"regex": "ab"}, **options)])
+    assert results.tokens["a"] == [*encode("ab"), EOS]
+    assert results.finished["a"] is FinishReason.STOP
+
+
+def test_min_tokens_forbids_the_end_while_the_text_can_go_on() -> None:
+    form = {"regex": "a{1,30}"}
+    lengths = {len(outputs([structured(form=form, seed=seed)]).tokens["a"]) for seed in range(5)}
+    assert min(lengths) < 12
+    for seed in range(5):
+        assert len(outputs([structured(form=form, seed=seed, min_tokens=20)]).tokens["a"]) > 20
+
+
+def test_a_stop_token_ends_the_text_early() -> None:
+    results = outputs([structured(form={"regex": "a{9}b{9}"}, stop_token_ids=encode("b"))])
+    assert decode(results.tokens["a"]) == "a" * 9 + "b"
+    assert results.stop_reasons["a"] == encode("b")[0]
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_only() -> None:
+    results = outputs([structured("bad", form={"regex": "(a"}), structured("good"), core_request("plain")])
+    assert results.finished["bad"] is FinishReason.ERROR
+    assert "unclosed group" in results.errors["bad"]
+    assert results.finished["good"] is FinishReason.STOP
+    assert results.tokens["bad"] == []
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
+    hungry = structured("hungry", form={"regex": "[ab]*a[ab]{12}b[ab]{40}"})
+    results = outputs([hungry, structured("good", form={"regex": "ab"}), core_request("plain")])
+    assert results.finished["hungry"] is FinishReason.ERROR
+    assert "too many states" in results.errors["hungry"]
+    assert results.finished["good"] is FinishReason.STOP
+    assert "plain" in results.finished
+    assert set(decode(results.tokens["hungry"])) <= set("ab"), "tokens drawn without a mask came out"
+
+
+def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    compile_it = GrammarCompiler.compile
+
+    def slow_compile(self: GrammarCompiler, *args: Any) -> Any:
+        assert release.wait(60)
+        return compile_it(self, *args)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow_compile)
+    core = core_of(num_blocks=200)
+    core.add_request(structured("slow"))
+    core.add_request(structured("gone"))
+    core.add_request(core_request("plain", max_tokens=20, ignore_eos=True))
+    results = Results()
+    while "plain" not in results.finished:
+        results.step(core)
+    core.abort_requests(["gone"])
+    assert core.has_work()
+    assert "slow" not in results.tokens
+    release.set()
+    results.drain(core)
+    assert results.finished["slow"] is FinishReason.STOP
+    assert "gone" not in results.tokens
+
+
+def test_nothing_is_left_of_a_request_that_ended_or_was_aborted() -> None:
+    core = core_of(num_blocks=200)
+    for number in range(4):
+        core.add_request(structured(str(number), seed=number))
+    results = Results()
+    while not results.tokens:
+        results.step(core)
+    core.abort_requests(["0"])
+    results.drain(core)
+    assert len(core.scheduler.grammars) == 0
+    assert not core.has_work()
+    core.check_integrity()

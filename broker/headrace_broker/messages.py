@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from headrace_broker.errors import InvalidRequestError
-from headrace_broker.sampling_rules import as_sent, is_unicode, sampling_problems, shown, token_id_problem
+from headrace_broker.sampling_rules import as_sent, sampling_problems, token_id_problem
+from headrace_broker.value_rules import is_unicode, shown
 
 TASK_NAME: Final = "headrace.generate"
 

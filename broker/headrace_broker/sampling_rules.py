@@ -8,6 +8,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
+from headrace_broker.structured_rules import structured_outputs_problem
+from headrace_broker.value_rules import is_integer, is_unicode, shown
+
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_STOP_TOKEN_IDS: Final = 1024
@@ -28,19 +31,6 @@ GREEDY_TEMPERATURE: Final = 1e-5
 
 Rule: TypeAlias = Callable[[Any], str | None]
 """Says what the value must be and is not, or None where it is."""
-
-
-def shown(value: object) -> str:
-    """A value as an error message may show it: numbers and names, but never text that could be a prompt."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return repr(value)[:40]
-    if isinstance(value, (str, bytes)):
-        return f"{type(value).__name__} of length {len(value)}"
-    return type(value).__name__
-
-
-def is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _integer(low: int, high: int) -> Rule:
@@ -150,11 +140,6 @@ def token_id_problem(token_ids: list[Any] | tuple[Any, ...]) -> str | None:
     return None
 
 
-def is_unicode(text: str) -> bool:
-    """Lone surrogates are the only strings that UTF-8, and so msgpack, cannot carry."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def _optional(rule: Rule) -> Rule:
     """For the parameters whose vLLM default is None: null means absent."""
     return lambda value: None if value is None else rule(value)
@@ -185,6 +170,7 @@ SAMPLING_RULES: Final[Mapping[str, Rule]] = {
     "skip_special_tokens": _boolean,
     "spaces_between_special_tokens": _boolean,
     "include_stop_str_in_output": _boolean,
+    "structured_outputs": _optional(structured_outputs_problem),
     "stream_interval": _optional(_integer(1, MAX_TOKEN_ID)),
     "extra_args": _optional(_extra_args),
 }

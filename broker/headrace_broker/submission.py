@@ -13,8 +13,8 @@ from headrace_broker.errors import InvalidRequestError, MalformedEntryError, Req
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
 from headrace_broker.messages import GenerateRequest, name_problems
 from headrace_broker.results import ErrorInfo, GenerateResult
-from headrace_broker.sampling_rules import is_integer, shown
 from headrace_broker.streams import end_data
+from headrace_broker.value_rules import is_integer, shown
 
 LOWEST_PRIORITY: Final = 9
 QUEUED_CANCEL_TTL_SECONDS: Final = 86_400

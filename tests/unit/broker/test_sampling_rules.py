@@ -39,6 +39,16 @@ ACCEPTED: dict[str, list[Any]] = {
     "repetition_penalty": [1e-9, 2, 5.5],
     "skip_special_tokens": [True, False],
     "include_stop_str_in_output": [True, False],
+    "structured_outputs": [
+        None,
+        {"json": {"type": "object"}},
+        {"json": '{"type": "object"}', "disable_any_whitespace": True, "regex": None},
+        {"json_object": True, "whitespace_pattern": " ?"},
+        {"regex": "a" * 65536},
+        {"choice": ["a"] * 1024},
+        {"choice": ("a", "b")},
+        {"grammar": 'start: "a"'},
+    ],
 }
 REFUSED: dict[str, list[Any]] = {
     "n": [0, 65, 1.0, True, "1", None],
@@ -84,6 +94,29 @@ REFUSED: dict[str, list[Any]] = {
     "extra_args": [[], {1: 2}, {str(number): 0 for number in range(65)}],
     "skip_special_tokens": [1],
     "include_stop_str_in_output": ["yes"],
+    "structured_outputs": [
+        "json",
+        {},
+        {"regex": None},
+        {"regex": "a", "choice": ["a"]},
+        {"structural_tag": "a", "regex": "a"},
+        {"json_object": False},
+        {"json": 5},
+        {"json": ""},
+        {"json": {"a": b"b"}},
+        {"json": {"a": math.nan}},
+        {"json": {"description": "x" * 65536}},
+        {"regex": "\ud800"},
+        {"regex": "a" * 65537},
+        {"choice": []},
+        {"choice": ["a", ""]},
+        {"choice": ["a"] * 1025},
+        {"choice": ["a" * 65536, "b"]},
+        {"regex": "a", "disable_any_whitespace": True},
+        {"json": {}, "disable_any_whitespace": 1},
+        {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "},
+        {"json": {}, "whitespace_pattern": ""},
+    ],
 }
 
 

@@ -39,6 +39,17 @@ def early_stop(number: int) -> dict[str, Any]:
     }
 
 
+def structured(number: int) -> dict[str, Any]:
+    """Forms whose grammars must be where they were at every cut; some have complete texts long before max_tokens."""
+    forms: list[dict[str, Any]] = [
+        {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}},
+        {"regex": "([a-m]{5}-[n-z]{5}\\.){12,20}"},
+        {"grammar": 'start: pair{40,60}\npair: "(" pair? ")"'},
+        {"choice": ["the mill wheel turns " * 8, "the stone grinds " * 10]},
+    ]
+    return {"temperature": 1.0, "seed": number, "n": 2, "max_tokens": TOKENS, "structured_outputs": forms[number % 4]}
+
+
 def send_all(service: Service, params: Callable[[int], dict[str, Any]], count: int) -> list[AsyncResult]:
     return [
         service.send({"prompt": f"The wheel turns {number} times", "sampling_params": params(number)})
@@ -50,7 +61,7 @@ def ordered(handles: list[AsyncResult], logs: dict[str, StreamLog]) -> list[Stre
     return [logs[handle.id] for handle in handles]
 
 
-@pytest.mark.parametrize(("params", "count"), [(greedy, 32), (sampled, 16), (early_stop, 16)])
+@pytest.mark.parametrize(("params", "count"), [(greedy, 32), (sampled, 16), (early_stop, 16), (structured, 16)])
 def test_a_second_worker_continues_what_a_killed_one_left_and_nobody_can_tell(
     make_service: Callable[..., Service], params: Callable[[int], dict[str, Any]], count: int
 ) -> None:

@@ -9,6 +9,7 @@ from headrace_broker.value_rules import is_unicode, shown
 MAX_GRAMMAR_BYTES: Final = 65536
 MAX_CHOICES: Final = 1024
 _CONSTRAINTS: Final = ("json", "regex", "choice", "grammar", "json_object")
+_CONTROLS: Final = frozenset(chr(code) for code in (*range(32), 127)) - set("\t\n\r")
 _WHITESPACE: Final = ("disable_any_whitespace", "whitespace_pattern")
 
 
@@ -33,12 +34,18 @@ def _constraint_problem(name: str, value: Any) -> str | None:
         return None if value is True else f"json_object must be true, not {shown(value)}"
     if name == "choice":
         return _choice_problem(value)
-    if name == "json" and isinstance(value, Mapping):
-        try:
-            return _text_problem("json", json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError, RecursionError):
-            return "json must be a JSON schema, and not nested too deeply"
-    return _text_problem(name, value)
+    return _schema_problem(value) if name == "json" else _text_problem(name, value)
+
+
+def _schema_problem(value: Any) -> str | None:
+    try:
+        text = json.dumps(value, allow_nan=False) if isinstance(value, Mapping) else value
+        problem = _text_problem("json", text)
+        if problem is None and not isinstance(json.loads(text), dict):
+            problem = "json must be a JSON schema that is a map"
+    except (TypeError, ValueError, RecursionError):
+        problem = "json must be a JSON schema, as a map or as text, and not nested too deeply"
+    return problem
 
 
 def _choice_problem(value: Any) -> str | None:
@@ -46,6 +53,8 @@ def _choice_problem(value: Any) -> str | None:
         return "choice must be a list of texts, none of them empty"
     if len(value) > MAX_CHOICES:
         return f"choice must hold at most {MAX_CHOICES} texts, not {len(value)}"
+    if any(not _CONTROLS.isdisjoint(text) for text in value):
+        return "choice must hold no control characters but tab and line ends"
     return _text_problem("choice", "".join(value))
 
 

@@ -177,6 +177,8 @@ class SamplingParams:
             values["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         if self.repetition_detection is not None:
             values["repetition_detection"] = asdict(self.repetition_detection)
+        if self.structured_outputs is not None:
+            values["structured_outputs"] = asdict(self.structured_outputs)
         return values
 
     @property

@@ -38,6 +38,9 @@ class StructuredOutputsParams:
     """A regular expression of the whitespace that may stand between JSON's tokens."""
 
     def __post_init__(self) -> None:
+        choice: object = self.choice
+        if isinstance(choice, tuple):
+            self.choice = [*choice]
         problems = list(self._problems())
         if problems:
             raise InvalidRequestError([f"structured_outputs: {problem}" for problem in problems])

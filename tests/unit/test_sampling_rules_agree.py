@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_broker import sampling_rules
+from headrace_broker import sampling_rules, structured_rules
 from headrace_broker.sampling_rules import SAMPLING_RULES, as_sent, sampling_problems
-from headrace_engine import sampling_checks, sampling_params
+from headrace_engine import sampling_checks, sampling_params, structured_outputs_params
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.sampling_params import SamplingParams
 from unit.broker.test_sampling_rules import ACCEPTED, REFUSED
@@ -45,6 +45,8 @@ def test_both_have_the_same_limits() -> None:
     assert sampling_rules.MAX_BAD_WORD_CHARS == sampling_checks.MAX_BAD_WORD_CHARS
     assert sampling_rules.MAX_LOGIT_BIAS == sampling_checks.MAX_LOGIT_BIAS
     assert sampling_rules.MAX_PATTERN_SIZE == sampling_checks.MAX_PATTERN_SIZE
+    assert structured_rules.MAX_GRAMMAR_BYTES == structured_outputs_params.MAX_GRAMMAR_BYTES
+    assert structured_rules.MAX_CHOICES == structured_outputs_params.MAX_CHOICES
     assert sampling_rules.GREEDY_TEMPERATURE == sampling_params.GREEDY_TEMPERATURE
     defaults = SamplingParams()
     assert defaults.max_tokens == sampling_rules.DEFAULT_MAX_TOKENS

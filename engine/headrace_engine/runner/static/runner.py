@@ -146,6 +146,8 @@ class StaticPagedRunner:
             choice, logits = self._run(inputs)
         on_host = self._flavour.to_host(choice)
         forwarded = time.perf_counter()
+        if batch.grammar_bitmask is not None:
+            self._batch.restrict(sampling, packed, batch.grammar_bitmask.result())
         drawn, logprobs = self._take(on_host, logits, places, sampling)
         accepted, errors = self._batch.accept(packed, drawn)
         return StepOutput(

@@ -230,8 +230,14 @@ def _num_blocks(config: EngineConfig, spec: KVSpec, max_model_len: int) -> int:
             "give more KV memory or lower max_model_len"
         )
     enough = (needed - 1) * config.scheduler.max_num_seqs + 1
-    logger.info("KV cache: %d blocks of %d tokens", min(available, enough), spec.block_size)
-    return min(available, enough) if config.cache.num_blocks is None else available
+    wanted = min(available, enough) if config.cache.num_blocks is None else available
+    if spec.available_memory is not None and wanted * spec.bytes_per_block > spec.available_memory:
+        raise ConfigError(
+            f"{source} asks for {wanted * spec.bytes_per_block / 2**20:.0f} MiB of KV memory, "
+            f"but only {spec.available_memory / 2**20:.0f} MiB are free"
+        )
+    logger.info("KV cache: %d blocks of %d tokens", wanted, spec.block_size)
+    return wanted
 
 
 def _describe(batch: StepBatch) -> str:

@@ -131,6 +131,8 @@ class KVSpec:
     """Over all layers, keys and values."""
     default_memory: int
     """Bytes that the runner suggests when the operator names no budget."""
+    available_memory: int | None
+    """Bytes that are free, now that the weights are loaded; None where nobody can say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The CPU runner: transformers' modelling code, packed batches, paged attention, prepacked linear layers."""
 
 import logging
-import os
 import time
 
 import torch
@@ -12,6 +11,7 @@ from headrace_engine.runner.batch import RequestBatch, StepInputs
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
 from headrace_engine.runner.draft_model import DraftModel
 from headrace_engine.runner.lora.layers import LoRALayers
+from headrace_engine.runner.memory import available_memory
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
 from headrace_engine.runner.sampler import prompt_logprobs, sample
@@ -58,10 +58,12 @@ class CPURunner:
         return Capabilities(verifies_drafts=True, lora=True)
 
     def kv_spec(self) -> KVSpec:
+        free = available_memory()
         return KVSpec(
             block_size=self._model.spec.block_size,
             bytes_per_block=self._model.bytes_per_block + (self._draft.bytes_per_block if self._draft else 0),
-            default_memory=min(int(_available_memory() * _DEFAULT_KV_SHARE), _DEFAULT_KV_LIMIT),
+            default_memory=min(int(free * _DEFAULT_KV_SHARE), _DEFAULT_KV_LIMIT),
+            available_memory=free,
         )
 
     def init_kv_cache(self, num_blocks: int) -> None:
@@ -128,16 +130,3 @@ class CPURunner:
 
     def shutdown(self) -> None:
         """Nothing outlives the process."""
-
-
-def _available_memory() -> int:
-    """Bytes that can be had without swapping; the control group's limit where it is lower than the machine's."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:  # noqa: PTH123
-            free = min(free, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError, StopIteration):
-        pass  # no control group limit ("max"), or not Linux
-    return free

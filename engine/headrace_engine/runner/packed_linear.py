@@ -12,8 +12,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from headrace_engine.runner.memory import release_unused
+
 # The number of rows that oneDNN's choice of layout is tuned for; 64 was the best of those measured for 1 to 512 rows.
 _ROWS_HINT = 64
+# Packed weights exist twice, packed and as they were read, until the latter are released: so often, in bytes.
+_RELEASE_AFTER = 64 << 20
 
 
 class PackedLinear(nn.Module):
@@ -23,6 +27,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+        self.num_bytes = weight.nbytes
         self._bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,10 +89,15 @@ def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = ()) -> in
     Subclasses of nn.Linear are left alone.
     """
     count = 0
-    for parent in list(model.modules()):
+    copied = _RELEASE_AFTER  # what was read before, to look at the model, goes first
+    # The list must not hold the layers themselves, or no original would be freed before the last is packed.
+    for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name, child in list(parent.named_children()):
             if child in keep:
                 continue
+            if copied >= _RELEASE_AFTER:
+                copied = 0
+                release_unused()
             if type(child) is nn.Linear:
                 packed = PackedLinear(child.weight, child.bias)
             elif type(child) is Conv1D:  # GPT-2 keeps its weights transposed
@@ -96,4 +106,6 @@ def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = ()) -> in
                 continue
             setattr(parent, name, packed)
             count += 1
+            copied += packed.num_bytes
+    release_unused()
     return count

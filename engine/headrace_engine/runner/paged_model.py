@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace_engine.config import ModelConfig
-from headrace_engine.runner import models, packed_linear, probe, rope
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner import memory, models, packed_linear, probe, rope
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
@@ -32,6 +33,7 @@ class PagedModel:
         dtype = models.resolve_dtype(config, hf_config)
         max_model_len = models.resolve_max_model_len(config, hf_config)
         models.check_architecture(config, hf_config)
+        memory.check_weights_fit(config.model, dtype)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
         self._model: PreTrainedModel = models.load_weights(config, hf_config, self._attention)
@@ -60,7 +62,13 @@ class PagedModel:
         return self._backend.bytes_per_block
 
     def enable_lora(self, max_rank: int) -> LoRALayers:
-        """Let requests run with adapters of at most this rank."""
+        """Let requests run with adapters of at most this rank.
+
+        Raises:
+            ConfigError: the model computes logits that nobody asked for, so that an adapter's rows cannot be told.
+        """
+        if not self._layout.keeps_logits:
+            raise ConfigError(f"LoRA adapters need logits_to_keep, which {self.info.architecture} does not have")
         self._lora = LoRALayers(self._model, self._model.get_output_embeddings(), max_rank, self.spec.dtype)
         return self._lora
 

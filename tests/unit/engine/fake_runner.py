@@ -147,7 +147,12 @@ class FakeRunner:
         return self.caps
 
     def kv_spec(self) -> KVSpec:
-        return KVSpec(block_size=self.block_size, bytes_per_block=BYTES_PER_BLOCK, default_memory=64 * BYTES_PER_BLOCK)
+        return KVSpec(
+            block_size=self.block_size,
+            bytes_per_block=BYTES_PER_BLOCK,
+            default_memory=64 * BYTES_PER_BLOCK,
+            available_memory=1000 * BYTES_PER_BLOCK,
+        )
 
     def init_kv_cache(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -295,6 +295,13 @@ def test_a_cache_too_small_for_one_request_is_refused_with_the_numbers() -> None
         EngineCore(fake_config(num_blocks=8), FakeRunner())
 
 
+def test_a_cache_larger_than_the_free_memory_is_refused_with_the_numbers() -> None:
+    runner = FakeRunner()
+    with pytest.raises(ConfigError, match=r"num_blocks asks for \d+ MiB of KV memory, but only \d+ MiB are free"):
+        EngineCore(fake_config(num_blocks=1001), runner)
+    EngineCore(fake_config(num_blocks=1000), runner)
+
+
 def test_without_a_stated_size_the_cache_is_no_larger_than_all_requests_need() -> None:
     runner = FakeRunner()
     EngineCore(fake_config(num_blocks=None, max_num_seqs=2), runner)

@@ -96,6 +96,7 @@ class StaticPagedRunner:
             block_size=block_size,
             bytes_per_block=2 * len(self._decoder.model.layers) * block_size * keys.shape[0] * keys.element_size(),
             default_memory=free or 0,
+            available_memory=free,
         )
 
     def init_kv_cache(self, num_blocks: int) -> None:

@@ -1,0 +1,90 @@
+"""Memory of the machine: what is free, what a model's weights need, and giving back what is held twice."""
+
+import ctypes
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from headrace_engine.errors import ConfigError
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MADV_DONTNEED = 4
+_ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping; the control group's limit where it is lower than the machine's."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = min(free, _control_group_room())
+    except (OSError, ValueError, StopIteration):
+        pass  # no control group limit ("max"), or not Linux
+    return free
+
+
+def _control_group_room() -> int:
+    limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    # Page cache counts as used, but is given up before anything fails.
+    statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+    return limit - used + int(statistics.get("inactive_file", 0))
+
+
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes of all tensors in a folder's safetensors files once they are loaded in `dtype`; reads the headers only."""
+    return sum(_file_bytes(path, dtype) for path in folder.glob("*.safetensors"))
+
+
+def _file_bytes(path: Path, dtype: torch.dtype) -> int:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(tensor["shape"])
+        * (dtype.itemsize if tensor["dtype"] in _FLOATS else _ITEM_SIZES.get(tensor["dtype"], 1))
+        for tensor in tensors
+    )
+
+
+def check_weights_fit(model: str, dtype: torch.dtype) -> None:
+    """Refuse a local model whose weights exceed the free memory, before the machine finds out by killing somebody.
+
+    Raises:
+        ConfigError: naming what is needed and what is free.
+    """
+    needed, free = weight_bytes(Path(model), dtype), available_memory()
+    if needed > free:
+        raise ConfigError(
+            f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "
+            f"but only {free / 2**30:.1f} GiB of memory are free"
+        )
+
+
+def release_unused() -> None:
+    """Give back to the system what this process holds without need: freed heap, and pages of mapped weight files.
+
+    The latter are read from the file again (mostly from the page cache) if somebody wants them. A mapping of which a
+    page was written to is left alone: what was written would be lost.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    try:
+        regions = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return  # not Linux: the system takes clean pages itself when it needs them
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    start = end = 0
+    for line in regions:
+        key, _, rest = line.partition(" ")
+        if "-" in key:
+            mapped = rest.endswith(".safetensors")
+            start, end = (int(address, 16) for address in key.split("-")) if mapped else (0, 0)
+        elif key == "Anonymous:" and end and rest.split()[0] == "0":
+            libc.madvise(start, end - start, _MADV_DONTNEED)

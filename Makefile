@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint bench fuzz chaos venv clean
+.PHONY: help demo test lint ops-tools check-ops bench fuzz chaos venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -37,6 +37,17 @@ fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos
+
+ops-tools: $(STAMP) ## Prometheus, helm and a Kubernetes schema for check-ops, where they can be had
+	@command -v promtool >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends prometheus; } >/dev/null 2>&1 \
+		|| echo "prometheus could not be installed: what needs it is skipped"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ops]' \
+		|| echo "kubernetes-validate could not be installed: what needs it is skipped"
+	@test -x $(BIN)/helm || $(BIN)/python deploy/helm/fetch_helm.py $(BIN) \
+		|| echo "helm could not be installed: what needs it is skipped"
+
+check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all queries on a real Prometheus
+	@$(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py -rs
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,10 +12,10 @@ import pytest
 from headrace_broker.connections import connect
 from headrace_workers.exporter import Exporter
 from service.operations.prometheus import Prometheus, prometheus_or_skip
-from service.workers.conftest import make_service, model_folder
+from service.workers.conftest import model_folder
 from service.workers.service import Service
 
-__all__ = ["make_service", "model_folder"]
+__all__ = ["model_folder"]
 
 
 class Watched:

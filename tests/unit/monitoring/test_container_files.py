@@ -35,7 +35,7 @@ def test_compose_file_follows_the_compose_specification() -> None:
 def test_images_are_pinned_to_a_release(services: dict[str, Any]) -> None:
     images = [service["image"] for service in services.values() if "image" in service]
     images += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(images) == 4
+    assert len(images) == 4  # redis, prometheus, grafana, and what ours are built on
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+", image), image
 
@@ -48,6 +48,7 @@ def test_the_queue_keeps_its_messages(services: dict[str, Any]) -> None:
     command = " ".join(services["redis"]["command"])
     assert "--appendonly yes --appendfsync everysec" in command
     assert "--maxmemory-policy noeviction" in command
+    assert "--aclfile /etc/valkey/users.acl" in command
     assert "redis-data:/data" in services["redis"]["volumes"]
 
 
@@ -63,7 +64,31 @@ def test_the_worker_is_not_killed_before_its_grace_time_is_over(services: dict[s
 
 
 def test_no_password_has_a_default(services: dict[str, Any]) -> None:
-    assert services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_ADMIN_PASSWORD:?")
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    passwords = set(re.findall(r"\$\{(\w+_PASSWORD)(:?\??)", text))
+    assert {after for _, after in passwords} == {":?"}  # without it nothing starts
+    made = subprocess.run([ROOT / "deploy" / "compose" / "make-env"], capture_output=True, text=True, check=True)
+    fresh = dict(line.split("=") for line in made.stdout.splitlines())
+    assert set(fresh) == {name for name, _ in passwords}
+    assert all(re.fullmatch(r"[0-9a-f]{48}", password) for password in fresh.values())
+    assert len(set(fresh.values())) == len(fresh)
+
+
+def test_every_service_has_a_limit_of_memory_or_all_of_a_gpu_host(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        resources = service["deploy"]["resources"]
+        assert ("memory" in resources.get("limits", {})) is (name != "worker-gpu"), name
+
+
+def test_the_gpu_worker_differs_from_the_other_one_only_in_its_device(services: dict[str, Any]) -> None:
+    cpu, gpu = services["worker"], services["worker-gpu"]
+    assert gpu["profiles"] == ["gpu"]
+    assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    different = {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
+    assert different == {"profiles", "deploy", "environment"}
+    assert {key for key in cpu["environment"] if cpu["environment"][key] != gpu["environment"][key]} == {
+        "HEADRACE_DEVICE"
+    }
 
 
 def test_the_worker_runs_without_privileges(services: dict[str, Any]) -> None:

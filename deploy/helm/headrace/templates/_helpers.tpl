@@ -1,0 +1,40 @@
+{{- define "headrace.labels" -}}
+app.kubernetes.io/name: headrace
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "headrace.selector" -}}
+app.kubernetes.io/name: headrace
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "headrace.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "headrace.secret" -}}
+{{ .Values.redis.existingSecret | default (printf "%s-redis" .Release.Name) }}
+{{- end }}
+
+{{- define "headrace.outstanding" -}}
+sum(max by (queue, state) (headrace_queue_messages{model={{ .Values.model.servedName | quote }},state=~"ready|unacked"}))
+{{- end }}
+
+{{- define "headrace.perReplica" -}}
+{{ max 1 (floor (mulf .Values.worker.maxNumSeqs .Values.autoscaling.slotsPerReplica)) }}
+{{- end }}
+
+{{- define "headrace.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "headrace.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}

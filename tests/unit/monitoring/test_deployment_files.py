@@ -1,0 +1,163 @@
+"""The systemd units and the Helm chart, as far as they can be checked without systemd and without a cluster."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace_monitoring import dashboards
+
+ROOT = Path(__file__).resolve().parents[3]
+UNITS = ROOT / "deploy" / "systemd"
+CHART = ROOT / "deploy" / "helm" / "headrace"
+VALUES = {
+    "model": {"servedName": "tiny", "volume": {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}}},
+    "redis": {"workerUrl": "redis://worker:secret@redis:6379/0"},
+    "worker": {"tenants": ["acme", "other-inc"]},
+    "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
+    "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
+}
+NOT_KUBERNETES_OWN = {"PodMonitor", "PrometheusRule", "ScaledObject"}
+
+
+def unit(name: str) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read(UNITS / name, encoding="utf-8")
+    return parser
+
+
+@pytest.mark.parametrize("name", ["headrace-worker.service", "headrace-exporter.service"])
+def test_a_unit_starts_a_command_that_exists_and_runs_without_privileges(name: str) -> None:
+    service = unit(name)["Service"]
+    command = service["ExecStart"].split()
+    help_text = subprocess.run(
+        [sys.executable, "-c", "from headrace_workers.cli import main; main()", *command[1:], "--help"],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert command[0].endswith("/headrace")
+    assert help_text.returncode == 0
+    assert service["User"] == "headrace"
+    assert service["NoNewPrivileges"] == "yes"
+
+
+def test_the_worker_unit_drains_before_it_is_killed() -> None:
+    service = unit("headrace-worker.service")["Service"]
+    assert (service["KillMode"], service["KillSignal"]) == ("mixed", "SIGTERM")  # the engine must not get it
+    assert int(service["TimeoutStopSec"]) > 30 + 5  # --grace-seconds, and the time for the last results
+
+
+def helm() -> str:
+    program = shutil.which("helm", path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
+    if program is None:
+        pytest.skip("helm is not installed (make ops-tools)")
+    return program
+
+
+def template(tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({**VALUES, **changes}), encoding="utf-8")
+    done = subprocess.run(
+        [helm(), "template", "demo", str(CHART), "--values", str(values)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@pytest.fixture
+def manifests(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """By kind and name."""
+    return {f"{found['kind']}/{found['metadata']['name']}": found for found in template(tmp_path)}
+
+
+def test_the_chart_renders_everything_that_it_promises(manifests: dict[str, dict[str, Any]]) -> None:
+    assert set(manifests) == {
+        "Secret/demo-redis",
+        "Deployment/demo-worker",
+        "Deployment/demo-exporter",
+        "PodDisruptionBudget/demo-worker",
+        "ScaledObject/demo-worker",
+        "PodMonitor/demo-worker",
+        "PodMonitor/demo-exporter",
+        "PrometheusRule/demo",
+        "ConfigMap/demo-dashboards",
+    }
+
+
+def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
+    if importlib.util.find_spec("kubernetes_validate") is None:
+        pytest.skip("kubernetes-validate is not installed (make ops-tools)")
+    import kubernetes_validate
+
+    hpa = template(tmp_path, autoscaling={"kind": "hpa", "minReplicas": 1}, monitoring={})
+    checked = []
+    for manifest in [*template(tmp_path), *hpa]:
+        if manifest["kind"] not in NOT_KUBERNETES_OWN:  # their schemas are not Kubernetes's own: not checked here
+            kubernetes_validate.validate(manifest, "1.37", strict=True)
+            checked.append(manifest["kind"])
+    assert {"Deployment", "Secret", "ConfigMap", "PodDisruptionBudget", "HorizontalPodAutoscaler"} == set(checked)
+
+
+def test_a_pod_has_time_to_drain_and_begins_at_once(manifests: dict[str, dict[str, Any]]) -> None:
+    pod = manifests["Deployment/demo-worker"]["spec"]["template"]["spec"]
+    (worker,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    assert pod["terminationGracePeriodSeconds"] >= int(environment["HEADRACE_GRACE_SECONDS"]) + 30
+    assert "kill -TERM 1" in worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert environment["HEADRACE_TENANTS"] == "acme,other-inc"
+    assert worker["securityContext"]["readOnlyRootFilesystem"] is True
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert "secret" not in json.dumps(pod).replace("secretKeyRef", "")  # the password is in the Secret alone
+
+
+def test_the_scaler_asks_for_messages_that_wait_or_run_and_does_not_take_silence_for_none(
+    manifests: dict[str, dict[str, Any]],
+) -> None:
+    scaled = manifests["ScaledObject/demo-worker"]["spec"]
+    assert "replicas" not in manifests["Deployment/demo-worker"]["spec"]  # it is the scaler's
+    (trigger,) = scaled["triggers"]
+    assert 'headrace_queue_messages{model="tiny",state=~"ready|unacked"}' in trigger["metadata"]["query"]
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
+    assert trigger["metadata"]["threshold"] == "51"  # 0.8 of 64 slots
+    assert scaled["minReplicaCount"] == 0
+
+
+def test_rules_and_dashboards_in_the_chart_are_those_of_this_checkout(manifests: dict[str, dict[str, Any]]) -> None:
+    rules = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "rules.yml").read_text(encoding="utf-8"))
+    assert manifests["PrometheusRule/demo"]["spec"] == rules
+    data = manifests["ConfigMap/demo-dashboards"]["data"]
+    assert data == {f"headrace-{name}": text for name, text in dashboards.rendered().items()}
+
+
+@pytest.mark.parametrize("component", ["worker", "exporter"])
+def test_the_scraped_job_has_the_name_that_rules_and_dashboards_use(
+    manifests: dict[str, dict[str, Any]], component: str
+) -> None:
+    (endpoint,) = manifests[f"PodMonitor/demo-{component}"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["relabelings"][0]["replacement"] == f"headrace-{component}"
+    labels = manifests[f"Deployment/demo-{component}"]["spec"]["template"]["metadata"]["labels"]
+    wanted = manifests[f"PodMonitor/demo-{component}"]["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= labels.items()
+
+
+def test_a_model_must_be_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [helm(), "template", "demo", str(CHART)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "servedName" in done.stderr

@@ -76,6 +76,7 @@ class EngineStep(bootsteps.StartStopStep):
             health=self._health,
             store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
             on_given_up=self._stop_worker,
+            logits_processors=config.model.logits_processors,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.supervisor = self._supervisor

@@ -7,7 +7,7 @@ Runs on the thread of Celery's event loop alone. How a request ends is in `settl
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
 from headrace_engine.input_processor import InputProcessor, request_id_of
+from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.runner.contracts import ModelInfo
@@ -48,6 +49,7 @@ class Dispatcher:
         served_name: the model's name in the queue.
         max_num_seqs: choices that the engine runs at once.
         store_result: as `Settlement` says.
+        logits_processors: import paths of the engine's, which say what `extra_args` a request may have.
         on_given_up: called with the reason when the engine cannot be kept alive.
     """
 
@@ -66,6 +68,7 @@ class Dispatcher:
         health: WorkerHealth,
         store_result: Callable[[str, dict[str, Any]], None],
         on_given_up: Callable[[str], None],
+        logits_processors: Sequence[str] = (),
     ) -> None:
         self._client = client
         self._writer = StreamWriter(client, stream_ttl_seconds)
@@ -73,6 +76,7 @@ class Dispatcher:
         self._served_name = served_name
         self._worker_name = worker_name
         self._load_tokenizer = tokenizer
+        self._logits_processors = load_logits_processors(logits_processors)
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
         self._health = health
@@ -269,7 +273,8 @@ class Dispatcher:
     def on_engine_ready(self, model_info: ModelInfo) -> None:
         if self._intake is None:
             tokenizer = self._load_tokenizer()
-            self._intake = Intake(InputProcessor(model_info, tokenizer), self._served_name)
+            processor = InputProcessor(model_info, tokenizer, logits_processors=self._logits_processors)
+            self._intake = Intake(processor, self._served_name)
             self._output_processor = OutputProcessor(tokenizer)
         assert self._output_processor is not None
         self._model_info = model_info

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from headrace_broker.errors import SettingsError
 from headrace_broker.settings import BrokerSettings
 from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers import default_model
 from headrace_workers.errors import WorkerSettingsError
@@ -37,6 +38,8 @@ class WorkerSettings(BaseSettings):
     attention_backend: str = "auto"
     speculative_config: Json[dict[str, Any]] | None = None
     """Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}."""
+    logits_processors: str = ""
+    """Import paths of `LogitsProcessor` subclasses, package.module:Class, separated by commas."""
     trust_remote_code: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
@@ -101,6 +104,9 @@ class WorkerSettings(BaseSettings):
             kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
             attention_backend=self.attention_backend,
             speculative_config=self._speculative_config(),
+            logits_processors=load_logits_processors(
+                [path.strip() for path in self.logits_processors.split(",") if path.strip()]
+            ),
             trust_remote_code=self.trust_remote_code,
             scheduling_policy="priority",
         ).create_engine_config()

@@ -37,6 +37,7 @@ class StreamLog:
     choices: dict[int, ChoiceStream]
     num_tokens: int
     end: dict[str, Any] | None
+    prompt_logprobs: list[Any] | None = None
 
     @classmethod
     def read(cls, client: "redis.Redis", request_id: str) -> "StreamLog":
@@ -63,6 +64,9 @@ class StreamLog:
             assert choice.finish_reason is None, "a chunk behind the last of its choice"
             choice.token_ids += data["token_ids"]
             choice.text += data["text"]
+            if data.get("prompt_logprobs") is not None:
+                assert self.prompt_logprobs is None, "prompt log-probabilities came twice"
+                self.prompt_logprobs = data["prompt_logprobs"]
             choice.logprobs += data["logprobs"] or []
             choice.finish_reason, choice.stop_reason = data.get("finish_reason"), data.get("stop_reason")
         else:
@@ -188,6 +192,7 @@ def results(handles: Sequence[AsyncResult], timeout: float = 30.0) -> dict[str, 
 def assert_result_is_stream(result: dict[str, Any], log: StreamLog) -> None:
     """The stored result says what the stream said."""
     assert [output["index"] for output in result["outputs"]] == sorted(log.choices)
+    assert result["prompt_logprobs"] == log.prompt_logprobs
     for output in result["outputs"]:
         choice = log.choices[output["index"]]
         assert output["token_ids"] == choice.token_ids

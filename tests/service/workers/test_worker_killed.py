@@ -9,6 +9,7 @@ from celery.result import AsyncResult
 from service.workers.service import Service, StreamLog, assert_result_is_stream, results
 
 TOKENS = 300
+REPETITION = {"max_pattern_size": 8, "min_count": 5}
 
 
 def greedy(number: int) -> dict[str, Any]:
@@ -23,6 +24,11 @@ def sampled(number: int) -> dict[str, Any]:
         params["stop"] = ["the mill wheel that never turned", "zzzzzzz"]
     if number % 4 == 0:
         params |= {"logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    if number % 4 == 1:
+        params |= {"bad_words": ["e", "the w"], "logit_bias": {"77": 1.5, "90": -100}, "prompt_logprobs": 1}
+    if number % 4 == 2:
+        params |= {"detokenize": False, "stream_interval": 7, "logprobs": 0, "prompt_logprobs": 0}
+        params |= {"allowed_token_ids": list(range(40, 140)), "repetition_detection": REPETITION}
     return params
 
 
@@ -82,6 +88,7 @@ def test_a_second_worker_continues_what_a_killed_one_left_and_nobody_can_tell(
 
     for before, after in zip(undisturbed, disturbed, strict=True):
         assert after.content == before.content
+        assert after.prompt_logprobs == before.prompt_logprobs
         assert before.end is not None
         assert after.end is not None
         assert after.end["finish_reason"] == before.end["finish_reason"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.torch
 class Desk:
     """A dispatcher and everything around it."""
 
-    def __init__(self, max_num_seqs: int = 4) -> None:
+    def __init__(self, max_num_seqs: int = 4, logits_processors: Sequence[str] = ()) -> None:
         self.redis = FakeRedis()
         self.hub = FakeHub()
         self.engine = FakeSupervisor()
@@ -53,6 +54,7 @@ class Desk:
             health=WorkerHealth(),
             store_result=self.results.__setitem__,
             on_given_up=self.given_up.append,
+            logits_processors=logits_processors,
         )
         self.dispatcher.supervisor = self.engine  # type: ignore[assignment]
         self.dispatcher.attach(self.hub)
@@ -512,3 +514,17 @@ def test_prompt_logprobs_reach_stream_and_result_once_even_when_another_worker_g
     assert [data.get("prompt_logprobs") for data in chunks] == [expected, None]
     assert other.results["r1"]["prompt_logprobs"] == expected
     assert other.results["r1"]["outputs"][0]["token_ids"] == [13, 14]
+
+
+def test_extra_arguments_are_taken_where_a_logits_processor_reads_them_and_refused_by_name_elsewhere() -> None:
+    kwargs = {"prompt": "abc", "sampling_params": {"max_tokens": 4, "extra_args": {"count_from": 3}}}
+    desk = Desk(logits_processors=["engine.processors:CountUp"])
+    desk.accept(FakeCeleryRequest(kwargs=kwargs))
+    assert desk.engine.sent[0].sampling_params.extra_args == {"count_from": 3}
+    other = Desk()
+    other.accept(FakeCeleryRequest(kwargs=kwargs))
+    other.settle()
+    assert other.results["r1"]["error"] == {
+        "code": "invalid_request",
+        "message": "extra_args holds 'count_from', which no logits processor of this engine reads",
+    }

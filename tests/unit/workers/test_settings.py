@@ -41,3 +41,12 @@ def test_a_wrong_option_in_it_is_named(setting: pytest.MonkeyPatch) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", '{"method": "ngram", "num_speculative_tokens": 99}')
     with pytest.raises(ConfigError, match="num_speculative_tokens is 99, must be an integer from 1 to 16"):
         WorkerSettings.from_env().engine_config()
+
+
+def test_logits_processors_are_paths_separated_by_commas(setting: pytest.MonkeyPatch) -> None:
+    paths = ["engine.processors:OnlyEven", "engine.processors:CountUp"]
+    setting.setenv("HEADRACE_LOGITS_PROCESSORS", " , ".join(paths))
+    assert WorkerSettings.from_env().engine_config().model.logits_processors == paths
+    setting.setenv("HEADRACE_LOGITS_PROCESSORS", "engine.processors:Missing")
+    with pytest.raises(ConfigError, match=r"logits processor 'engine\.processors:Missing' cannot be imported"):
+        WorkerSettings.from_env().engine_config()

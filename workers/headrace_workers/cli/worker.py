@@ -27,6 +27,9 @@ from headrace_workers import default_model
     metavar="JSON",
     help='Speculative decoding, e.g. \'{"method": "ngram", "num_speculative_tokens": 4}\' [default: off].',
 )
+@click.option(
+    "--logits-processors", metavar="PATHS", help="Your own, package.module:Class, separated by commas [default: none]."
+)
 @click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
 @click.option("--tenants", metavar="A,B", help="Tenants with metrics of their own; all others count together.")

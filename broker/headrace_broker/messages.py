@@ -4,6 +4,7 @@ The engine checks sampling parameters again at its own door; here a producer lea
 sent, and a worker refuses what other producers send.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -21,6 +22,7 @@ MAX_NAME_CHARS: Final = 200
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 _KEYS: Final = (*_PROMPT_KEYS, "sampling_params", "model", "lora")
+_LORA_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +37,18 @@ class GenerateRequest:
     messages: list[dict[str, str]] | None = field(default=None, repr=False)
     sampling_params: dict[str, Any] = field(default_factory=dict, repr=False)
     model: str | None = None
+    lora: str | None = None
 
     @classmethod
     def parse(cls, kwargs: Mapping[str, Any]) -> Self:
         """Checks the keyword arguments of the task `headrace.generate`; null counts as absent.
 
-        Raises InvalidRequestError, which names every problem at once. Its code is `unsupported` where the request
-        would be fine without what is unsupported.
+        Raises InvalidRequestError, which names every problem at once.
         """
         if not isinstance(kwargs, Mapping):
             raise InvalidRequestError([f"the request must be a map, not {shown(kwargs)}"])
         given = {key: value for key, value in kwargs.items() if value is not None}
         problems = _request_problems(given)
-        if "lora" in given:
-            code = "invalid_request" if problems else "unsupported"
-            raise InvalidRequestError([*problems, "lora is not supported"], code=code)
         if problems:
             raise InvalidRequestError(problems)
         return cls(
@@ -58,12 +57,13 @@ class GenerateRequest:
             messages=[dict(message) for message in given["messages"]] if "messages" in given else None,
             sampling_params=as_sent(given.get("sampling_params", {})),
             model=given.get("model"),
+            lora=given.get("lora"),
         )
 
     def to_kwargs(self) -> dict[str, Any]:
         """The task's keyword arguments; parsing them gives an equal request."""
         kwargs: dict[str, Any] = {}
-        for key in (*_PROMPT_KEYS, "model"):
+        for key in (*_PROMPT_KEYS, "model", "lora"):
             value = getattr(self, key)
             if value is not None:
                 kwargs[key] = value
@@ -86,6 +86,8 @@ def _request_problems(given: Mapping[str, Any]) -> list[str]:
         problems += _messages_problems(given["messages"])
     if "model" in given:
         problems += name_problems("model", given["model"])
+    if "lora" in given:
+        problems += lora_problems(given["lora"])
     params = given.get("sampling_params", {})
     if isinstance(params, Mapping):
         problems += sampling_problems(params)
@@ -141,3 +143,12 @@ def name_problems(key: str, name: object) -> list[str]:
     if isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable():
         return []
     return [f"{key} must be a printable string of 1 to {MAX_NAME_CHARS} characters, not {shown(name)}"]
+
+
+def lora_problems(name: object) -> list[str]:
+    """What is wrong with the name of a LoRA adapter. A path can never be one."""
+    if isinstance(name, str) and _LORA_NAME.fullmatch(name):
+        return []
+    return [
+        f"lora must be 1 to 128 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit, not {shown(name)}"
+    ]

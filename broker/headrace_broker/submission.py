@@ -54,6 +54,7 @@ class SubmitOptions(TypedDict, total=False):
     messages: Sequence[Mapping[str, str]] | None  # chat, instead of a prompt
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
     model: str | None  # served name; the client's own unless given
+    lora: str | None  # name of a LoRA adapter that the model's workers serve
     priority: int  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
     tenant: str | None
@@ -69,7 +70,7 @@ class SubmitRequest(SubmitOptions, total=False):
 
 
 _OPTIONS: Final = SubmitRequest.__annotations__.keys()
-_CONTENT: Final = ("prompt", "messages", "prompt_token_ids", "sampling_params")
+_CONTENT: Final = ("prompt", "messages", "prompt_token_ids", "sampling_params", "lora")
 
 
 def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[[], float] = time.time) -> Submission:

@@ -48,6 +48,13 @@ class FamilyFactory:
         family = Gauge(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
         return {value: family.labels(*self._values, value) for value in values}
 
+    def gauge_grid(
+        self, name: str, documentation: str, values: Mapping[str, Sequence[str]]
+    ) -> dict[tuple[str, ...], Gauge]:
+        """A gauge for every combination of label values."""
+        family = Gauge(PREFIX + name, documentation, (*self._names, *values), registry=self._registry)
+        return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*values.values())}
+
     def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         family = Histogram(PREFIX + name, documentation, self._names, registry=self._registry, buckets=bounds)
         return family.labels(*self._values)
@@ -188,6 +195,11 @@ class EngineFamilies:
         )
         self.requests = make.gauges(
             "engine_requests", "Requests inside the engine by state.", "state", labels.ENGINE_REQUEST_STATES
+        )
+        self.lora_requests = make.gauge_grid(
+            "engine_lora_requests",
+            "Requests inside the engine that run with a LoRA adapter, by adapter and state.",
+            {"adapter": (*sets.adapters, labels.OTHER), "state": labels.ENGINE_REQUEST_STATES},
         )
         self.step_seconds = make.histograms(
             "engine_step_seconds", "Duration of a step.", buckets.STEP_SECONDS, "kind", labels.STEP_KINDS

@@ -40,7 +40,8 @@ MAX_TENANTS = 200
 class LabelSets:
     """The sets whose words belong to the broker, the workers and the operator, which may pass their own.
 
-    `tenants` are those that get series of their own; the requests of all others count as "other" together.
+    `tenants` and LoRA `adapters` are those that get series of their own; the requests of all others count as "other"
+    together.
     """
 
     priority_steps: tuple[int, ...] = (0, 3, 6, 9)
@@ -55,6 +56,7 @@ class LabelSets:
     restart_reasons: tuple[str, ...] = ("crash", "stall", "out_of_memory")
     redis_commands: tuple[str, ...] = ("claim", "publish", "depth")
     tenants: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def tenant_values(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, generate_latest
@@ -23,7 +23,7 @@ from headrace_monitoring.families import (
     TenantFamilies,
     WorkerFamilies,
 )
-from headrace_monitoring.labels import NO_TENANT, OTHER, LabelSets, Outcome, WorkerState
+from headrace_monitoring.labels import ENGINE_REQUEST_STATES, NO_TENANT, OTHER, LabelSets, Outcome, WorkerState
 
 Child = TypeVar("Child")
 
@@ -213,7 +213,8 @@ class Metrics:
 
         Keys: step_seconds, kind ("prefill" | "decode" | "mixed"), num_tokens, num_requests, running, waiting,
         kv_blocks_used, kv_blocks_cached, kv_blocks_free, kv_blocks_total, prefix_queried_tokens, prefix_hit_tokens,
-        preemptions, drafted_per_position and accepted_per_position (lists, empty without speculative decoding),
+        preemptions, lora_requests (by adapter: how many run and wait), drafted_per_position and accepted_per_position
+        (lists, empty without speculative decoding),
         phase_seconds (map of schedule, prepare, forward, sample, draft, update).
         """
         engine = self._engine
@@ -226,6 +227,7 @@ class Metrics:
             engine.phase_seconds[phase].inc(seconds)
         for state, gauge in engine.requests.items():
             gauge.set(stats[state])
+        self._lora_requests(stats["lora_requests"])
         for state, gauge in engine.kv_blocks.items():
             gauge.set(stats[f"kv_blocks_{state}"])
         engine.kv_usage.set(stats["kv_blocks_used"] / max(stats["kv_blocks_total"], 1))
@@ -239,12 +241,22 @@ class Metrics:
             for position, count in enumerate(counts, start=1):
                 children[str(position)].inc(count)
 
+    def _lora_requests(self, by_adapter: Mapping[str, Sequence[int]]) -> None:
+        levels = dict.fromkeys(self._engine.lora_requests, 0)
+        for adapter, counts in by_adapter.items():
+            known = adapter if (adapter, "running") in levels else OTHER
+            for state, count in zip(ENGINE_REQUEST_STATES, counts, strict=True):
+                levels[known, state] += count
+        for labels, level in levels.items():
+            self._engine.lora_requests[labels].set(level)
+
     def engine_up(self, up: bool) -> None:
         """The engine process is ready for its first step, or is gone with all it held."""
         self._engine.up.set(up)
         if up:
             self._engine.last_step.set(self._clock())
             return
+        self._lora_requests({})
         for gauge in (*self._engine.requests.values(), *self._engine.kv_blocks.values(), self._engine.kv_usage):
             gauge.set(0)
 

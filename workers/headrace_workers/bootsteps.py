@@ -48,13 +48,14 @@ class EngineStep(bootsteps.StartStopStep):
         settings = worker.app.worker_settings
         broker = settings.broker()
         config = settings.engine_config()
+        adapters = settings.adapters()
         queue = queue_name(settings.served_name)
         self._grace_seconds: float = settings.grace_seconds
         self.metrics = Metrics(
             model=settings.served_name,
             queue=queue,
             version=version("headrace"),
-            label_sets=LabelSets(tenants=settings.tenant_names),
+            label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
         )
         self._health = WorkerHealth()
         self._server = HealthServer(
@@ -69,6 +70,7 @@ class EngineStep(bootsteps.StartStopStep):
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
             served_name=settings.served_name,
+            adapters=adapters,
             worker_name=worker.hostname or socket.gethostname(),
             tokenizer=lambda: ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code),
             max_num_seqs=config.scheduler.max_num_seqs,

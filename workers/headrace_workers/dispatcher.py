@@ -30,6 +30,7 @@ from headrace_engine.tokenizer import ModelTokenizer
 from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.adapters import Adapters
 from headrace_workers.intake import Incoming, Intake, RefusedError
 from headrace_workers.job import Job
 from headrace_workers.quarantine import Quarantine
@@ -61,6 +62,7 @@ class Dispatcher:
         client: "redis.Redis",
         stream_ttl_seconds: int,
         served_name: str,
+        adapters: Adapters,
         worker_name: str,
         tokenizer: Callable[[], ModelTokenizer],
         max_num_seqs: int,
@@ -74,6 +76,7 @@ class Dispatcher:
         self._writer = StreamWriter(client, stream_ttl_seconds)
         self.settlement = Settlement(self._writer, metrics, store_result)
         self._served_name = served_name
+        self._adapters = adapters
         self._worker_name = worker_name
         self._load_tokenizer = tokenizer
         self._logits_processors = load_logits_processors(logits_processors)
@@ -274,7 +277,7 @@ class Dispatcher:
         if self._intake is None:
             tokenizer = self._load_tokenizer()
             processor = InputProcessor(model_info, tokenizer, logits_processors=self._logits_processors)
-            self._intake = Intake(processor, self._served_name)
+            self._intake = Intake(processor, self._served_name, self._adapters)
             self._output_processor = OutputProcessor(tokenizer)
         assert self._output_processor is not None
         self._model_info = model_info
@@ -304,7 +307,8 @@ class Dispatcher:
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
         assert self._output_processor is not None
-        self._engine_waiting = outputs.stats.waiting
+        # A request that waits for its adapter's turn says nothing about slots and memory, of which there may be enough.
+        self._engine_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
         self._last_step = outputs.stats
         self._metrics.step(asdict(outputs.stats))
         self._health.stepped()

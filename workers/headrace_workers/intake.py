@@ -13,7 +13,9 @@ from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import Claim
 from headrace_engine import errors as engine_errors
 from headrace_engine.input_processor import InputProcessor, ProcessedRequest
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_workers.adapters import Adapters
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
@@ -77,9 +79,10 @@ class Intake:
         RefusedError: from `process`, with the code and the sentence that the client gets.
     """
 
-    def __init__(self, processor: InputProcessor, served_name: str) -> None:
+    def __init__(self, processor: InputProcessor, served_name: str, adapters: Adapters) -> None:
         self._processor = processor
         self._served_name = served_name
+        self._adapters = adapters
 
     def process(self, incoming: Incoming) -> ProcessedRequest:
         """Check the message and tokenise its prompt."""
@@ -105,6 +108,7 @@ class Intake:
         # Without a seed of its own a request draws by its id, so that another worker draws the same numbers.
         given.setdefault("seed", seed_of(incoming.request_id))
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
+        lora_request = self._adapter(request.lora) if request.lora is not None else None
         arrival_time = incoming.enqueued_at if incoming.enqueued_at is not None else time.time()
         if request.messages is not None:
             return self._processor.process_chat(
@@ -113,12 +117,24 @@ class Intake:
                 params,
                 priority=incoming.priority,
                 arrival_time=arrival_time,
+                lora_request=lora_request,
             )
         prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
         assert prompt is not None
         return self._processor.process(
-            incoming.request_id, prompt, params, priority=incoming.priority, arrival_time=arrival_time
+            incoming.request_id,
+            prompt,
+            params,
+            priority=incoming.priority,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
         )
+
+    def _adapter(self, name: str) -> LoRARequest:
+        found = self._adapters.find(name)
+        if found is None:
+            raise RefusedError("invalid_request", f"{self._served_name} has no LoRA adapter of the name {name!r}")
+        return found
 
     def job(
         self,

@@ -13,6 +13,7 @@ from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers import default_model
+from headrace_workers.adapters import Adapters
 from headrace_workers.errors import WorkerSettingsError
 
 
@@ -40,6 +41,15 @@ class WorkerSettings(BaseSettings):
     """Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}."""
     logits_processors: str = ""
     """Import paths of `LogitsProcessor` subclasses, package.module:Class, separated by commas."""
+    lora_modules: str = ""
+    """LoRA adapters that messages may name: name=folder pairs with commas between them."""
+    lora_dir: str | None = None
+    """A folder whose subfolders are LoRA adapters, each under its own name."""
+    max_loras: int = Field(4, ge=1)
+    """Most adapters in one batch."""
+    max_lora_rank: int = Field(16, ge=1)
+    max_cpu_loras: int | None = Field(None, ge=1)
+    """Most adapters in memory; None means max_loras, or all named ones where these are more."""
     trust_remote_code: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
@@ -92,9 +102,22 @@ class WorkerSettings(BaseSettings):
         except SettingsError as error:
             raise WorkerSettingsError(str(error)) from error
 
+    def adapters(self) -> Adapters:
+        """Raises WorkerSettingsError."""
+        pairs = [pair.strip() for pair in self.lora_modules.split(",") if pair.strip()]
+        modules = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        if len(modules) < len(pairs):
+            raise WorkerSettingsError(
+                "HEADRACE_LORA_MODULES must be name=folder pairs, each name once, with commas between them, "
+                f"got {self.lora_modules!r}"
+            )
+        return Adapters(modules, self.lora_dir)
+
     def engine_config(self) -> EngineConfig:
-        """Fetches the default model where it is asked for. Raises ConfigError, ModelFetchError."""
-        return EngineArgs(
+        """Fetches the default model where it is asked for. Raises ConfigError, ModelFetchError, WorkerSettingsError."""
+        adapters = self.adapters()
+        most = self.max_cpu_loras if self.max_cpu_loras is not None else max(self.max_loras, len(adapters.names))
+        config = EngineArgs(
             model=str(default_model.resolve(self.model, self.dtype)),
             device=self.device,
             dtype=self.dtype,
@@ -109,7 +132,14 @@ class WorkerSettings(BaseSettings):
             ),
             trust_remote_code=self.trust_remote_code,
             scheduling_policy="priority",
+            enable_lora=adapters.enabled,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=most,
         ).create_engine_config()
+        if config.lora is not None:
+            config.lora.preload = adapters.named()
+        return config
 
     def _speculative_config(self) -> dict[str, Any] | None:
         config = self.speculative_config

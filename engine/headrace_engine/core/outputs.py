@@ -43,6 +43,8 @@ class StepStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    lora_requests: dict[str, list[int]] = field(default_factory=dict)
+    """By adapter: how many requests run and wait."""
     drafted_per_position: list[int] = field(default_factory=list)
     """Drafted tokens that were verified, by their place in the draft; empty where no request had a draft."""
     accepted_per_position: list[int] = field(default_factory=list)

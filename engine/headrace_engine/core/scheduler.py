@@ -419,10 +419,20 @@ class Scheduler:
         num_prefills = sum(count - len(drafts.get(i, ())) > 1 for i, count in batch.num_scheduled_tokens.items())
         stats.kind = "decode" if not num_prefills else "prefill" if num_prefills == stats.num_requests else "mixed"
         stats.running, stats.waiting = len(self.running), len(self.waiting)
+        if self._max_loras:
+            stats.lora_requests = self._count_lora_requests()
         stats.kv_blocks_total = pool.num_usable
         stats.kv_blocks_cached = pool.num_cached_free
         stats.kv_blocks_free = pool.num_free - pool.num_cached_free
         stats.kv_blocks_used = pool.num_usable - pool.num_free
+
+    def _count_lora_requests(self) -> dict[str, list[int]]:
+        counts: dict[str, list[int]] = {}
+        for request in self.requests.values():
+            if request.lora is not None:
+                waits = request.status is not RequestStatus.RUNNING
+                counts.setdefault(request.lora.name, [0, 0])[waits] += 1
+        return counts
 
     def check_integrity(self) -> None:
         """Assert the scheduler's and the pool's invariants; cheap enough to run whenever the engine is idle."""

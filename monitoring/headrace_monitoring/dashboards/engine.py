@@ -34,6 +34,12 @@ def _requests() -> list[Panel]:
             ],
         ),
         graph(
+            "Requests with adapters",
+            "Requests inside the engine by LoRA adapter; those that wait may wait for their adapter's turn.",
+            "none",
+            [("sum by (adapter, state) (headrace_engine_lora_requests{@})", "{{adapter}} {{state}}")],
+        ),
+        graph(
             "Tokens by source",
             "Prompt tokens computed or found in the prefix cache, and tokens generated.",
             "suffix: tokens/s",

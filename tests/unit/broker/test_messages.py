@@ -129,14 +129,20 @@ def test_a_prompt_outside_the_contract_is_refused_with_its_limit(kwargs: dict[st
     assert any(complaint in problem for problem in problems_of(kwargs))
 
 
-def test_lora_alone_is_unsupported_but_never_hides_other_mistakes() -> None:
-    with pytest.raises(InvalidRequestError) as unsupported:
-        GenerateRequest.parse({"prompt": "x", "lora": "adapter"})
-    assert (unsupported.value.code, unsupported.value.problems) == ("unsupported", ("lora is not supported",))
-    with pytest.raises(InvalidRequestError) as invalid:
-        GenerateRequest.parse({"lora": "adapter"})
-    assert invalid.value.code == "invalid_request"
-    assert len(invalid.value.problems) == 2
+@pytest.mark.parametrize("name", ["sql", "a.b-c_d", "7", "x" * 128, "a..b"])
+def test_an_adapter_is_asked_for_by_its_name(name: str) -> None:
+    request = GenerateRequest.parse({"prompt": "x", "lora": name})
+    assert request.lora == name
+    assert GenerateRequest.parse(request.to_kwargs()) == request
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../x", "/x", "a/b", "a\\b", ".hidden", "-x", "x" * 129, "a b", "a\n", "a\0", "é", 5, ["a"], b"a"],
+    ids=repr,
+)
+def test_nothing_that_could_be_a_path_names_an_adapter(name: Any) -> None:
+    assert any("lora must be 1 to 128 of the characters" in problem for problem in problems_of({"lora": name}))
 
 
 def test_neither_repr_nor_errors_show_what_the_user_wrote() -> None:

@@ -71,7 +71,8 @@ def test_a_deadline_may_be_a_moment() -> None:
         ({"expires": datetime(2027, 1, 1)}, "naive datetime"),
         ({"expires": datetime(2000, 1, 1, tzinfo=UTC)}, "within the next 365 days"),
         ({"expires": "soon"}, "expires must be seconds"),
-        ({"lora": "x"}, "unknown option 'lora'"),
+        ({"lora": "/x"}, "lora must be 1 to 128 of the characters"),
+        ({"loras": "x"}, "unknown option 'loras'"),
         ({"messages": []}, "exactly one of"),
     ],
 )

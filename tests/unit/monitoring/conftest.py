@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics
 from unit.monitoring.scrape import Clock
 
@@ -15,4 +16,5 @@ def clock() -> Clock:
 
 @pytest.fixture
 def metrics(clock: Clock) -> Metrics:
-    return Metrics(model="tiny", queue="headrace.tiny", version="1.2.3", clock=clock)
+    sets = LabelSets(adapters=("sql",))
+    return Metrics(model="tiny", queue="headrace.tiny", version="1.2.3", label_sets=sets, clock=clock)

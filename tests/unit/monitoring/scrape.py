@@ -22,6 +22,7 @@ STEP = {
     "prefix_queried_tokens": 100,
     "prefix_hit_tokens": 48,
     "preemptions": 1,
+    "lora_requests": {"sql": [2, 1], "unheard-of": [1, 0], "another": [0, 3]},
     "drafted_per_position": [4, 3, 3],
     "accepted_per_position": [3, 1, 0],
     "phase_seconds": {"schedule": 0.001, "prepare": 0.002, "forward": 0.015, "sample": 0.001, "update": 0.001},

@@ -153,6 +153,17 @@ def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clo
     assert scrape.value("headrace_engine_last_step_timestamp_seconds") == 2000.0
 
 
+def test_requests_with_adapters_are_counted_under_the_names_that_the_operator_gave(metrics: Metrics) -> None:
+    metrics.step(STEP)
+    scrape = Scrape(metrics)
+    family = "headrace_engine_lora_requests"
+    assert [scrape.value(family, adapter="sql", state=state) for state in ("running", "waiting")] == [2, 1]
+    assert [scrape.value(family, adapter="other", state=state) for state in ("running", "waiting")] == [1, 3]
+    assert b"unheard-of" not in metrics.exposition()
+    metrics.step(STEP | {"lora_requests": {}})
+    assert Scrape(metrics).value(family, adapter="sql", state="running") == 0
+
+
 def test_a_step_without_tokens_is_no_batch(metrics: Metrics) -> None:
     metrics.step(STEP | {"num_tokens": 0, "num_requests": 0, "kind": "decode"})
     scrape = Scrape(metrics)

@@ -15,6 +15,7 @@ from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.request import FinishReason
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.quarantine import PROBATION_TOKENS
 from unit.monitoring.scrape import Scrape
@@ -47,6 +48,7 @@ class Desk:
             client=self.redis,  # type: ignore[arg-type]
             stream_ttl_seconds=60,
             served_name="tiny",
+            adapters=Adapters({}),
             worker_name="w",
             tokenizer=FakeTokenizer,  # type: ignore[arg-type]
             max_num_seqs=max_num_seqs,

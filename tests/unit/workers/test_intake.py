@@ -12,6 +12,7 @@ from headrace_broker.events import ChunkEvent
 from headrace_broker.streams import Claim
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.sampling_params import RequestOutputKind
+from headrace_workers.adapters import Adapters
 from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def intake() -> Intake:
-    return Intake(InputProcessor(MODEL, FakeTokenizer()), "tiny")  # type: ignore[arg-type]
+    return Intake(InputProcessor(MODEL, FakeTokenizer()), "tiny", Adapters({}))  # type: ignore[arg-type]
 
 
 def incoming(kwargs: Any = None, request_id: str = "r1", **headers: Any) -> Incoming:
@@ -78,7 +79,7 @@ def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
         ({"prompt": "a" * 100}, "context_length_exceeded"),
         ({"prompt_token_ids": [5] * 64}, "context_length_exceeded"),
         ({"prompt_token_ids": [100]}, "invalid_request"),
-        ({"prompt": "abc", "lora": "x"}, "unsupported"),
+        ({"prompt": "abc", "lora": "x"}, "invalid_request"),
         ({}, "invalid_request"),
     ],
 )

@@ -16,6 +16,7 @@ from headrace_workers.cli import options
 @click.command()
 @click.argument("prompt")
 @click.option("--model", metavar="NAME", help="Served name [default: the only one that the service knows].")
+@click.option("--lora", metavar="NAME", help="LoRA adapter that the workers serve under this name.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Most tokens to generate.")
@@ -30,6 +31,7 @@ from headrace_workers.cli import options
 def generate(
     prompt: str,
     model: str | None,
+    lora: str | None,
     chat: bool,
     system: str | None,
     priority: int,
@@ -48,12 +50,16 @@ def generate(
     }
     with Client(redis_url) as client:
         served = model or _only_model(client)
-        if chat:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": text})
-            request_id = client.submit(messages=messages, sampling_params=params, model=served, priority=priority)
-        else:
-            request_id = client.submit(text, params, model=served, priority=priority)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
+        request_id = client.submit(
+            None if chat else text,
+            params,
+            messages=messages if chat else None,
+            model=served,
+            lora=lora,
+            priority=priority,
+        )
         try:
             if as_json:
                 click.echo(json.dumps(client.result(request_id, timeout=timeout).to_wire()))

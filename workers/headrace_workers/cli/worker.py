@@ -30,6 +30,11 @@ from headrace_workers import default_model
 @click.option(
     "--logits-processors", metavar="PATHS", help="Your own, package.module:Class, separated by commas [default: none]."
 )
+@click.option("--lora-modules", metavar="NAME=FOLDER,...", help="LoRA adapters that messages may name [default: none].")
+@click.option("--lora-dir", metavar="FOLDER", help="Its subfolders are LoRA adapters; they may come and go.")
+@click.option("--max-loras", type=int, metavar="N", help="Adapters in one batch [default: 4].")
+@click.option("--max-lora-rank", type=int, metavar="N", help="Largest rank of an adapter [default: 16].")
+@click.option("--max-cpu-loras", type=int, metavar="N", help="Adapters in memory [default: all named, or max-loras].")
 @click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
 @click.option("--tenants", metavar="A,B", help="Tenants with metrics of their own; all others count together.")

@@ -1,0 +1,110 @@
+"""The adapters that a worker serves: what an operator names, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_engine.input_processor import InputProcessor
+from headrace_workers.adapters import Adapters
+from headrace_workers.errors import WorkerSettingsError
+from headrace_workers.intake import Incoming, Intake, RefusedError
+from headrace_workers.settings import WorkerSettings
+from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
+
+pytestmark = pytest.mark.torch
+
+
+def make(folder: Path, content: str = "{}") -> str:
+    """A folder that looks like an adapter's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(content)
+    return str(folder)
+
+
+def test_adapters_are_found_by_name_and_in_the_folder(tmp_path: Path) -> None:
+    named = make(tmp_path / "somewhere" / "v3")
+    make(tmp_path / "all" / "chat")
+    adapters = Adapters({"sql": named}, str(tmp_path / "all"))
+    sql, chat = adapters.find("sql"), adapters.find("chat")
+    assert sql is not None and (sql.lora_name, sql.lora_path) == ("sql", named)
+    assert chat is not None and chat.lora_path == str(tmp_path / "all" / "chat")
+    assert adapters.find("other") is None
+    assert adapters.find("v3") is None
+    assert adapters.names == ("sql",)
+    assert adapters.named() == [sql]
+
+
+@pytest.mark.parametrize("name", ["..", "../secret", "/etc", ".", "", "all/../../secret", "a\0b", ".hidden"])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "secret")
+    make(tmp_path / "all" / ".hidden")
+    (tmp_path / "all" / "adapter_config.json").write_text("{}")
+    assert Adapters({}, str(tmp_path / "all")).find(name) is None
+
+
+def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path) -> None:
+    adapters = Adapters({"sql": make(tmp_path / "sql")})
+    first, again = adapters.find("sql"), adapters.find("sql")
+    assert first == again
+    os.utime(tmp_path / "sql" / "adapter_config.json", ns=(1, 1))
+    changed = adapters.find("sql")
+    assert first is not None and changed is not None
+    assert first.lora_int_id != changed.lora_int_id
+
+
+def test_adapters_come_and_go_with_their_folder(tmp_path: Path) -> None:
+    adapters = Adapters({}, str(tmp_path))
+    assert adapters.enabled
+    assert adapters.find("late") is None
+    make(tmp_path / "late")
+    assert adapters.find("late") is not None
+    (tmp_path / "late" / "adapter_config.json").unlink()
+    assert adapters.find("late") is None
+
+
+def test_without_any_the_engine_serves_none() -> None:
+    assert not Adapters({}).enabled
+    assert WorkerSettings(model="/m").engine_config().lora is None
+
+
+def test_settings_name_adapters_and_their_limits(tmp_path: Path) -> None:
+    one, two = make(tmp_path / "1"), make(tmp_path / "2")
+    settings = WorkerSettings(model="/m", lora_modules=f"one={one}, two={two}", max_loras=1, max_lora_rank=64)
+    lora = settings.engine_config().lora
+    assert lora is not None
+    assert [request.lora_path for request in lora.preload] == [one, two]
+    assert (lora.max_loras, lora.max_lora_rank, lora.max_cpu_loras) == (1, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_modules": "sql"}, "name=folder pairs"),
+        ({"lora_modules": "a=/x,a=/y"}, "each name once"),
+        ({"lora_modules": "../x=/tmp"}, "lora must be 1 to 128"),
+        ({"lora_modules": "sql=/does/not/exist"}, "the folder of 'sql', /does/not/exist, does not exist"),
+        ({"lora_dir": "/does/not/exist"}, "HEADRACE_LORA_DIR: the folder /does/not/exist does not exist"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(WorkerSettingsError, match=words):
+        WorkerSettings(model="/m", **settings).engine_config()
+
+
+def test_a_message_gets_the_adapter_that_it_names_or_is_refused(tmp_path: Path) -> None:
+    adapters = Adapters({"sql": make(tmp_path / "sql")})
+    intake = Intake(InputProcessor(MODEL, FakeTokenizer()), "tiny", adapters)  # type: ignore[arg-type]
+
+    def process(**kwargs: Any) -> Any:
+        return intake.process(Incoming.read(FakeCeleryRequest("r1", kwargs)))
+
+    request = process(prompt="abc", lora="sql", sampling_params={"n": 2})
+    assert [choice.lora_request for choice in request.choices] == [adapters.find("sql")] * 2
+    assert process(prompt="abc", lora=None).choices[0].lora_request is None
+    with pytest.raises(RefusedError, match="tiny has no LoRA adapter of the name 'other'") as refused:
+        process(prompt="abc", lora="other")
+    assert refused.value.error.code == "invalid_request"

@@ -16,6 +16,7 @@ from headrace_broker.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connec
 from headrace_broker.dead_letters import DeadLetter, dead_letters, purge, requeue
 from headrace_broker.errors import HeadraceBrokerError, QueueUnavailableError, ResultTimeoutError, UnknownModelError
 from headrace_broker.events import ChunkEvent, StreamEvent
+from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import queue_name, result_key, stream_key
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.registry import RegisteredModel, known_models
@@ -59,6 +60,7 @@ class Client:
         self._served: Final[set[str]] = set()
         self._app: Final = make_app(self.settings)
         self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
+        self._idempotency: Final = IdempotencyKeys(self._redis)
         self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
         self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
 
@@ -83,6 +85,9 @@ class Client:
     ) -> str:
         """Puts one request into its model's queue and returns its id.
 
+        Where a request of the same `idempotency_key`, model and tenant was sent within a day, nothing is sent and its
+        id is returned, whatever became of it.
+
         Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
         everything that is wrong, UnknownModelError for a model that nobody serves.
         """
@@ -90,9 +95,12 @@ class Client:
         submission = prepare(request, default_model=self._model)
         with unavailable(self.settings, "submit a request"):
             self._require_served([submission])
+            [request_id], to_send = self._idempotency.bind([submission])
             with self._app.producer_pool.acquire(block=True) as producer:
-                self._publish(producer, submission)
-        return submission.request_id
+                for new in to_send:
+                    self._publish(producer, new)
+            self._idempotency.mark_sent(to_send)
+        return request_id
 
     def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
         """Puts many requests into their queues, several times faster than one by one, and returns their ids.
@@ -102,10 +110,12 @@ class Client:
         submissions = prepare_all(requests, default_model=self._model)
         with unavailable(self.settings, "submit requests"):
             self._require_served(submissions)
+            request_ids, to_send = self._idempotency.bind(submissions)
             with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
-                for submission in submissions:
+                for submission in to_send:
                     self._publish(producer, submission)
-        return [submission.request_id for submission in submissions]
+            self._idempotency.mark_sent(to_send)
+        return request_ids
 
     def stream(
         self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None

@@ -36,3 +36,8 @@ def stream_key(request_id: str) -> str:
 def result_key(request_id: str) -> str:
     """Where Celery's Redis backend stores the result; the same name is its pub/sub channel."""
     return f"celery-task-meta-{request_id}"
+
+
+def idempotency_key(digest: str) -> str:
+    """The hash that says which request a client's idempotency key belongs to."""
+    return f"headrace:idempotency:{digest}"

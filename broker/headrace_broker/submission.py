@@ -58,7 +58,7 @@ class SubmitOptions(TypedDict, total=False):
     priority: int  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
     tenant: str | None
-    idempotency_key: str | None  # travels with the request; nothing acts on it yet
+    idempotency_key: str | None  # the same key, model and tenant within a day: the same request
     request_id: str | None  # a new one unless given
 
 

@@ -249,3 +249,45 @@ def test_a_server_that_is_away_is_named_without_its_password(redis_server: Embed
             with pytest.raises(QueueUnavailableError, match=url) as refusal:
                 action()
             assert "hunter2" not in str(refusal.value)
+
+
+def test_the_same_idempotency_key_is_the_same_request(client: Client, redis_client: "redis.Redis") -> None:
+    first = client.submit("x", {"seed": 1, "top_p": 0.5}, idempotency_key="k")
+    assert client.submit("x", {"top_p": 0.5, "seed": 1}, idempotency_key="k", priority=3) == first
+    assert len(queued(redis_client)) == 1
+    other = {client.submit("x", idempotency_key="other"), client.submit("x", idempotency_key="k", tenant="t")}
+    assert len({first, *other}) == 3
+    assert len(queued(redis_client)) == 3
+
+
+def test_an_idempotency_key_of_another_request_is_refused(client: Client, redis_client: "redis.Redis") -> None:
+    first = client.submit("x", idempotency_key="k")
+    with pytest.raises(InvalidRequestError, match=f"'k' was used for another request: {first}"):
+        client.submit("y", idempotency_key="k")
+    assert len(queued(redis_client)) == 1
+
+
+def test_many_requests_with_keys_are_sent_once_each(client: Client, redis_client: "redis.Redis") -> None:
+    first = client.submit("x", idempotency_key="a")
+    ids = client.submit_many(
+        [{"prompt": "x", "idempotency_key": key} for key in ("a", "b", "b")] + [{"prompt": "x"}, {"prompt": "x"}]
+    )
+    assert ids[0] == first
+    assert ids[1] == ids[2]
+    assert len(set(ids)) == 4
+    assert len(queued(redis_client)) == 4
+
+
+def test_a_request_whose_sending_failed_is_sent_again_under_its_id(
+    client: Client, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise redis.ConnectionError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_publish", fail)
+        with pytest.raises(QueueUnavailableError):
+            client.submit("x", idempotency_key="k", request_id="first")
+    assert client.submit("x", idempotency_key="k") == "first"
+    assert client.submit("x", idempotency_key="k") == "first"
+    assert len(queued(redis_client)) == 1

@@ -1,0 +1,78 @@
+"""`IdempotencyKeys`: the same key, the same request, for clients that do not know whether their request arrived.
+
+A key is bound to a request id before the request is sent, and marked when it has been sent. Who finds it bound but not
+marked sends the request once more under the same id: the queue may then hold it twice, and a worker generates it once.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_broker.errors import InvalidRequestError
+from headrace_broker.keys import idempotency_key
+from headrace_broker.scripts import lua
+from headrace_broker.submission import Submission
+
+if TYPE_CHECKING:
+    import redis
+
+KEPT_SECONDS: Final = 86_400
+
+
+class IdempotencyKeys:
+    """The keys of a Redis database; each belongs to one model and one tenant. Redis's errors pass through."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client: Final = client
+        self._claim: Final = client.register_script(lua("idempotency_claim", prelude=None))
+
+    def bind(self, submissions: Iterable[Submission]) -> tuple[list[str], list[Submission]]:
+        """The request id of each submission, and those that are to be sent.
+
+        Raises InvalidRequestError for a key that was used with another prompt or other sampling parameters.
+        """
+        request_ids: list[str] = []
+        to_send: list[Submission] = []
+        bound: set[str] = set()
+        for submission in submissions:
+            if "idempotency_key" not in submission.headers:
+                request_ids.append(submission.request_id)
+                to_send.append(submission)
+                continue
+            request_id, was_sent = self._bind(submission)
+            request_ids.append(request_id)
+            if not was_sent and request_id not in bound:
+                bound.add(request_id)
+                to_send.append(replace(submission, request_id=request_id))
+        return request_ids, to_send
+
+    def mark_sent(self, submissions: Iterable[Submission]) -> None:
+        """These are in their queues."""
+        names = [_name(submission) for submission in submissions if "idempotency_key" in submission.headers]
+        if names:
+            with self._client.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hset(name, "sent", "1")
+                pipe.execute()
+
+    def _bind(self, submission: Submission) -> tuple[str, bool]:
+        fingerprint = _fingerprint(submission)
+        known: Any = self._claim(keys=[_name(submission)], args=[submission.request_id, fingerprint, KEPT_SECONDS])
+        request_id, known_fingerprint, sent = (value.decode() for value in known)
+        if known_fingerprint != fingerprint:
+            key = submission.headers["idempotency_key"]
+            raise InvalidRequestError([f"idempotency_key {key!r} was used for another request: {request_id}"])
+        return request_id, sent == "1"
+
+
+def _name(submission: Submission) -> str:
+    """A digest, as keys and tenants are free text."""
+    parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
+    return idempotency_key(hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())
+
+
+def _fingerprint(submission: Submission) -> str:
+    content = json.dumps(submission.request.to_kwargs(), sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -20,7 +20,7 @@ T = TypeVar("T")
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
     model: str
-    """Folder in Hugging Face layout, or a hub name."""
+    """Folder in Hugging Face layout, a hub name, or a GGUF file, which is dequantised."""
     dtype: str = "auto"
     """auto (the checkpoint's own), float32 or bfloat16."""
     device: str = "auto"

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
 
@@ -20,8 +21,9 @@ class ModelTokenizer:
     """
 
     def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
+        source, options = pretrained_source(model)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         except (OSError, ValueError, ImportError) as error:
             raise ModelLoadError(f"model {model!r} has no usable tokenizer: {error}") from error
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -15,6 +15,12 @@ The engine runs transformers' own modelling code, so a decoder needs no support 
 model (heads, head sizes, windows, shared keys, merged experts) it sees by running it twice on a few tokens at load,
 and what it could not compute exactly as transformers does it refuses, with the reason, before the first request.
 
+Weights are safetensors, or one GGUF file of an architecture that transformers can dequantise (name the file instead of
+the folder). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...) are refused by the name of their
+method. Rotary scaling that depends on the length of a batch is settled at load: `longrope` serves up to its original
+length with the short factors, or, when `max_model_len` says more, all requests with the long ones; `dynamic` serves up
+to where its scaling would begin. Weights and KV memory that exceed the free memory are refused before they are taken.
+
 ## Tested
 
 Tiny random models in float32: with prompts cut into chunks, preemptions and prefix-cache hits forced, each generates

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from headrace_engine.checkpoint import is_gguf
 from headrace_engine.errors import ConfigError
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -52,13 +53,22 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
     )
 
 
+def _gguf_bytes(model: str, dtype: torch.dtype) -> int:
+    from gguf import GGUFReader  # half a second, for those who need it
+
+    if not Path(model).is_file():
+        return 0  # the loader says what is wrong
+    return dtype.itemsize * sum(int(tensor.n_elements) for tensor in GGUFReader(model).tensors)
+
+
 def check_weights_fit(model: str, dtype: torch.dtype) -> None:
     """Refuse a local model whose weights exceed the free memory, before the machine finds out by killing somebody.
 
     Raises:
         ConfigError: naming what is needed and what is free.
     """
-    needed, free = weight_bytes(Path(model), dtype), available_memory()
+    needed = _gguf_bytes(model, dtype) if is_gguf(model) else weight_bytes(Path(model), dtype)
+    free = available_memory()
     if needed > free:
         raise ConfigError(
             f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "

@@ -1,6 +1,6 @@
 """Loading a transformers model so that its attention is ours.
 
-Weights come from safetensors only; nothing is unpickled. A model that does not route its attention through the
+Weights come from safetensors or GGUF only; nothing is unpickled. A model that does not route its attention through the
 attention interface is refused.
 """
 
@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner import rope
@@ -32,8 +33,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_config(config: ModelConfig) -> Any:
     """The model's transformers config. Raises ModelLoadError naming the model."""
     try:
-        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+        source, options = pretrained_source(config.model)
+        return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
+    except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"model {config.model!r} cannot be read: {error}") from error
 
 
@@ -46,16 +48,18 @@ def load_weights(config: ModelConfig, hf_config: Any, attention: Any) -> PreTrai
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
     transformers_logging.disable_progress_bar()
+    source, options = pretrained_source(config.model)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.model,
+            source,
             config=hf_config,
             dtype=resolve_dtype(config, hf_config),
             attn_implementation=name,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
+            **options,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"model {config.model!r} cannot be loaded: {error}") from error
     _check_class(config, type(model))  # code from the model's own folder is known only now
     return model.eval()
@@ -67,6 +71,12 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
     Raises:
         ModelLoadError: no decoder, or one whose attention cannot be paged.
     """
+    method = _quantisation(hf_config)
+    if method is not None:
+        raise ModelLoadError(
+            f"model {config.model!r} is quantised with {method}, which is not supported; served are plain safetensors "
+            "weights and GGUF files (dequantised at load)"
+        )
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ModelLoadError(
             f"model {config.model!r} is an encoder-decoder ({hf_config.model_type}); only decoders are served, "
@@ -84,6 +94,18 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
         raise ModelLoadError(
             f"model {config.model!r} is of type {hf_config.model_type!r}, which is no decoder that transformers knows"
         )
+
+
+def _quantisation(hf_config: Any) -> str | None:
+    """The method that a configuration says its weights are quantised with."""
+    for config in (hf_config, hf_config.get_text_config()):
+        found = getattr(config, "quantization_config", None)
+        if found:
+            found = found if isinstance(found, dict) else found.to_dict()
+            by_flags = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else "an unnamed method"
+            method = found.get("quant_method", by_flags)
+            return str(getattr(method, "value", method))
+    return None
 
 
 def _check_class(config: ModelConfig, kind: type[PreTrainedModel]) -> None:

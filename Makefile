@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test lint ops-tools check-ops bench fuzz chaos venv clean
+.PHONY: help demo test lint ops-tools check-ops bench fuzz schemas chaos venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -34,6 +34,9 @@ bench: $(STAMP) ## throughput of the engine alone and through the queue, side by
 
 fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 	@HEADRACE_FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/engine/test_fuzz.py --timeout 3600
+
+schemas: $(STAMP) ## 200 random JSON schemas on the default model, each document validated
+	@HEADRACE_SCHEMAS=200 $(BIN)/python -m pytest tests/engine/test_random_schemas.py -s
 
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos

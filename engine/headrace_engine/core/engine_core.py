@@ -129,6 +129,10 @@ class EngineCore:
             return True
         return bool(self._answers or self._grammars) or self.scheduler.has_work()
 
+    @property
+    def is_prepared_for_grammars(self) -> bool:
+        return self._grammars.is_loaded
+
     def prepare_for_grammars(self) -> None:
         """Read the vocabulary for grammars, once. For an idle moment: it holds up all threads."""
         self._grammars.load()

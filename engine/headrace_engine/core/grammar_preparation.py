@@ -29,12 +29,17 @@ class GrammarPreparation:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the compiler is there, or cannot be made."""
+        return self._compiler is not None or self._failure is not None
+
     def load(self) -> None:
         """Make the compiler, once. It reads the whole vocabulary and holds up all threads meanwhile: up to a second.
 
-        Called when the core is idle, so that the first request with a grammar stalls nobody.
+        For a lull, so that the first request with a grammar stalls nobody.
         """
-        if self._compiler is None and self._failure is None:
+        if not self.is_loaded:
             try:
                 self._compiler = self._create_compiler()
             except Exception as error:  # noqa: BLE001  # requests without a grammar are none the worse

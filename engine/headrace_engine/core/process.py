@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _READ_SIZE = 1 << 16
+_LULL_SECONDS = 1.0
 
 
 class Connection:
@@ -324,10 +325,8 @@ def _serve(core: EngineCore, connection: Connection, commands: "queue.SimpleQueu
     while True:
         if not core.has_work():
             core.check_integrity()
-            if commands.empty():
-                core.prepare_for_grammars()
         while not commands.empty() or not core.has_work():
-            kind, *values = commands.get()
+            kind, *values = _next_command(core, commands)
             if kind == "add":
                 core.add_request(EngineCoreRequest.from_wire(values[0]))
             elif kind == "abort":
@@ -337,6 +336,16 @@ def _serve(core: EngineCore, connection: Connection, commands: "queue.SimpleQueu
             elif kind != "wake":
                 return
         connection.send(["outputs", core.step().to_wire()])
+
+
+def _next_command(core: EngineCore, commands: "queue.SimpleQueue[Any]") -> list[Any]:
+    """Wait for a command; a first lull is for what would stall the steps of others later."""
+    if not core.is_prepared_for_grammars:
+        try:
+            return list(commands.get(timeout=_LULL_SECONDS))
+        except queue.Empty:
+            core.prepare_for_grammars()
+    return list(commands.get())
 
 
 def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:

@@ -255,6 +255,23 @@ def test_chat_and_several_choices_run_under_the_adapter(llm: LLM, adapters: dict
     assert len(several) == 3
 
 
+def test_prompt_logprobs_are_those_of_the_adapter_also_where_it_changes_the_output_head(
+    llm: LLM, adapters: dict[str, TinyAdapter], llama: TinyModel
+) -> None:
+    prompts = [[5, 6, 7, 8, 9], [40, 41, 42]]
+    models = [adapters["patterned"].merged, llama]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[adapters["patterned"].request, None])
+    for prompt, model, output in zip(prompts, models, outputs, strict=True):
+        with torch.inference_mode():
+            expected = model.reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None
+            token = prompt[position + 1]
+            assert entry[token].logprob == pytest.approx(float(expected[position, token]), abs=1e-3)
+
+
 def test_adapters_are_added_listed_named_without_their_path_and_removed(
     llm: LLM, adapters: dict[str, TinyAdapter]
 ) -> None:

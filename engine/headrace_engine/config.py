@@ -34,6 +34,8 @@ class ModelConfig:
     """Most log-probabilities a request may ask for at one position; -1 means no limit."""
     logits_processors: list[str] = field(default_factory=list)
     """Import paths of `LogitsProcessor` subclasses, applied in this order."""
+    batch_invariant: bool = False
+    """Make logits a function of the sequence alone to the last bit, whatever is computed beside it; slower."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +129,7 @@ class EngineArgs:
     attention_backend: str = "auto"
     max_logprobs: int = 20
     logits_processors: Sequence[str | type[LogitsProcessor]] = ()
+    batch_invariant: bool = False
     block_size: int = 32
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
@@ -215,6 +218,12 @@ class EngineArgs:
             problems.append(f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras, which is {self.max_loras}")
         if not self.model:
             problems.append("model is empty, expected a model folder or a hub name")
+        if self.batch_invariant and self.attention_backend == "torch":
+            problems.append("batch_invariant needs attention_backend native or auto, not torch")
+        if self.batch_invariant and self.enable_lora:
+            problems.append(
+                "batch_invariant and enable_lora exclude each other: adapters' products have no fixed shape"
+            )
         if self.speculative_config is not None:
             problems += SpeculativeConfig.problems(self.speculative_config)
         problems += StaticConfig.problems(self, self.device)

@@ -37,6 +37,8 @@ class WorkerSettings(BaseSettings):
     kv_cache_memory: ByteSize | None = None
     """Bytes, or with a unit: 4GiB."""
     attention_backend: str = "auto"
+    batch_invariant: bool = False
+    """Make logits a function of the sequence alone to the last bit, in bfloat16 too; slower."""
     speculative_config: Json[dict[str, Any]] | None = None
     """Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}."""
     logits_processors: str = ""
@@ -126,6 +128,7 @@ class WorkerSettings(BaseSettings):
             max_model_len=self.max_model_len,
             kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
             attention_backend=self.attention_backend,
+            batch_invariant=self.batch_invariant,
             speculative_config=self._speculative_config(),
             logits_processors=load_logits_processors(
                 [path.strip() for path in self.logits_processors.split(",") if path.strip()]

@@ -100,7 +100,7 @@ class RequestBatch:
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, processors: ProcessorSet) -> None:
         self._block_size = block_size
         self._processors = processors
-        self._table: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
+        self._table: npt.NDArray[np.int32] = np.zeros((max_num_seqs + 1, max_blocks_per_seq), dtype=np.int32)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.requests: dict[str, RunningRequest] = {}
 

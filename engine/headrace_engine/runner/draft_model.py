@@ -34,9 +34,13 @@ class DraftModel:
         self._max_model_len = served.max_model_len
         self._block_size = config.cache.block_size
         try:
-            self._model = PagedModel(
-                replace(config.model, model=speculative.model, max_model_len=served.max_model_len), self._block_size
+            model_config = replace(
+                config.model,
+                model=speculative.model,
+                max_model_len=served.max_model_len,
+                batch_invariant=False,  # a guess need not be exact to the last bit
             )
+            self._model = PagedModel(model_config, self._block_size)
         except ConfigError as error:
             raise ConfigError(f"speculative_config.model {speculative.model!r}: {error}") from error
         if self._model.info.vocab_size != served.vocab_size:

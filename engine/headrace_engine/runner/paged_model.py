@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner import memory, models, packed_linear, probe, rope
+from headrace_engine.runner import memory, models, packed_linear, probe, rope, row_tiles
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
@@ -42,6 +42,9 @@ class PagedModel:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
         self.spec = AttentionSpec(layers=self._layout.layers, block_size=block_size, dtype=dtype)
         self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec)
+        self._batch_invariant = config.batch_invariant
+        if self._batch_invariant and self._backend.name != "native":
+            raise ConfigError("batch_invariant needs the compiled attention kernel, which cannot serve this model here")
         self.info = ModelInfo(
             vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
@@ -54,7 +57,6 @@ class PagedModel:
         )
         packs = packed_linear.supports(dtype)
         self.num_packed = packed_linear.pack_linear_layers(self._model, read_weights) if packs else 0
-
         self._lora: LoRALayers | None = None
 
     @property
@@ -77,6 +79,15 @@ class PagedModel:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
+        if not self._batch_invariant:
+            return self._forward(inputs)
+        parts, order = [], []
+        for tile, (places, rows) in row_tiles.split(inputs):
+            parts.append(self._forward(tile)[rows])
+            order.append(places)
+        return torch.cat(parts)[torch.cat(order).argsort()]
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
         if self._lora is not None:
             self._lora.use(inputs)
         self._metadata, self._next_layer = inputs.metadata, 0

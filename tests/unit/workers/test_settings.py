@@ -30,6 +30,13 @@ def test_speculative_decoding_is_set_as_json(setting: pytest.MonkeyPatch) -> Non
     )
 
 
+@pytest.mark.parametrize(("value", "on"), [("true", True), ("1", True), ("false", False)])
+def test_batch_invariance_is_set_by_a_word(setting: pytest.MonkeyPatch, value: str, on: bool) -> None:
+    assert not WorkerSettings.from_env().engine_config().model.batch_invariant
+    setting.setenv("HEADRACE_BATCH_INVARIANT", value)
+    assert WorkerSettings.from_env().engine_config().model.batch_invariant is on
+
+
 @pytest.mark.parametrize("value", ["{bad", "[1]", "ngram"])
 def test_what_is_no_json_map_is_named(setting: pytest.MonkeyPatch, value: str) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", value)

@@ -22,6 +22,7 @@ from headrace_workers import default_model
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."
 )
+@click.option("--batch-invariant", is_flag=True, default=None, help="Same bits in any company; slower [default: off].")
 @click.option(
     "--speculative-config",
     metavar="JSON",

@@ -24,7 +24,7 @@ class AttentionMetadata:
     table_rows: torch.Tensor
     """[sequences] row of each sequence in `block_table`."""
     block_table: torch.Tensor
-    """[rows, max blocks a sequence]"""
+    """[rows, max blocks a sequence]; the last row is padding's and holds the null block only."""
     slot_mapping: torch.Tensor
     """[tokens] int64: block id * block size + offset, where each token's K/V go."""
 

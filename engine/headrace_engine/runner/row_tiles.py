@@ -24,7 +24,8 @@ TILE_ROWS = 64
 def split(inputs: StepInputs) -> Iterator[tuple[StepInputs, torch.Tensor]]:
     """The step's tiles in order; for each wanted row its place among the step's logits, and its row of the tile.
 
-    [2, rows] int64. A tile that is wanted at all gives logits of all its rows, so that the last product has the same shape too.
+    [2, rows] int64. A tile that is wanted at all gives logits of all its rows, so that the last product has the same
+    shape too.
     """
     num_tokens = len(inputs.input_ids)
     for start in range(0, num_tokens, TILE_ROWS):

@@ -66,3 +66,24 @@ def make_engine(llama: TinyModel, device: str) -> Iterator[Callable[..., LLMEngi
     yield make
     for engine in engines:
         engine.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of model families: how many generate transformers' tokens, how many are refused as documented."""
+    for test, title in (
+        ("test_chunks_preemptions_and_cache_hits_leave_every_token_as_transformers_has_it", "as transformers has it"),
+        ("test_a_model_that_cannot_be_right_is_refused_with_its_reason", "refused with its reason"),
+    ):
+        names = {
+            outcome: sorted(
+                report.nodeid.partition("[")[2].rstrip("]")
+                for report in terminalreporter.stats.get(outcome, [])
+                if getattr(report, "when", "") == "call" and test in report.nodeid
+            )
+            for outcome in ("passed", "failed")
+        }
+        if any(names.values()):
+            terminalreporter.section(f"model families {title}")
+            for outcome, found in names.items():
+                if found:
+                    terminalreporter.write_line(f"{len(found)} {outcome}: {', '.join(found)}")

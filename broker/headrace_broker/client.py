@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,11 +15,18 @@ from kombu.exceptions import BatchPublishError, OperationalError
 from headrace_broker.app import make_app
 from headrace_broker.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connect
 from headrace_broker.dead_letters import DeadLetter, dead_letters, purge, requeue
-from headrace_broker.errors import HeadraceBrokerError, QueueUnavailableError, ResultTimeoutError, UnknownModelError
+from headrace_broker.errors import (
+    HeadraceBrokerError,
+    QueueFullError,
+    QueueUnavailableError,
+    ResultTimeoutError,
+    UnknownModelError,
+)
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import queue_name, result_key, stream_key
 from headrace_broker.messages import TASK_NAME
+from headrace_broker.queue_levels import QueueLevelReader, retry_after
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
@@ -60,6 +68,7 @@ class Client:
         self._served: Final[set[str]] = set()
         self._app: Final = make_app(self.settings)
         self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
+        self._levels: Final = QueueLevelReader(self._redis)
         self._idempotency: Final = IdempotencyKeys(self._redis)
         self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
         self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
@@ -89,13 +98,15 @@ class Client:
         id is returned, whatever became of it.
 
         Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
-        everything that is wrong, UnknownModelError for a model that nobody serves.
+        everything that is wrong, UnknownModelError for a model that nobody serves, QueueFullError where the settings
+        bound the queue and it is full.
         """
         request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
         submission = prepare(request, default_model=self._model)
         with unavailable(self.settings, "submit a request"):
             self._require_served([submission])
             [request_id], to_send = self._idempotency.bind([submission])
+            self._require_room(to_send)
             with self._app.producer_pool.acquire(block=True) as producer:
                 for new in to_send:
                     self._publish(producer, new)
@@ -111,6 +122,7 @@ class Client:
         with unavailable(self.settings, "submit requests"):
             self._require_served(submissions)
             request_ids, to_send = self._idempotency.bind(submissions)
+            self._require_room(to_send)
             with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
                 for submission in to_send:
                     self._publish(producer, submission)
@@ -215,6 +227,18 @@ class Client:
             if known:
                 raise UnknownModelError(model, known)
         self._served.update(known)
+
+    def _require_room(self, submissions: Iterable[Submission]) -> None:
+        """Clients that submit in the same moment may together exceed the bound by what each of them sends."""
+        limit = self.settings.max_queued_requests
+        if not limit:
+            return
+        for model, count in Counter(submission.model for submission in submissions).items():
+            queue = queue_name(model)
+            levels = self._levels.read([queue])[queue]
+            excess = levels.num_ready + count - limit
+            if excess > 0:
+                raise QueueFullError(model, levels.num_ready, limit, retry_after(levels, excess))
 
     def _publish(self, producer: Any, submission: Submission) -> None:
         # Celery's own send_task would also subscribe this process to every result, for as long as it lives.

@@ -33,6 +33,22 @@ class UnknownModelError(HeadraceBrokerError, LookupError):
         super().__init__(f"no worker has ever served the model {model!r}; known models: {', '.join(self.known)}")
 
 
+class QueueFullError(HeadraceBrokerError):
+    """The queue holds as many requests as it may, and nothing was sent.
+
+    `retry_after_seconds` estimates, by how long the queue's first request has waited, when there will be room; None
+    where that cannot be told.
+    """
+
+    def __init__(self, model: str, queued: int, limit: int, retry_after_seconds: float | None) -> None:
+        when = "later" if retry_after_seconds is None else f"in about {retry_after_seconds:.0f} s"
+        super().__init__(f"the queue of {model} is full: it holds {queued} of at most {limit} requests; try {when}")
+        self.model = model
+        self.queued = queued
+        self.limit = limit
+        self.retry_after_seconds = retry_after_seconds
+
+
 class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
     """The Redis server could not be reached, or refused the operation."""
 

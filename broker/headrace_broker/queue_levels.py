@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import redis
 
 
+_LONGEST_RETRY_SECONDS: Final = 3600.0
+
+
 @dataclass(frozen=True, slots=True)
 class QueueLevels:
     """One queue at one moment."""
@@ -118,3 +121,14 @@ def _oldest_age(now: float, enqueue_times: Iterable[bytes]) -> float | None:
         except ValueError:  # the message does not say, or says nonsense
             continue
     return max(ages, default=None)
+
+
+def retry_after(levels: QueueLevels, excess: int) -> float | None:
+    """Estimates in how many seconds `excess` requests will have left the queue; None where nothing tells.
+
+    Little's law: a queue whose first request waited `oldest_age_seconds` behind as many as now wait behind it moves
+    by `num_ready` in that time.
+    """
+    if levels.oldest_age_seconds is None or not levels.num_ready:
+        return None
+    return min(max(levels.oldest_age_seconds * excess / levels.num_ready, 1.0), _LONGEST_RETRY_SECONDS)

@@ -25,12 +25,15 @@ class BrokerSettings:
     """How long a stream lives after its last entry, and a result after it was stored."""
     delivery_limit: int = 5
     """A message is handed to workers so often before it becomes a dead letter."""
+    max_queued_requests: int = 0
+    """Clients refuse to submit to a queue that holds so many already; 0 sets no bound."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "redis_url", _normalised_url(self.redis_url))
         _check_range("lease_seconds", self.lease_seconds, 0.1, 3600)
         _check_range("result_ttl_seconds", self.result_ttl_seconds, 1, 30 * 86400)
         _check_range("delivery_limit", self.delivery_limit, 1, 1000)
+        _check_range("max_queued_requests", self.max_queued_requests, 0, 10**9)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:

@@ -12,9 +12,11 @@ import redis
 from celery import Celery
 
 from headrace_broker import (
+    BrokerSettings,
     Client,
     GenerateResult,
     InvalidRequestError,
+    QueueFullError,
     QueueUnavailableError,
     RequestFailedError,
     RequestStatus,
@@ -291,3 +293,32 @@ def test_a_request_whose_sending_failed_is_sent_again_under_its_id(
     assert client.submit("x", idempotency_key="k") == "first"
     assert client.submit("x", idempotency_key="k") == "first"
     assert len(queued(redis_client)) == 1
+
+
+@pytest.fixture
+def bounded(redis_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(BrokerSettings(redis_url=redis_server.url, max_queued_requests=3), model="m") as client:
+        yield client
+
+
+def test_a_full_queue_takes_no_more_and_says_when_to_come_again(
+    bounded: Client, client: Client, redis_client: "redis.Redis"
+) -> None:
+    bounded.submit_many([{"prompt": "x", "priority": priority} for priority in (0, 5, 9)])
+    with pytest.raises(QueueFullError, match="the queue of m is full: it holds 3 of at most 3") as full:
+        bounded.submit("x")
+    assert full.value.retry_after_seconds is not None
+    assert full.value.retry_after_seconds >= 1
+    bounded.submit("x", model="other")
+    client.submit("x")  # the bound is the client's own
+    with pytest.raises(QueueFullError):
+        bounded.submit("x", idempotency_key="k", request_id="first")
+    redis_client.delete(*queue_lists("headrace.m"))
+    assert bounded.submit("x", idempotency_key="k") == "first"
+
+
+def test_of_many_requests_all_are_sent_or_none(bounded: Client, redis_client: "redis.Redis") -> None:
+    with pytest.raises(QueueFullError):
+        bounded.submit_many([{"prompt": "x"}] * 4)
+    assert queued(redis_client) == []
+    assert len(bounded.submit_many([{"prompt": "x"}] * 3)) == 3

@@ -4,7 +4,7 @@ structlog sits on the standard library's root logger, so whoever logs comes out 
 prompts, generated text and token ids are removed by name, whatever way they came in, and objects are shown by their
 type only, since a repr may hold a prompt.
 
-Context is structlog's: `structlog.contextvars.bind_contextvars(worker=...)` once at the start, and
+Context is `process_fields.set(worker=...)` once at the start, and structlog's
 `structlog.contextvars.bound_contextvars(request_id=...)` around the work for a request.
 """
 
@@ -57,6 +57,38 @@ CELERY_QUOTES = (
 )
 
 
+class StaticFields:
+    """A processor that adds the same fields to every event of this process, whatever thread it comes from."""
+
+    def __init__(self) -> None:
+        self._fields: dict[str, str] = {}
+
+    def __call__(self, _: WrappedLogger, __: str, event_dict: EventDict) -> EventDict:
+        for key, value in self._fields.items():
+            event_dict.setdefault(key, value)
+        return event_dict
+
+    def set(self, **fields: str) -> None:
+        """From now on; replaces what was set before."""
+        self._fields = fields
+
+
+process_fields = StaticFields()
+
+
+def set_level(level: str) -> str:
+    """Change the level of every logger while the process runs; returns the one before.
+
+    Raises LogLevelError for a name that is none.
+    """
+    if not isinstance(level, str) or level.upper() not in LEVELS:
+        raise LogLevelError(level, LEVELS)
+    root = logging.getLogger()
+    before = logging.getLevelName(root.level)
+    root.setLevel(level.upper())
+    return str(before)
+
+
 def configure_logging(level: str = "INFO", json: bool | None = None, *, stream: TextIO | None = None) -> None:
     """Send every log line to `stream` (stderr) in one format. Calling it again replaces the first call.
 
@@ -70,6 +102,7 @@ def configure_logging(level: str = "INFO", json: bool | None = None, *, stream: 
     as_json = not stream.isatty() if json is None else json
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        process_fields,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

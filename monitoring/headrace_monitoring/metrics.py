@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, generate_latest
@@ -32,6 +33,16 @@ LONGEST_SECONDS = 30 * 24 * 3600.0
 
 # The outcomes whose durations and lengths say something about the service: a refusal is fast, a cancellation short.
 SERVED: frozenset[Outcome] = frozenset({"stop", "length"})
+
+
+@dataclass(slots=True)
+class Totals:
+    """What happened since the worker started, for whoever asks the worker itself."""
+
+    tokens: int = 0
+    requests: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
 
 
 MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention")
@@ -70,6 +81,7 @@ class Metrics:
         self._engine = EngineFamilies(make, self._sets)
         self._worker = WorkerFamilies(make, self._sets)
         self._tenants = TenantFamilies(make, self._sets)
+        self.totals = Totals()
         build_info = Gauge(
             PREFIX + "build_info", "Version of the worker.", ("model", "version"), registry=self.registry
         )
@@ -140,6 +152,8 @@ class Metrics:
             self._requests.engine_prefill.observe(prefill)
         if (since_enqueue := _elapsed(seconds_since_enqueue)) is not None:
             self._requests.time_to_first_token.observe(since_enqueue)
+            self.totals.first_tokens += 1
+            self.totals.first_token_seconds += since_enqueue
         if (in_engine := _elapsed(engine_seconds)) is not None:
             self._requests.engine_time_to_first_token.observe(in_engine)
 
@@ -149,6 +163,7 @@ class Metrics:
         A chunk of several tokens counts as that many equal gaps, so that a mean is a mean per token.
         """
         self._requests.generation_tokens.inc(count)
+        self.totals.tokens += count
         gap = _elapsed(seconds_since_last)
         if gap is not None:
             for _ in range(count):
@@ -193,6 +208,7 @@ class Metrics:
         self._finished(outcome, tenant)
 
     def _finished(self, outcome: Outcome, tenant: str | None) -> None:
+        self.totals.requests += 1
         self._requests.finished[outcome].inc()
         self._tenants.requests[self._tenant(tenant), outcome].inc()
 

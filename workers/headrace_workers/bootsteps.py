@@ -20,7 +20,7 @@ from headrace_broker.leases import Leases
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
-from headrace_monitoring.logging import frames
+from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
@@ -50,6 +50,7 @@ class EngineStep(bootsteps.StartStopStep):
         config = settings.engine_config()
         adapters = settings.adapters()
         queue = queue_name(settings.served_name)
+        process_fields.set(worker=worker.hostname or socket.gethostname())
         self._grace_seconds: float = settings.grace_seconds
         self.metrics = Metrics(
             model=settings.served_name,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from heapq import nsmallest
 from typing import Any
 
 import redis
@@ -185,9 +186,7 @@ class Dispatcher:
         self._jobs[job.request_id] = job
         self._metrics.request_started()
         if claim.attempt > 1:
-            logger.info(
-                "request continues", request_id=job.request_id, attempt=claim.attempt, resumed_tokens=job.num_tokens
-            )
+            logger.info("request continues", **job.log_fields, resumed_tokens=job.num_tokens)
         celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         self._schedule_deadline(job, incoming)
         if job.num_unfinished:
@@ -236,7 +235,7 @@ class Dispatcher:
         self._metrics.lease_lost()
         job = self._jobs.get(message.headers.get("id"))
         if job is not None and job.celery_request.lease_id == message.delivery_tag:
-            logger.warning("request was taken over by another worker", request_id=job.request_id)
+            logger.warning("request was taken over by another worker", **job.log_fields)
             self._abandon(job)
             task_ready(job.celery_request)
 
@@ -343,7 +342,7 @@ class Dispatcher:
         self._flush()
 
     def _bury(self, job: Job, reason: str) -> None:
-        logger.error("request kills the engine", request_id=job.request_id, reason=reason)
+        logger.error("request kills the engine", **job.log_fields, reason=reason)
         self.supervisor.forgive()
         self._publish_unshown(job, self._abort(job))
         job.celery_request.burial = f"poison: {reason}"
@@ -358,7 +357,7 @@ class Dispatcher:
         if self._jobs.get(suspect.request_id) is suspect:
             if not self._quarantine.is_acquitted:
                 return
-            logger.info("request does not kill the engine", request_id=suspect.request_id)
+            logger.info("request does not kill the engine", **suspect.log_fields)
             self._abandon(suspect)
             suspect.celery_request.hand_back()
         self._send_chosen()
@@ -475,6 +474,8 @@ class Dispatcher:
                 "kv_blocks_total": last.kv_blocks_total if last is not None else 0,
                 "isolating": self._quarantine.alone is not None,
             },
+            "totals": asdict(self._metrics.totals),
+            "slowest_requests": [job.summary() for job in nsmallest(5, self._jobs.values(), key=_receipt)],
         }
 
     def drain(self) -> None:
@@ -496,3 +497,7 @@ class Dispatcher:
 
     def stop(self) -> None:
         self.settlement.stop()
+
+
+def _receipt(job: Job) -> float:
+    return job.received_at

@@ -8,17 +8,23 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
+
+import structlog
 
 from headrace_monitoring.logging import frames
 
 logger = logging.getLogger(__name__)
 
 
+_Work = tuple[Callable[[], None], Callable[[], None], dict[str, Any]]
+
+
 class Finisher:
     """Runs jobs one after the other; `busy` counts those that have not ended."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._busy = 0
         self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
@@ -28,11 +34,14 @@ class Finisher:
     def busy(self) -> int:
         return self._busy
 
-    def submit(self, finish: Callable[[], None], on_failure: Callable[[], None]) -> None:
-        """Run `finish`, and `on_failure` if it raises; both on the finisher's thread."""
+    def submit(self, finish: Callable[[], None], on_failure: Callable[[], None], **about: Any) -> None:
+        """Run `finish`, and `on_failure` if it raises; both on the finisher's thread.
+
+        `about` are fields for what is logged meanwhile.
+        """
         with self._lock:
             self._busy += 1
-        self._queue.put((finish, on_failure))
+        self._queue.put((finish, on_failure, about))
 
     def stop(self) -> None:
         """End the thread when all that was submitted has run; does not wait."""
@@ -40,12 +49,13 @@ class Finisher:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            finish, on_failure = work
-            try:
-                finish()
-            except Exception as error:  # noqa: BLE001  # of Redis, of Celery, of a signal's receiver
-                logger.error("a request could not be finished; it will be delivered again: %s", frames(error))
-                on_failure()
-            finally:
-                with self._lock:
-                    self._busy -= 1
+            finish, on_failure, about = work
+            with structlog.contextvars.bound_contextvars(**about):
+                try:
+                    finish()
+                except Exception as error:  # noqa: BLE001  # of Redis, of Celery, of a signal's receiver
+                    logger.error("a request could not be finished; it will be delivered again: %s", frames(error))
+                    on_failure()
+                finally:
+                    with self._lock:
+                        self._busy -= 1

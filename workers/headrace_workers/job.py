@@ -76,6 +76,11 @@ class Job:
         return self.request.request_id
 
     @property
+    def log_fields(self) -> dict[str, Any]:
+        """What every log line about this request carries."""
+        return {"request_id": self.request_id, "attempt": self.attempt}
+
+    @property
     def key(self) -> Attempt:
         return self.request.request_id, self.attempt
 
@@ -147,6 +152,15 @@ class Job:
     def result(self, error: ErrorInfo | None = None) -> GenerateResult:
         outputs = [choice.to_output(index) for index, choice in enumerate(self.choices)]
         return GenerateResult(self.request_id, outputs, self.usage(), error, self.prompt_logprobs)
+
+    def summary(self) -> dict[str, Any]:
+        """For an operator: nothing of what the request says."""
+        return {
+            "request_id": self.request_id,
+            "attempt": self.attempt,
+            "tokens": self.num_tokens,
+            "seconds": time.monotonic() - self.received_at,
+        }
 
     def cancel_timers(self) -> None:
         for timer in self.timers:

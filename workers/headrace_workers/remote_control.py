@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from celery.worker.control import control_command, inspect_command
 
+from headrace_monitoring.errors import LogLevelError
+from headrace_monitoring.logging import set_level
+
 if TYPE_CHECKING:
     from headrace_workers.bootsteps import EngineStep
 
@@ -40,6 +43,16 @@ def drain(state: Any, grace_seconds: Any = None) -> dict[str, str]:
         return {"error": "grace_seconds must be a number of seconds, 0 or more"}
     _engine_step(state).drain_and_end(grace_seconds)
     return {"ok": "draining"}
+
+
+@control_command(args=[("level", str)], signature="<level>")
+def log_level(state: Any, level: Any = None) -> dict[str, str]:  # noqa: ARG001  # Celery's signature
+    """Change the log level of the running worker."""
+    try:
+        before = set_level(level)
+    except LogLevelError as error:
+        return {"error": str(error)}
+    return {"ok": f"log level {level.upper()}, was {before}"}
 
 
 def _is_time(value: Any) -> bool:

@@ -96,7 +96,7 @@ class Settlement:
         """Celery revoked a running job: its result is Celery's own."""
         self._publisher.add([job.end("cancelled", _CANCELLED)])
         self._finish_metrics(job, "cancelled")
-        self._finish(job.celery_request, job.celery_request.announce_terminated)
+        self._finish(job.celery_request, job.celery_request.announce_terminated, attempt=job.attempt)
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome]:
         """Write what is to be written, and settle the jobs whose end has been written or refused.
@@ -113,12 +113,12 @@ class Settlement:
                 self.refused(job, refused.pop(key))
             else:
                 self._finish_metrics(job, finish_reason)
-                self._finish(job.celery_request, partial(job.run_task, result.to_wire()))
+                self._finish(job.celery_request, partial(job.run_task, result.to_wire()), attempt=job.attempt)
         return refused
 
     def refused(self, job: Job, outcome: WriteOutcome) -> None:
         """The stream takes nothing more from this job."""
-        logger.info("stream refused a chunk", request_id=job.request_id, outcome=outcome.value)
+        logger.info("stream refused a chunk", **job.log_fields, outcome=outcome.value)
         if outcome is WriteOutcome.FENCED:
             # Another worker has it under a message of its own; where this lease is lost too, the ack does nothing.
             self._metrics.request_handed_back()
@@ -127,14 +127,23 @@ class Settlement:
             return
         gone = outcome is WriteOutcome.GONE
         self._finish_metrics(job, "expired" if gone else "cancelled")
-        self._finish(job.celery_request, partial(job.run_task, job.result(_GONE if gone else _CANCELLED).to_wire()))
+        self._finish(
+            job.celery_request,
+            partial(job.run_task, job.result(_GONE if gone else _CANCELLED).to_wire()),
+            attempt=job.attempt,
+        )
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 
     def finish_ended(self, request_id: str, claim: Claim, celery_request: Any, run_task: RunTask) -> None:
         """The stream says that the request is over; only the result or the acknowledgement is missing."""
         assert claim.ended is not None
-        logger.info("request had ended already", request_id=request_id, finish_reason=claim.ended.finish_reason)
+        logger.info(
+            "request had ended already",
+            request_id=request_id,
+            attempt=claim.attempt,
+            finish_reason=claim.ended.finish_reason,
+        )
         if claim.ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled")
         result = recorded_result(request_id, claim.entries, claim.ended)
@@ -188,11 +197,18 @@ class Settlement:
 
     def _store_error(self, request_id: str, error: ErrorInfo) -> None:
         result = GenerateResult(request_id, [], None, error).to_wire()
-        self._finisher.submit(partial(self._store_result, request_id, result), on_failure=lambda: None)
+        self._finisher.submit(
+            partial(self._store_result, request_id, result), on_failure=lambda: None, request_id=request_id
+        )
 
-    def _finish(self, celery_request: Any, finish: Callable[[], None]) -> None:
+    def _finish(self, celery_request: Any, finish: Callable[[], None], **about: Any) -> None:
         """Store, announce and acknowledge; a message whose result cannot be stored is delivered again."""
-        self._finisher.submit(finish, on_failure=partial(self._hub.call_soon, celery_request.let_go))
+        self._finisher.submit(
+            finish,
+            on_failure=partial(self._hub.call_soon, celery_request.let_go),
+            request_id=celery_request.id,
+            **about,
+        )
 
     def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
         waited = 0.0 if job.enqueued_at is None else time.time() - job.enqueued_at

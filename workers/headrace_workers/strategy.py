@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 from celery.exceptions import InvalidTaskError
 from celery.worker.strategy import default as default_strategy
 from kombu.exceptions import OperationalError
@@ -62,7 +63,8 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
 
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
         try:
-            return handler(message, body, ack, reject, callbacks, **rest)
+            with structlog.contextvars.bound_contextvars(**_about(message)):
+                return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back
         except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
@@ -73,3 +75,9 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             raise InvalidTaskError(f"malformed message: {type(error).__name__}") from None
 
     return handle
+
+
+def _about(message: Any) -> dict[str, str]:
+    """Fields for everything that is logged while the message is taken in, by Celery, too."""
+    request_id = message.headers.get("id")
+    return {"request_id": request_id} if isinstance(request_id, str) else {}

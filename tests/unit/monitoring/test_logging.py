@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from celery.concurrency.base import BasePool
 from celery.worker.consumer import consumer
 
 from headrace_monitoring.errors import LogLevelError
-from headrace_monitoring.logging import PRIVATE_KEYS, configure_logging
+from headrace_monitoring.logging import PRIVATE_KEYS, configure_logging, process_fields, set_level
 
 SECRET = "the butler did it"
 
@@ -166,3 +167,29 @@ def test_a_terminal_gets_readable_lines_and_anything_else_json() -> None:
 def test_an_unknown_level_is_refused_by_name() -> None:
     with pytest.raises(LogLevelError, match="unknown log level 'loud'; use one of DEBUG, INFO"):
         configure_logging("loud")
+
+
+def test_the_level_changes_while_the_process_runs(lines: Lines) -> None:
+    log = logging.getLogger("anything")
+    assert set_level("warning") == "DEBUG"
+    log.info("not shown")
+    structlog.get_logger("ours").info("not shown")
+    assert set_level("INFO") == "WARNING"
+    log.info("shown")
+    assert [line["event"] for line in lines()] == ["shown"]
+    for level in ("loud", None, 10):
+        with pytest.raises(LogLevelError):
+            set_level(level)  # type: ignore[arg-type]
+
+
+def test_fields_of_the_process_are_on_every_line_of_every_thread(lines: Lines) -> None:
+    process_fields.set(worker="w1")
+    try:
+        threads = [threading.Thread(target=structlog.get_logger("ours").info, args=("from a thread",))]
+        threads.append(threading.Thread(target=logging.getLogger("theirs").info, args=("from another",)))
+        for thread in threads:
+            thread.start()
+            thread.join()
+    finally:
+        process_fields.set()
+    assert [line["worker"] for line in lines()] == ["w1", "w1"]

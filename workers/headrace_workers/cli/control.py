@@ -1,15 +1,18 @@
 """`headrace control`: look at running workers, and pause, resume or drain them."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import click
 
 from headrace_broker.app import make_app
 from headrace_broker.settings import BrokerSettings
+from headrace_monitoring.logging import LEVELS
 from headrace_workers.cli import options
 
-_COMMANDS = {"stats": "engine_stats", "pause": "pause", "resume": "resume", "drain": "drain"}
+_COMMANDS = {"stats": "engine_stats", "pause": "pause", "resume": "resume", "drain": "drain", "log-level": "log_level"}
 
 
 @click.command()
@@ -18,11 +21,18 @@ _COMMANDS = {"stats": "engine_stats", "pause": "pause", "resume": "resume", "dra
 @click.option(
     "--grace-seconds", type=click.FloatRange(min=0), metavar="S", help="With drain: hand back the rest after it."
 )
+@click.option("--level", type=click.Choice(LEVELS, case_sensitive=False), help="With log-level: the new one.")
 @click.option("--timeout", type=float, default=2.0, show_default=True, metavar="S", help="How long answers may take.")
 @options.redis_url
 @options.as_json
 def control(
-    command: str, workers: tuple[str, ...], grace_seconds: float | None, timeout: float, redis_url: str, as_json: bool
+    command: str,
+    workers: tuple[str, ...],
+    grace_seconds: float | None,
+    level: str | None,
+    timeout: float,
+    redis_url: str,
+    as_json: bool,
 ) -> None:
     """Tell all running workers, or those named, to do COMMAND, and print what each answers.
 
@@ -31,12 +41,17 @@ def control(
     pause   take no more requests; those that run go on
     resume  take requests again
     drain   take no more requests, and end when those that run have ended
+    log-level  change the level of the log, until the worker ends
 
     Exit code 1 when no worker answers, or one refuses.
     """
     if grace_seconds is not None and command != "drain":
         raise click.UsageError("--grace-seconds goes with drain")
-    answers = ask_workers(redis_url, command, workers, timeout, grace_seconds)
+    if (level is None) is (command == "log-level"):
+        raise click.UsageError("--level goes with log-level, and log-level needs it")
+    arguments = {"grace_seconds": grace_seconds, "level": level}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    answers = ask_workers(redis_url, command, workers, timeout, given)
     if as_json:
         click.echo(json.dumps(answers))
     else:
@@ -49,14 +64,18 @@ def control(
 
 
 def ask_workers(
-    redis_url: str, command: str, workers: tuple[str, ...], timeout: float, grace_seconds: float | None = None
+    redis_url: str,
+    command: str,
+    workers: tuple[str, ...],
+    timeout: float,
+    arguments: Mapping[str, float | str] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
     """The answers by worker's name."""
     app = make_app(BrokerSettings(redis_url=redis_url))
     try:
         replies = app.control.broadcast(
             _COMMANDS[command],
-            arguments={} if grace_seconds is None else {"grace_seconds": grace_seconds},
+            arguments=dict(arguments),
             destination=list(workers) or None,
             reply=True,
             timeout=timeout,

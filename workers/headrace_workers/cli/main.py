@@ -10,6 +10,7 @@ _COMMANDS = {
     "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
+    "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
     "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
     "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),

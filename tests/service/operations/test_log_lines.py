@@ -1,0 +1,59 @@
+"""The log of a real worker: its level changes while it runs, and its lines say whom they are about."""
+
+import uuid
+from collections.abc import Callable
+
+from click.testing import CliRunner, Result
+
+from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_workers.cli.control import control
+from service.workers.conftest import make_service, model_folder
+from service.workers.service import Service
+
+__all__ = ["make_service", "model_folder"]
+
+
+def set_level(service: Service, level: str) -> Result:
+    return CliRunner().invoke(control, ["log-level", "--level", level, "--redis-url", service.server.url])
+
+
+def test_level_and_fields(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    worker = service.start_worker().wait_ready()
+    assert "log level WARNING, was INFO" in set_level(service, "WARNING").output
+
+    resumed = uuid.uuid4().hex  # a request that another worker began
+    writer = StreamWriter(service.client, 60)
+    attempt = writer.claim(resumed, "a worker that died").attempt
+    writer.publish([StreamWrite.chunk(resumed, attempt, 1, index=0, token_ids=[5], text="a")])
+
+    def send(request_id: str) -> None:
+        params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
+        service.send({"prompt": "Zanzibar", "sampling_params": params}, task_id=request_id)
+        service.wait_ended([request_id])
+        service.wait_settled()
+
+    def lines(request_id: str) -> list[dict[str, object]]:
+        return [line for line in worker.log_lines() if request_id in str(line)]
+
+    quiet = uuid.uuid4().hex
+    send(quiet)
+    assert lines(quiet) == []
+
+    changed = set_level(service, "debug")
+    assert changed.exit_code == 0, changed.output
+    assert "log level DEBUG, was WARNING" in changed.output
+    send(resumed)
+    about = lines(resumed)
+    assert about, worker.log_text()[-2000:]
+    for line in about:
+        assert line["request_id"] == resumed, line
+        assert str(line["worker"]).startswith("headrace-tiny-"), line
+    continued = [line for line in about if line["event"] == "request continues"]
+    assert [line["attempt"] for line in continued] == [2]
+    assert "Zanzibar" not in worker.log_text()
+
+    set_level(service, "WARNING")
+    quiet_again = uuid.uuid4().hex
+    send(quiet_again)
+    assert [line for line in lines(quiet_again) if line.get("logger", "").startswith("headrace")] == []

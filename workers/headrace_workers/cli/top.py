@@ -1,0 +1,111 @@
+"""`headrace top`: the service live in the terminal."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from headrace_broker.app import make_app
+from headrace_broker.connections import REDIS_ERRORS, connect
+from headrace_broker.errors import QueueUnavailableError
+from headrace_broker.settings import BrokerSettings
+from headrace_workers.cli import options
+from headrace_workers.top import Watcher, report
+
+_DASH = "–"  # noqa: RUF001  # the dash of tables: there is no such number
+
+
+@click.command()
+@options.redis_url
+@click.option(
+    "--interval", type=click.FloatRange(0.2, 60), default=2.0, show_default=True, metavar="S", help="Between two looks."
+)
+@click.option("--once", is_flag=True, help="Print one table and end.")
+@options.as_json
+def top(redis_url: str, interval: float, once: bool, as_json: bool) -> None:
+    """Show queues, workers, slots, tokens a second, time to first token, KV use and the slowest requests, live.
+
+    It looks at Redis and asks the workers by Celery's remote control. --json prints one report, with the rates of one
+    interval, and ends. Ctrl-C ends it.
+    """
+    settings = BrokerSettings(redis_url=redis_url)
+    app = make_app(settings)
+    try:
+        with connect(settings.redis_url) as client:
+            _watch(Watcher(client, app), interval, once=once, as_json=as_json)
+    except REDIS_ERRORS as error:
+        raise QueueUnavailableError(settings.safe_url, "look at the service", error) from error
+    except KeyboardInterrupt:
+        return
+    finally:
+        app.close()
+
+
+def _watch(watcher: Watcher, interval: float, *, once: bool, as_json: bool) -> None:
+    before = watcher.look()
+    time.sleep(interval)
+    if as_json or once:
+        found = report(watcher.look(), before)
+        if as_json:
+            click.echo(json.dumps(found))
+        else:
+            Console().print(draw(found))
+        return
+    with Live(draw(report(before, None)), auto_refresh=False, screen=True) as live:
+        while True:
+            sample = watcher.look()
+            live.update(draw(report(sample, before)), refresh=True)
+            before = sample
+            time.sleep(interval)
+
+
+def draw(found: Mapping[str, Any]) -> Group:
+    """The report as tables."""
+    queues = _table("Queues", "model", "ready", "in hands", "run out", "dead", "oldest")
+    for queue in found["queues"]:
+        counts = (str(queue[name]) for name in ("ready", "leased", "run_out", "dead"))
+        queues.add_row(Text(queue["model"]), *counts, _seconds(queue["oldest_age_seconds"]))
+    workers = _table("Workers", "worker", "model", "state", "slots", "running", "waiting", "KV", "tokens/s", "TTFT")
+    for worker in found["workers"]:
+        rate = worker["tokens_per_second"]
+        workers.add_row(
+            Text(worker["name"]),
+            Text(worker["model"]),
+            Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
+            f"{worker['slots_used']}/{worker['slots']}",
+            str(worker["running"]),
+            str(worker["waiting"]),
+            f"{worker['kv_cache_usage_ratio']:.0%}",
+            _DASH if rate is None else f"{rate:.1f}",
+            _seconds(worker["mean_time_to_first_token_seconds"]),
+        )
+    slowest = _table("Slowest requests", "request", "worker", "attempt", "tokens", "here for")
+    for request in found["slowest_requests"]:
+        slowest.add_row(
+            Text(request["request_id"]),
+            Text(request["worker"]),
+            str(request["attempt"]),
+            str(request["tokens"]),
+            _seconds(request["seconds"]),
+        )
+    return Group(queues, workers if found["workers"] else Text("No worker answers.", style="bold red"), slowest)
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", expand=True)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("worker", "model", "state") else "right")
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return _DASH
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"

@@ -33,7 +33,7 @@ def contents(logs: dict[str, StreamLog]) -> list[object]:
 
 def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(make_service: Callable[..., Service]) -> None:
     service = make_service()
-    worker = service.start_worker(stall_seconds=2).wait_ready()
+    worker = service.start_worker(stall_seconds=5).wait_ready()
     expected = [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(3)]
     undisturbed = contents(service.wait_ended([handle.id for handle in expected]))
     handles = [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(3)]

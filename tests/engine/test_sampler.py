@@ -175,6 +175,13 @@ def test_a_temperature_beyond_float32_is_uniform_and_still_suppresses() -> None:
     assert set(tokens_at(logits, row(temperature=1e300, suppressed=[0]), GRID)) == {1, 2}
 
 
+@pytest.mark.parametrize("penalty", [1e300, 1e-300])
+def test_a_repetition_penalty_beyond_float32_still_draws_what_may_be_drawn(penalty: float) -> None:
+    logits = [3.0, 0.0, -2.0, -1.0]
+    seen = row(repetition_penalty=penalty, prompt=[0, 1, 2, 3], suppressed=[0])
+    assert set(tokens_at(logits, seen, GRID)) == ({1} if penalty > 1 else {1, 2, 3})
+
+
 def test_logits_are_not_changed() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     before = logits.clone()

@@ -20,7 +20,7 @@ NO_TOKEN = -1
 # Most rows that use top-p keep far fewer tokens than this; a row that keeps more is sorted in full.
 _PARTIAL_SORT = 1024
 _LARGEST = torch.finfo(torch.float32).max
-# A logits processor may say "this one" with infinity, of which softmax would make no number.
+# A logits processor may say "this one" with infinity, and so may an absurd penalty: softmax would make no number of it.
 _LARGEST_LOGIT = 1e30
 # Prompt log-probabilities are made for so many tokens at a time, as each needs a few rows of the vocabulary's size.
 _LOGPROB_ROWS = 64
@@ -137,7 +137,9 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.cat([torch.tensor(row.prompt_token_ids, dtype=torch.long), output]).unique()  # type: ignore[no-untyped-call]
         scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+        penalty = min(max(params.repetition_penalty, 1 / _LARGEST), _LARGEST)
+        penalised = torch.where(scores > 0, scores / penalty, scores * penalty).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+        logits[seen] = penalised.masked_fill(scores == float("-inf"), float("-inf"))
     if len(output) and (params.frequency_penalty or params.presence_penalty):
         used, counts = output.unique(return_counts=True)  # type: ignore[no-untyped-call]
         logits[used] -= counts * params.frequency_penalty + params.presence_penalty

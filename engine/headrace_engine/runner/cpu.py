@@ -35,7 +35,8 @@ class CPURunner:
 
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
-        self._model = PagedModel(self._config.model, self._config.cache.block_size)
+        lora = self._config.lora is not None  # adapters change the layers' own modules
+        self._model = PagedModel(self._config.model, self._config.cache.block_size, fuse_layers=not lora)
         if self._config.lora is not None:
             self._lora = self._model.enable_lora(self._config.lora.max_lora_rank)
         info = self._model.info

@@ -16,6 +16,7 @@ from headrace_engine.runner.attention.backend import AttentionBackend, Attention
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.runner.fused.fusion import fuse_decoder_layers
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.probe import ModelLayout
 
@@ -23,12 +24,15 @@ from headrace_engine.runner.probe import ModelLayout
 class PagedModel:
     """Loads the model in float32 or bfloat16 on the CPU; K/V memory is taken by `allocate`.
 
+    Args:
+        fuse_layers: merge the projections of layers of the common kind; their own modules are then called no more.
+
     Raises:
         ModelLoadError: the model cannot be loaded.
         ConfigError: an option does not fit the model.
     """
 
-    def __init__(self, config: ModelConfig, block_size: int) -> None:
+    def __init__(self, config: ModelConfig, block_size: int, *, fuse_layers: bool = True) -> None:
         hf_config = models.load_config(config)
         dtype = models.resolve_dtype(config, hf_config)
         max_model_len = models.resolve_max_model_len(config, hf_config)
@@ -56,6 +60,8 @@ class PagedModel:
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
         packs = packed_linear.supports(dtype)
+        fuses = packs and fuse_layers
+        self.num_fused = fuse_decoder_layers(self._model, max_model_len, read_weights) if fuses else 0
         self.num_packed = packed_linear.pack_linear_layers(self._model, read_weights) if packs else 0
         self._lora: LoRALayers | None = None
 

@@ -1,30 +1,18 @@
 """Paged attention by the compiled kernel `paged_attention.c`, called through ctypes.
 
-The kernel is compiled once a machine with the C compiler at hand and kept in the user's cache, keyed by source,
-compiler and processor. Where it cannot be built or does not fit the model, `unsupported_reason` says why.
+Where the kernel cannot be built or does not fit the model, `unsupported_reason` says why.
 """
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from importlib.resources import files
-from pathlib import Path
 
 import torch
 
+from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
-
-logger = logging.getLogger(__name__)
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _LANES = 16
-_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -185,47 +173,9 @@ def _padded(v_dim: int) -> int:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The compiled kernel. Raises OSError, whose message says what is missing."""
-    # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
-    # one thread pool and not two that fight for the cores.
-    library = ctypes.CDLL(str(_build()))
+    library = native_library.load("headrace_engine.runner.attention", "paged_attention.c")
     library.headrace_attention.argtypes = (ctypes.POINTER(_AttentionArgs),)
     library.headrace_attention.restype = ctypes.c_int
     library.headrace_write_kv.argtypes = (ctypes.POINTER(_WriteArgs),)
     library.headrace_write_kv.restype = None
     return library
-
-
-def _build() -> Path:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise OSError("no C compiler was found (tried $CC, then cc)")
-    source = files("headrace_engine.runner.attention").joinpath("paged_attention.c").read_text()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    identity = "\n".join([source, version, " ".join(_FLAGS), platform.machine(), _processor_flags()])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "kernels"
-    target = cache / f"paged_attention-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        built = Path(folder) / target.name
-        done = subprocess.run(
-            [compiler, *_FLAGS, "-x", "c", "-", "-o", str(built), "-lm"],
-            input=source,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise OSError(f"{compiler} cannot build the attention kernel: {done.stderr.strip()[:500]}")
-        built.replace(target)  # atomic: a second process building at the same time loses nothing
-    logger.info("built the attention kernel into %s", target)
-    return target
-
-
-def _processor_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

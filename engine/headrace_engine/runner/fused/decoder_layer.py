@@ -1,0 +1,185 @@
+"""`FusedDecoderLayer`: a pre-norm decoder layer of the Llama kind, with merged projections and fused passes.
+
+    norm -> [q|k|v] -> (head norms) rope -> paged attention -> o, added -> norm -> [gate|up] -> silu * -> down, added
+
+The parts are those of the transformers layer that it replaces; whether it computes the same is not assumed here but
+measured, in `fusion.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace_engine.runner.fused.elementwise import MOST_FEATURES, MOST_HEAD_DIM, add_rms_norm, norm_rope, silu_mul
+from headrace_engine.runner.packed_linear import PackedLinear
+
+Attend = Callable[..., tuple[torch.Tensor, Any]]
+"""transformers' attention function: (module, query, key, value, mask, **options)."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    q_heads: int
+    k_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root-mean-square norm's parameters."""
+
+    weight: torch.Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> "Norm | None":
+        """Those of a module that may be such a norm; None where it cannot be."""
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if weight is None or eps is None or weight.dim() != 1 or getattr(module, "bias", None) is not None:
+            return None
+        return cls(weight.detach(), float(eps))
+
+
+class FusedDecoderLayer(nn.Module):
+    """Args:
+    layer: a layer that `unsupported_reason` has nothing against; keeps its modules until `strip` takes them.
+    options: what the layer passes to its attention function.
+    with_rope: whether it turns queries and keys.
+    with_gate: whether its MLP is a gated SiLU, to be fused; otherwise the layer's own module is called.
+    """
+
+    attend: Attend
+
+    def __init__(self, layer: nn.Module, options: dict[str, Any], *, with_rope: bool, with_gate: bool) -> None:
+        super().__init__()
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self._attention = attention
+        self._options = options
+        self._with_rope = with_rope
+        self._shape = attention_shape(attention)
+        self._qkv = _merged(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._o = _merged(attention.o_proj)
+        self._input_norm = Norm.of(layer.input_layernorm)
+        self._output_norm = Norm.of(layer.post_attention_layernorm)
+        self._q_norm = Norm.of(getattr(attention, "q_norm", None))
+        self._k_norm = Norm.of(getattr(attention, "k_norm", None))
+        self._mlp = None if with_gate else mlp
+        if with_gate:
+            self._gate_up = _merged(mlp.gate_proj, mlp.up_proj)
+            self._down = _merged(mlp.down_proj)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *_: Any,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """[1, tokens, hidden] -> the same shape, in place."""
+        hidden = hidden_states[0]
+        assert self._input_norm is not None
+        assert self._output_norm is not None
+        normed = add_rms_norm(hidden, None, self._input_norm.weight, self._input_norm.eps)
+        delta = self.attention_block(normed, position_embeddings)
+        normed = add_rms_norm(hidden, delta, self._output_norm.weight, self._output_norm.eps)
+        hidden += self._mlp_block(normed)
+        return hidden_states
+
+    def attention_block(
+        self, normed: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """[tokens, hidden] -> what attention adds to the residual stream."""
+        shape = self._shape
+        qkv = self._qkv(normed)
+        cosine, sine = position_embeddings if self._with_rope and position_embeddings is not None else (None, None)
+        q_norm, k_norm = self._q_norm, self._k_norm
+        if cosine is not None or q_norm is not None:
+            norm_rope(
+                qkv,
+                shape.q_heads,
+                shape.k_heads,
+                shape.head_dim,
+                q_weight=None if q_norm is None else q_norm.weight,
+                k_weight=None if k_norm is None else k_norm.weight,
+                eps=0.0 if q_norm is None else q_norm.eps,
+                cosine=None if cosine is None else cosine[0],
+                sine=None if sine is None else sine[0],
+            )
+        heads = qkv.view(1, qkv.shape[0], -1, shape.head_dim).transpose(1, 2)
+        query, key, value = heads.split([shape.q_heads, shape.k_heads, shape.k_heads], dim=1)
+        mixed, _ = self.attend(self._attention, query, key, value, None, **self._options)
+        out: torch.Tensor = self._o(mixed.reshape(normed.shape[0], -1))
+        return out
+
+    def _mlp_block(self, normed: torch.Tensor) -> torch.Tensor:
+        if self._mlp is not None:
+            found = self._mlp(normed[None])
+            own: torch.Tensor = found[0] if isinstance(found, tuple) else found  # experts give their router's view, too
+            return own.view(normed.shape)
+        out: torch.Tensor = self._down(silu_mul(self._gate_up(normed)))
+        return out
+
+    def strip(self) -> None:
+        """Give up the weights that are held merged now."""
+        for name in PROJECTIONS:
+            delattr(self._attention, name)
+
+
+def attention_shape(attention: Any) -> AttentionShape:
+    head_dim: int = attention.head_dim
+    return AttentionShape(
+        attention.q_proj.out_features // head_dim, attention.k_proj.out_features // head_dim, head_dim
+    )
+
+
+def unsupported_reason(layer: nn.Module) -> str | None:
+    """What keeps a layer from being even tried; None when nothing does."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    if attention is None or mlp is None:
+        return "it has no self_attn and mlp"
+    if any(type(getattr(attention, name, None)) is not nn.Linear for name in PROJECTIONS):
+        return "its attention has other projections than q, k, v and o"
+    if not isinstance(getattr(attention, "head_dim", None), int) or attention.head_dim > MOST_HEAD_DIM:
+        return "its head size is unknown or too large"
+    sizes = [getattr(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
+    if sizes[1] != sizes[2] or any(size % attention.head_dim for size in sizes):
+        return "its keys and values are of different sizes"
+    if any(Norm.of(getattr(layer, name, None)) is None for name in ("input_layernorm", "post_attention_layernorm")):
+        return "it is not normalised before attention and before the MLP"
+    own = {name for name, _ in layer.named_children()}
+    if own != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return f"it has other parts: {', '.join(sorted(own))}"
+    known = {*PROJECTIONS, "q_norm", "k_norm"}
+    if {name for name, _ in attention.named_children()} - known:
+        return "its attention has other parts than projections and head norms"
+    if attention.q_proj.in_features > MOST_FEATURES:
+        return "its hidden size is too large"
+    return None
+
+
+def is_gated(mlp: nn.Module) -> bool:
+    """Whether an MLP has the parts of a gated one; what its activation is, a comparison must tell."""
+    parts = {name for name, child in mlp.named_children() if type(child) is nn.Linear}
+    return parts == set(_GATED)
+
+
+def _merged(*linears: nn.Linear) -> PackedLinear:
+    """One layer whose output is those of all, side by side."""
+    if len(linears) == 1:
+        return PackedLinear(linears[0].weight, linears[0].bias)
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        bias = None
+    else:
+        bias = torch.cat(
+            [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        )
+    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias)

@@ -1,0 +1,146 @@
+/* What stands between the matrix products of a decoder layer, one pass over memory each.
+ *
+ * Sums and products are made in float32 whatever the type of the data, and rounded once. Loops are plain C that GCC and
+ * Clang turn into vectors of whatever width the processor has. Rows are shared among threads only where there is
+ * enough work to pay for waking them.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+#define MOST_DIM 32768           /* elements of a row; the scratch row lives on the stack */
+#define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */
+
+static inline float from_bits(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest, ties to even */
+    return (uint16_t)((value != value ? 0x7fc00000u : rounded) >> 16);
+}
+
+static inline void load(float *restrict to, const void *from, int64_t at, int n, int dtype) {
+    if (dtype == FLOAT32) memcpy(to, (const float *)from + at, sizeof(float) * n);
+    else {
+        const uint16_t *restrict source = (const uint16_t *)from + at;
+        for (int i = 0; i < n; i++) to[i] = from_bits(source[i]);
+    }
+}
+
+static inline void store(void *to, int64_t at, const float *restrict from, int n, int dtype) {
+    if (dtype == FLOAT32) memcpy((float *)to + at, from, sizeof(float) * n);
+    else {
+        uint16_t *restrict target = (uint16_t *)to + at;
+        for (int i = 0; i < n; i++) target[i] = to_bits(from[i]);
+    }
+}
+
+static inline float inverse_rms(const float *restrict row, int n, float eps) {
+    float sums[16] = {0};
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int lane = 0; lane < 16; lane++) sums[lane] += row[i + lane] * row[i + lane];
+    float sum = 0;
+    for (; i < n; i++) sum += row[i] * row[i];
+    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
+    return 1.0f / sqrtf(sum / n + eps);
+}
+
+/* exp(x) for x <= 0 by range reduction and a degree-6 polynomial; relative error about 2e-7, 0 below -87. */
+static inline float exp_negative(float x) {
+    float clipped = x < -87.0f ? -87.0f : x;
+    float n = (clipped * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
+    float r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = r * 1.3888888888e-3f + 8.3333333333e-3f;
+    p = p * r + 4.1666666666e-2f;
+    p = p * r + 1.6666666666e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+static inline float silu(float x) {
+    float e = exp_negative(x < 0 ? x : -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
+    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+/* out = rms_norm(hidden) * weight, for [rows][dim]. Where delta is given, hidden += delta comes first. */
+void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
+                           const void *weight, float eps, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[MOST_DIM], w[MOST_DIM];
+        load(x, hidden, row * dim, dim, dtype);
+        if (delta) {
+            load(w, delta, row * dim, dim, dtype);
+            for (int i = 0; i < dim; i++) x[i] += w[i];
+            store(hidden, row * dim, x, dim, dtype);
+        }
+        float scale = inverse_rms(x, dim, eps);
+        load(w, weight, 0, dim, dtype);
+        for (int i = 0; i < dim; i++) x[i] *= scale * w[i];
+        store(out, row * dim, x, dim, dtype);
+    }
+}
+
+/* In place on the queries and keys of [tokens][token_stride]: the first q_heads and the k_heads behind them.
+ * Each head is normalised first where norm weights are given, and then its first rotary_dim elements are turned.
+ * cosine and sine are [tokens][rotary_dim], or NULL where positions are not encoded. */
+void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads,
+                        int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
+                        float eps, const void *cosine, const void *sine) {
+    int half = rotary_dim / 2;
+#pragma omp parallel for num_threads(threads) if (tokens * (q_heads + k_heads) * head_dim >= PARALLEL_ELEMENTS)
+    for (int64_t token = 0; token < tokens; token++) {
+        float c[1024], s[1024], x[1024], w[1024], turned[1024];
+        if (cosine) {
+            load(c, cosine, token * rotary_dim, rotary_dim, dtype);
+            load(s, sine, token * rotary_dim, rotary_dim, dtype);
+        }
+        for (int head = 0; head < q_heads + k_heads; head++) {
+            int64_t at = token * token_stride + (int64_t)head * head_dim;
+            const void *weight = head < q_heads ? q_weight : k_weight;
+            load(x, data, at, head_dim, dtype);
+            if (weight) {
+                float scale = inverse_rms(x, head_dim, eps);
+                load(w, weight, 0, head_dim, dtype);
+                for (int i = 0; i < head_dim; i++) x[i] *= scale * w[i];
+            }
+            if (cosine) {
+                for (int i = 0; i < half; i++) {
+                    turned[i] = x[i] * c[i] - x[i + half] * s[i];
+                    turned[i + half] = x[i + half] * c[i + half] + x[i] * s[i + half];
+                }
+                memcpy(x, turned, sizeof(float) * rotary_dim);
+            }
+            store(data, at, x, head_dim, dtype);
+        }
+    }
+}
+
+/* out[rows][dim] = silu(gate) * up, for [rows][gate: dim | up: dim]. */
+void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void *gate_up, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float gate[256], up[256];
+        for (int start = 0; start < dim; start += 256) {
+            int n = dim - start < 256 ? dim - start : 256;
+            load(gate, gate_up, row * 2 * dim + start, n, dtype);
+            load(up, gate_up, row * 2 * dim + dim + start, n, dtype);
+            for (int i = 0; i < n; i++) gate[i] = silu(gate[i]) * up[i];
+            store(out, row * dim + start, gate, n, dtype);
+        }
+    }
+}

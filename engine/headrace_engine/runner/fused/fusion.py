@@ -1,0 +1,194 @@
+"""Replacing a model's decoder layers by fused ones, each only after it was seen to compute the same.
+
+Nothing here knows the name of an architecture. A layer with the parts of the common kind is run on a few tokens beside
+its would-be replacement, attention included, and is replaced where the two agree up to rounding.
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from headrace_engine.runner.fused import elementwise
+from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, is_gated, unsupported_reason
+from headrace_engine.runner.memory import release_unused
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 12
+# Relative error of what a layer adds to the residual stream. A part that is missing or other than thought shows as
+# many times as much; rounding in another order does not come near.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04}
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one layer got and gave in the probing run."""
+
+    hidden: torch.Tensor
+    position_embeddings: Any
+    output: torch.Tensor | None = None
+    attention_output: torch.Tensor | None = None
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def fuse_decoder_layers(model: PreTrainedModel, max_model_len: int, keep: Collection[nn.Module] = ()) -> int:
+    """Replace what can be replaced; returns how many layers.
+
+    Args:
+        model: loaded, its linear layers not packed yet, with an attention function of its own name.
+        keep: linear layers whose weights the model's own code reads.
+    """
+    layers = _layer_list(model)
+    if layers is None:
+        return 0
+    candidates = {
+        index: layer
+        for index, layer in enumerate(layers)
+        if unsupported_reason(layer) is None and not any(module in keep for module in layer.modules())
+    }
+    if not candidates:
+        return 0
+    try:
+        elementwise.library()
+    except OSError as error:
+        logger.warning("decoder layers are not fused: %s", error)
+        return 0
+    seen = _probe(model, candidates, max_model_len)
+    name: str = model.config._attn_implementation
+    attend = AttentionInterface._global_mapping[name]
+    tried, count = len(candidates), 0
+    while candidates:
+        index, layer = candidates.popitem()
+        fused = _verified(layer, seen.pop(index, None), model.dtype)
+        if fused is not None:
+            fused.strip()
+            fused.attend = attend
+            layers[index] = fused
+            count += 1
+        del layer
+        release_unused()  # or the original weights would pile up beside the merged ones
+    if count < tried:
+        logger.info("%d of %d decoder layers compute something of their own and stay as they are", tried - count, tried)
+    return count
+
+
+def _layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+    found = getattr(model.get_decoder(), "layers", None)
+    return found if isinstance(found, nn.ModuleList) else None
+
+
+def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_len: int) -> dict[int, _Seen]:
+    """Run the model on a few tokens and note what goes through each candidate.
+
+    Positions reach to the very end of the context: what a layer does there alone must show, too.
+    """
+    seen: dict[int, _Seen] = {}
+    by_attention: dict[nn.Module, int] = {}
+    hooks = []
+
+    def before(index: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            seen[index] = _Seen(hidden.clone(), kwargs.get("position_embeddings"))
+
+        return hook
+
+    def after(index: int) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            seen[index].output = output.clone() if isinstance(output, torch.Tensor) else None
+
+        return hook
+
+    def after_attention(index: int) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            seen[index].attention_output = output[0].clone()
+
+        return hook
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+        if module in by_attention:
+            seen[by_attention[module]].options.append(options)
+        return _plain_attention(module, query, key, value, mask, **options)
+
+    for index, layer in candidates.items():
+        attention: Any = layer.self_attn
+        by_attention[attention] = index
+        hooks += [
+            layer.register_forward_pre_hook(before(index), with_kwargs=True),
+            layer.register_forward_hook(after(index)),
+            attention.register_forward_hook(after_attention(index)),
+        ]
+    name: str = model.config._attn_implementation
+    own = AttentionInterface._global_mapping[name]
+    AttentionInterface.register(name, attend)
+    try:
+        vocab_size: int = model.config.get_text_config().vocab_size
+        token_ids = torch.arange(_PROBE_TOKENS)[None] * 7919 % vocab_size
+        position_ids = torch.linspace(0, max_model_len - 1, _PROBE_TOKENS).long()[None]
+        model(input_ids=token_ids, position_ids=position_ids, use_cache=False)
+    finally:
+        AttentionInterface.register(name, own)
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _plain_attention(
+    _module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: Any = None,
+    *,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over one sequence; windows and caps are the backend's, and the same for both layers."""
+    mixed = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype) -> FusedDecoderLayer | None:
+    """The first way to fuse the layer that computes what it computes."""
+    if seen is None or seen.output is None or seen.attention_output is None or len(seen.options) != 1:
+        return None
+    gated = is_gated(getattr(layer, "mlp"))  # noqa: B009  # nn.Module's attributes have no type
+    for with_rope in (True, False) if seen.position_embeddings is not None else (False,):
+        fused = FusedDecoderLayer(layer, _constant(seen.options[0]), with_rope=with_rope, with_gate=gated)
+        fused.attend = _plain_attention
+        try:
+            if _computes_the_same(fused, layer, seen, dtype):
+                return fused
+        except (RuntimeError, TypeError, ValueError) as error:  # its parts do not fit together in this way
+            logger.debug("a decoder layer cannot be fused: %s", error)
+    return None
+
+
+def _computes_the_same(fused: FusedDecoderLayer, layer: nn.Module, seen: _Seen, dtype: torch.dtype) -> bool:
+    assert seen.output is not None
+    assert seen.attention_output is not None
+    normed = getattr(layer, "input_layernorm")(seen.hidden)[0]  # noqa: B009
+    added = fused.attention_block(normed.contiguous(), seen.position_embeddings)
+    output = fused(seen.hidden.clone(), position_embeddings=seen.position_embeddings)
+    return not (
+        _differs(added, seen.attention_output.reshape(added.shape), dtype)
+        or _differs(output - seen.hidden, seen.output - seen.hidden, dtype)
+    )
+
+
+def _constant(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that do not belong to one step."""
+    return {name: value for name, value in options.items() if name not in ("position_ids", "cache_position", "dropout")}
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    error = (one.float() - other.float()).norm() / other.float().norm()
+    return not bool(error < _TOLERANCE[dtype])  # also where it is not a number

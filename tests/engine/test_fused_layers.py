@@ -1,0 +1,174 @@
+"""Fused decoder layers: the passes are right, and a layer is replaced exactly where it computes the common thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.model_families import MAX_POSITIONS
+from engine.tiny_models import TinyModel
+from headrace_engine.config import EngineArgs
+from headrace_engine.runner.fused import elementwise, fusion
+from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
+from headrace_engine.runner.paged_model import PagedModel
+
+pytestmark = pytest.mark.torch
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+rows = pytest.mark.parametrize("rows", [1, 3, 64, 700])
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Equal up to one rounding of the data's own type."""
+    torch.testing.assert_close(
+        one.float(), other.float(), rtol=1e-2 if one.dtype is torch.bfloat16 else 2e-6, atol=1e-5
+    )
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+@dtypes
+@rows
+@pytest.mark.parametrize("features", [8, 24, 576])
+def test_norm_after_addition(dtype: torch.dtype, rows: int, features: int) -> None:
+    hidden, delta = random(rows, features, dtype=dtype), random(rows, features, dtype=dtype) * 2
+    weight = random(features, dtype=dtype)
+    summed = (hidden.float() + delta.float()).to(dtype)
+    close(elementwise.add_rms_norm(hidden.clone(), None, weight, 1e-5), normed(hidden, weight, 1e-5).to(dtype))
+    out = elementwise.add_rms_norm(hidden, delta, weight, 1e-5)
+    assert torch.equal(hidden, summed)
+    close(out, normed(hidden.float() if dtype is torch.float32 else summed, weight, 1e-5).to(dtype))
+
+
+@dtypes
+@rows
+def test_gated_silu(dtype: torch.dtype, rows: int) -> None:
+    gate_up = random(rows, 2 * 300, dtype=dtype) * 20  # far into both tails, and no multiple of a vector
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    close(elementwise.silu_mul(gate_up), (nn.functional.silu(gate) * up).to(dtype))
+
+
+@dtypes
+@rows
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("rotary_dim", [0, 8, 16])
+def test_head_norms_and_rotation_touch_queries_and_keys_alone(
+    dtype: torch.dtype, rows: int, with_norm: bool, rotary_dim: int
+) -> None:
+    qkv = random(rows, (4 + 2 + 2) * 16, dtype=dtype)
+    weights = [random(16, dtype=dtype) + 1 for _ in range(2)] if with_norm else [None, None]
+    angles = random(rows, rotary_dim // 2, dtype=torch.float32).repeat(1, 2)
+    cosine, sine = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary_dim else (None, None)
+    heads = qkv.float().view(rows, 8, 16).clone()
+    for part, weight in zip((heads[:, :4], heads[:, 4:6]), weights, strict=True):
+        if weight is not None:
+            part.copy_(normed(part, weight, 1e-6))
+        if cosine is not None and sine is not None:
+            half = rotary_dim // 2
+            first, second = part[..., :half].clone(), part[..., half:rotary_dim].clone()
+            c, s = cosine.float()[:, None, :half], sine.float()[:, None, :half]
+            part[..., :half] = first * c - second * s
+            part[..., half:rotary_dim] = second * c + first * s
+    elementwise.norm_rope(qkv, 4, 2, 16, q_weight=weights[0], k_weight=weights[1], eps=1e-6, cosine=cosine, sine=sine)
+    close(qkv, heads.view(rows, -1).to(dtype))
+
+
+def test_a_value_that_is_no_number_stays_in_its_row() -> None:
+    hidden = random(4, 32, dtype=torch.bfloat16)
+    hidden[1, 3] = float("nan")
+    out = elementwise.add_rms_norm(hidden, None, torch.ones(32, dtype=torch.bfloat16), 1e-5)
+    assert out.isnan().any(dim=-1).tolist() == [False, True, False, False]
+
+
+def load(model: TinyModel, dtype: str) -> PagedModel:
+    return PagedModel(EngineArgs(model=model.folder, dtype=dtype).create_engine_config().model, 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("llama", True), ("mistral", True), ("qwen2", True), ("qwen3", True), ("gemma2", False), ("gpt2", False)],
+)
+def test_layers_of_the_common_kind_are_fused_and_others_are_left_alone(
+    tiny_model: Callable[[str], TinyModel], name: str, fused: bool, dtype: str
+) -> None:
+    model = load(tiny_model(name), dtype)
+    assert model.num_fused == (3 if fused else 0)
+
+
+# What a layer may do that its parts do not show.
+def scaled_residual(layer: Any) -> None:
+    layer.mlp.down_proj.register_forward_hook(lambda _, __, output: output * 0.22)
+
+
+def other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def scaled_queries(layer: Any) -> None:
+    layer.self_attn.q_proj.register_forward_hook(lambda _, __, output: output * 2.0)
+
+
+def norm_plus_one(layer: Any) -> None:
+    layer.input_layernorm.register_forward_hook(lambda _, args, output: output * 1.5)
+
+
+def scaled_far_away(layer: Any) -> None:
+    attention = layer.self_attn
+    own = type(attention).forward
+
+    def forward(hidden_states: torch.Tensor, position_ids: Any = None, **more: Any) -> Any:
+        far = (position_ids[0, :, None] > MAX_POSITIONS - 10).to(hidden_states.dtype)
+        output, weights = own(attention, hidden_states, position_ids=position_ids, **more)
+        return output * (1 + far), weights
+
+    attention.forward = forward
+
+
+@pytest.mark.parametrize("change", [scaled_residual, other_activation, scaled_queries, norm_plus_one, scaled_far_away])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_layer_that_computes_anything_else_is_not_replaced(
+    llama: TinyModel, change: Callable[[Any], None], dtype: torch.dtype
+) -> None:
+    model = _reload(llama, dtype)
+    change(model.model.layers[1])
+    assert fusion.fuse_decoder_layers(model, MAX_POSITIONS) == 2
+    assert [isinstance(layer, FusedDecoderLayer) for layer in model.model.layers] == [True, False, True]
+
+
+def test_a_layer_without_rotation_is_fused_without_rotation(llama: TinyModel) -> None:
+    model = _reload(llama, torch.float32)
+    attention: Any = model.model.layers[2].self_attn
+    own = type(attention).forward
+
+    def without_positions(hidden_states: torch.Tensor, position_embeddings: Any, **more: Any) -> Any:
+        still = (torch.ones_like(position_embeddings[0]), torch.zeros_like(position_embeddings[1]))
+        return own(attention, hidden_states, still, **more)
+
+    attention.forward = without_positions
+    assert fusion.fuse_decoder_layers(model, MAX_POSITIONS) == 3
+    assert [layer._with_rope for layer in model.model.layers] == [True, True, False]
+
+
+def test_layers_whose_weights_are_read_elsewhere_stay(llama: TinyModel) -> None:
+    model = _reload(llama, torch.float32)
+    assert fusion.fuse_decoder_layers(model, MAX_POSITIONS, keep={model.model.layers[0].mlp.up_proj}) == 2
+
+
+def _reload(tiny: TinyModel, dtype: torch.dtype) -> Any:
+    """The transformers model with an attention function of its own name."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("fusion_test", fusion._plain_attention)
+    return AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=dtype, attn_implementation="fusion_test").eval()

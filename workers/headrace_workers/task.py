@@ -87,6 +87,23 @@ class EngineRequest(Request):
         self.dispatcher.settlement.revoked_in_queue(self, reason, announce)
 
 
+class ResultBackend:
+    """Celery's backend, which stores no failure.
+
+    The task itself cannot fail. Celery takes a result that could not be stored for a failure, and would store that if
+    Redis is back by then; but the message is delivered again, and its result stored.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def mark_as_failure(self, *_: Any, **__: Any) -> None:
+        """Nothing: see above."""
+
+
 class GenerateTask(Task):
     """Runs when the engine is done with the request: Celery then stores the result and fires links and signals."""
 
@@ -98,6 +115,10 @@ class GenerateTask(Task):
     track_started = False
     # Celery would write the beginning of the result, which is somebody's text, into log and events.
     resultrepr_maxsize = 0
+
+    @property
+    def backend(self) -> ResultBackend:
+        return ResultBackend(super().backend)
 
     def run(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         return OUTCOME.get()

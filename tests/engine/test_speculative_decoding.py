@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from engine.test_parity import VOCAB_SIZE, Run, TinyModel, references
@@ -160,6 +162,39 @@ def test_drafts_survive_a_prefix_that_came_from_the_cache(llama: TinyModel) -> N
     assert found.tokens["a"] == found.tokens["b"]
     assert found.accepted >= 0.98 * found.drafted
     assert found.drafted > 20
+
+
+def test_sampled_tokens_follow_the_models_own_distribution(
+    llama: TinyModel, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """Chi-square of the second token of 1,500 requests against transformers' probabilities, under a foreign draft."""
+    prompt, top_k, count = [5, 6, 7], 4, 1500
+    params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=3, ignore_eos=True)
+    requests = [
+        EngineCoreRequest(request_id=str(seed), prompt_token_ids=prompt, sampling_params=params, seed=seed)
+        for seed in range(count)
+    ]
+    drafts = drafted_by(tiny_model("qwen3"))
+    found = Generation(llama, requests, speculative_config=drafts, num_blocks=300, max_num_seqs=256)
+    assert found.drafted > count / 2
+    expected: dict[tuple[int, int], float] = {}
+    for first, probability in _probabilities(llama, prompt, top_k):
+        for second, conditional in _probabilities(llama, [*prompt, first], top_k):
+            expected[first, second] = probability * conditional * count
+    drawn = Counter((tokens[0], tokens[1]) for tokens in found.tokens.values())
+    assert drawn.keys() <= expected.keys()
+    kept = {pair: number for pair, number in expected.items() if number >= 5}
+    rest = count - sum(kept.values())
+    statistic = sum((drawn[pair] - number) ** 2 / number for pair, number in kept.items())
+    statistic += (count - sum(drawn[pair] for pair in kept) - rest) ** 2 / max(rest, 5.0)
+    # Mean and deviation of chi-square with len(kept) degrees of freedom; the seeds are fixed, so this cannot flake.
+    assert statistic < len(kept) + 4 * (2 * len(kept)) ** 0.5
+
+
+@torch.inference_mode()
+def _probabilities(model: TinyModel, tokens: list[int], top_k: int) -> list[tuple[int, float]]:
+    best = model.reference(torch.tensor([tokens])).logits[0, -1].topk(top_k)
+    return list(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
 
 
 def test_the_draft_models_memory_is_counted(llama: TinyModel) -> None:

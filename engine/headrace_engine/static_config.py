@@ -1,11 +1,18 @@
 """Options of devices whose compiler must know every shape beforehand. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-STATIC_DEVICES = ("static-cpu",)
-"""static-cpu: the static step on the CPU, uncompiled, to look for a fault without a device."""
+from headrace_engine.errors import ConfigError
+
+STATIC_DEVICES = ("neuron", "xla", "static-cpu")
+"""neuron: Trainium 2 and later by TorchNeuron. xla: Inferentia 2 and Trainium 1 by PyTorch/XLA. static-cpu: the same
+step on the CPU, uncompiled, to look for a fault without a device."""
+
+CACHE_VARIABLES = {"neuron": "TORCH_NEURONX_NEFF_CACHE_DIR", "xla": "NEURON_COMPILE_CACHE_URL"}
+"""What tells each device's compiler where to keep its graphs; read when torch is imported."""
 
 _BUCKETS = ("prefill_buckets", "decode_buckets", "context_buckets")
 
@@ -20,6 +27,9 @@ class StaticConfig:
     """Requests that get a token in one step; None takes the powers of 2 up to max_num_seqs."""
     context_buckets: list[int] | None = None
     """Tokens that attention reads; None takes 512, 2048, 8192 and max_model_len."""
+    compile_cache_dir: str | None = None
+    """Folder of compiled graphs, one subfolder a rank, so that a second start compiles nothing. None leaves it to the
+    device's own environment variables."""
 
     @classmethod
     def problems(cls, options: Any, device: object) -> Iterator[str]:
@@ -30,8 +40,31 @@ class StaticConfig:
                 continue
             if device not in STATIC_DEVICES:
                 yield f"{name} is set, but only the devices {', '.join(STATIC_DEVICES)} use it"
+            elif name == "compile_cache_dir":
+                if device not in CACHE_VARIABLES:
+                    yield f"compile_cache_dir is set, but device {device} compiles nothing that could be kept"
             elif name in _BUCKETS and not _are_buckets(value):
                 yield f"{name} is {value!r}, must be a list of integers of at least 1 in rising order"
+
+    def prepare_environment(
+        self, device: str, rank: int, environ: MutableMapping[str, str], *, is_torch_imported: bool
+    ) -> None:
+        """Tell the compiler where this rank's graphs are kept.
+
+        Raises:
+            ConfigError: it would not hear of it any more.
+        """
+        if self.compile_cache_dir is None:
+            return
+        name, folder = CACHE_VARIABLES[device], str(Path(self.compile_cache_dir) / f"rank{rank}")
+        if environ.get(name) == folder:
+            return
+        if is_torch_imported:
+            raise ConfigError(
+                f"compile_cache_dir is set, but torch was imported before the engine was made: set {name}={folder} in "
+                "the environment, or run the core in a process of its own"
+            )
+        environ[name] = folder
 
 
 def _are_buckets(value: object) -> bool:

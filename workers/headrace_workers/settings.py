@@ -2,10 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ByteSize, Field, Json, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, Field, Json, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from headrace_broker.errors import SettingsError
 from headrace_broker.settings import BrokerSettings
@@ -15,6 +15,14 @@ from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers import default_model
 from headrace_workers.adapters import Adapters
 from headrace_workers.errors import WorkerSettingsError
+
+
+def _split(value: object) -> object:
+    return [int(part) for part in value.split(",")] if isinstance(value, str) else value
+
+
+Buckets = Annotated[list[int] | None, NoDecode, BeforeValidator(_split)]
+"""Numbers separated by commas."""
 
 
 class WorkerSettings(BaseSettings):
@@ -39,6 +47,11 @@ class WorkerSettings(BaseSettings):
     attention_backend: str = "auto"
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, in bfloat16 too; slower."""
+    prefill_buckets: Buckets = None
+    """This and the next three are for devices with static shapes: see `headrace_engine.static_config`. 128,512"""
+    decode_buckets: Buckets = None
+    context_buckets: Buckets = None
+    compile_cache_dir: str | None = None
     speculative_config: Json[dict[str, Any]] | None = None
     """Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}."""
     logits_processors: str = ""
@@ -129,6 +142,10 @@ class WorkerSettings(BaseSettings):
             kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
             attention_backend=self.attention_backend,
             batch_invariant=self.batch_invariant,
+            prefill_buckets=self.prefill_buckets,
+            decode_buckets=self.decode_buckets,
+            context_buckets=self.context_buckets,
+            compile_cache_dir=self.compile_cache_dir,
             speculative_config=self._speculative_config(),
             logits_processors=load_logits_processors(
                 [path.strip() for path in self.logits_processors.split(",") if path.strip()]

@@ -1,9 +1,11 @@
-"""Chooses the runner for a device."""
+"""Chooses the runner for a device. Imports torch only then, so that a device's environment can be set before."""
+
+import os
+import sys
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.contracts import ModelRunner
-from headrace_engine.runner.cpu import CPURunner
 from headrace_engine.static_config import STATIC_DEVICES
 
 
@@ -15,6 +17,7 @@ def create_runner(config: EngineConfig) -> ModelRunner:
     """
     device = config.model.device
     if device in STATIC_DEVICES:
+        config.static.prepare_environment(device, 0, os.environ, is_torch_imported="torch" in sys.modules)
         from headrace_engine.runner.static.loader import create_static_runner
 
         return create_static_runner(config)
@@ -22,4 +25,6 @@ def create_runner(config: EngineConfig) -> ModelRunner:
         raise ConfigError(
             f"device {device!r} is not supported; allowed are {', '.join(('auto', 'cpu', *STATIC_DEVICES))}"
         )
+    from headrace_engine.runner.cpu import CPURunner
+
     return CPURunner(config)

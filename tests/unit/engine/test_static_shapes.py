@@ -88,10 +88,11 @@ def test_buckets_that_do_not_fit_are_all_named() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"device": "static-cpu", "decode_buckets": [4, 2]}, "decode_buckets is [4, 2], must be a list of integers"),
-        ({"device": "static-cpu", "decode_buckets": []}, "decode_buckets is [], must be a list of integers"),
-        ({"device": "cpu", "prefill_buckets": [4]}, "prefill_buckets is set, but only the devices static-cpu"),
-        ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, static-cpu"),
+        ({"device": "neuron", "decode_buckets": [4, 2]}, "decode_buckets is [4, 2], must be a list of integers"),
+        ({"device": "neuron", "decode_buckets": []}, "decode_buckets is [], must be a list of integers"),
+        ({"device": "cpu", "prefill_buckets": [4]}, "prefill_buckets is set, but only the devices neuron, xla"),
+        ({"device": "static-cpu", "compile_cache_dir": "/x"}, "static-cpu compiles nothing that could be kept"),
+        ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, neuron, xla, static-cpu"),
     ],
 )
 def test_wrong_options_are_refused_where_they_are_given(options: dict[str, Any], sentence: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from headrace_engine.static_config import STATIC_DEVICES
 from headrace_workers import default_model
 
 
@@ -14,7 +15,7 @@ from headrace_workers import default_model
 @click.option("--model", metavar="PATH_OR_NAME", help=f"Model folder, hub name, or {default_model.NAME}.")
 @click.option("--served-model-name", metavar="NAME", help="Name in the queue [default: last part of the model's path].")
 @click.option("--redis-url", metavar="URL", help="redis://host:port/db or rediss://... [default: local Redis].")
-@click.option("--device", type=click.Choice(["auto", "cpu"]), help="Where the model runs.")
+@click.option("--device", type=click.Choice(["auto", "cpu", *STATIC_DEVICES]), help="Where the model runs.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of weights and KV cache.")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
 @click.option("--max-num-batched-tokens", type=int, metavar="N", help="Token budget of a step [default: 2048].")
@@ -36,6 +37,10 @@ from headrace_workers import default_model
 @click.option("--max-loras", type=int, metavar="N", help="Adapters in one batch [default: 4].")
 @click.option("--max-lora-rank", type=int, metavar="N", help="Largest rank of an adapter [default: 16].")
 @click.option("--max-cpu-loras", type=int, metavar="N", help="Adapters in memory [default: all named, or max-loras].")
+@click.option("--prefill-buckets", metavar="N,N", help="Prompt tokens of a step that neuron and xla compile.")
+@click.option("--decode-buckets", metavar="N,N", help="Requests of a step that neuron and xla compile.")
+@click.option("--context-buckets", metavar="N,N", help="Context lengths that neuron and xla compile.")
+@click.option("--compile-cache-dir", metavar="DIR", help="Where neuron and xla keep what they compiled.")
 @click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
 @click.option("--tenants", metavar="A,B", help="Tenants with metrics of their own; all others count together.")

@@ -33,6 +33,9 @@ class Flavour(Protocol):
     def sealed(self) -> AbstractContextManager[object]:
         """Inside, a shape that was not compiled before raises RuntimeError instead of being compiled."""
 
+    def after_warm_up(self) -> None:
+        """Raises ConfigError: something was computed elsewhere than on the device."""
+
     def free_memory(self) -> int | None:
         """Bytes free for K/V memory; None where the device does not tell."""
 
@@ -60,6 +63,9 @@ class EagerCPU:
 
     def sealed(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def after_warm_up(self) -> None:
+        """There is nowhere else to compute."""
 
     def free_memory(self) -> int | None:
         return 1 << 30  # a debugging aid needs no more

@@ -119,6 +119,7 @@ class StaticPagedRunner:
             choice, _ = self._run(empty_inputs(shape))
             self._flavour.to_host(choice)
             logger.info("compiled %d of %d: %s, %.1f s", number, len(shapes), shape, time.perf_counter() - begun)
+        self._flavour.after_warm_up()
         self.warm_up_seconds = time.perf_counter() - started
         logger.info(
             "%d shapes, %d graphs compiled in %.1f s", len(shapes), self._flavour.num_graphs(), self.warm_up_seconds

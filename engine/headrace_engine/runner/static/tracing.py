@@ -89,6 +89,9 @@ class TracingCPU(Compiled):
     def probe(self) -> None:
         """The CPU is always there."""
 
+    def after_warm_up(self) -> None:
+        """There is nowhere else to compute."""
+
     def free_memory(self) -> int | None:
         return 1 << 30
 

@@ -1,0 +1,76 @@
+"""AWS Trainium 2 and later through TorchNeuron: the PyTorch device `neuron` and the Dynamo backend of the same name.
+
+Written from AWS's documentation of SDK 2.33 and never run on hardware; `docs/neuron.md` says what is checked without.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.backends.registry import list_backends
+
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner.static.compiled import Compiled
+
+# What is left of the device's memory after the weights, for K/V; graphs and their scratch memory need the rest.
+_KV_SHARE = 0.7
+
+
+class Neuron(Compiled):
+    """One logical NeuronCore.
+
+    Args:
+        devices: where the driver shows its devices.
+        load: imports a module by name.
+    """
+
+    name = "neuron"
+    backend = "neuron"
+    device = torch.device("cpu")  # until `probe` has found the real one
+
+    def __init__(self, devices: Path = Path("/dev"), load: Callable[[str], Any] = import_module) -> None:
+        super().__init__()
+        self._devices = devices
+        self._load = load
+        self._module: Any = None
+
+    def probe(self) -> None:
+        if not any(self._devices.glob("neuron[0-9]*")):
+            raise ConfigError(
+                f"device neuron is not there: {self._devices} holds no neuron0. Run on a Trn2 or Trn3 instance with "
+                "AWS's driver, and give containers the device (--device /dev/neuron0)"
+            )
+        try:
+            self._module = self._load("torch_neuronx")
+        except ImportError as error:
+            raise ConfigError(
+                f"device neuron needs TorchNeuron, which cannot be imported ({error}). Install torch-neuronx from "
+                "AWS's own repository: the package of this name on PyPI is an empty placeholder"
+            ) from error
+        if self.backend not in list_backends(exclude_tags=None):
+            raise ConfigError(
+                "the installed torch_neuronx brings no torch.compile backend 'neuron': it is not TorchNeuron "
+                "(SDK 2.33 or newer). Older devices are served by device xla"
+            )
+        try:
+            device = torch.device("neuron")
+            torch.empty(1, device=device)
+        except RuntimeError as error:
+            raise ConfigError(f"device neuron does not answer: {error}") from error
+        self.device = device
+
+    def after_warm_up(self) -> None:
+        """Raises ConfigError: TorchNeuron computed operators on the CPU instead, which it does without a word."""
+        fallbacks = getattr(self._module, "get_fallback_ops", None)
+        found = sorted(map(str, fallbacks())) if fallbacks is not None else []
+        if found:
+            raise ConfigError(f"TorchNeuron ran operators on the CPU instead of the device: {', '.join(found)}")
+
+    def free_memory(self) -> int | None:
+        try:
+            free, _ = torch.accelerator.get_memory_info(self.device)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return None  # beta versions do not tell
+        return int(free * _KV_SHARE)

@@ -1,0 +1,101 @@
+"""Inferentia 2 and Trainium 1 through PyTorch/XLA, whose last release for Neuron is 2.9.
+
+Tensors are lazy: running the step records it, `sync` compiles what was recorded unless it is known already. Never run
+on hardware; the same code runs on XLA's CPU client in `make test-xla`.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner.static.flavour import Step
+
+
+class XLA:
+    """One XLA device.
+
+    Args:
+        hardware: PJRT's name of the kind of device that must be there.
+    """
+
+    name = "xla"
+
+    def __init__(self, hardware: str = "NEURON") -> None:
+        self._hardware = hardware
+        self._xla: Any = None
+        self._metrics: Any = None
+        self._compiled_before = 0
+
+    def probe(self) -> None:
+        chosen = os.environ.setdefault("PJRT_DEVICE", self._hardware)
+        if chosen != self._hardware:
+            raise ConfigError(f"device xla needs PJRT_DEVICE={self._hardware}, the environment says {chosen}")
+        try:
+            import torch_xla
+            import torch_xla.debug.metrics as metrics
+            import torch_xla.runtime as runtime
+        except ImportError as error:
+            raise ConfigError(
+                f"device xla needs PyTorch/XLA, which cannot be imported ({error}). Install torch-neuronx 2.9 and "
+                "torch-xla 2.9 from AWS's repository"
+            ) from error
+        try:
+            found = runtime.device_type()
+            torch_xla.device()
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"device xla finds no {self._hardware} device: {error}") from error
+        if found != self._hardware:
+            # without the Neuron plugin PyTorch/XLA takes the CPU and only logs it
+            raise ConfigError(f"device xla finds no {self._hardware} device, PyTorch/XLA offers {found}")
+        self._xla, self._metrics = torch_xla, metrics
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._xla.device()
+        return device
+
+    def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:  # noqa: ARG002
+        self._xla.sync()  # what loading has left to compute is no graph of ours
+        self._compiled_before = self._num_compilations()
+
+        def run(tokens: torch.Tensor, rows: torch.Tensor, knobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output: tuple[torch.Tensor, torch.Tensor] = step.forward(tokens, rows, knobs)
+            self._xla.sync()
+            return output
+
+        return run
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def num_graphs(self) -> int:
+        return self._num_compilations() - self._compiled_before
+
+    def _num_compilations(self) -> int:
+        count: int = self._metrics.counter_value("UncachedCompile") or 0
+        return count
+
+    def sealed(self) -> AbstractContextManager[object]:
+        return self._watch()
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        before = self._num_compilations()
+        yield
+        if self._num_compilations() != before:
+            raise RuntimeError("PyTorch/XLA compiled a graph for a shape that was not warmed up")
+
+    def after_warm_up(self) -> None:
+        """Raises ConfigError: operators without a lowering, which PyTorch/XLA computes on the CPU without a word."""
+        found = sorted(name for name in self._metrics.counter_names() if name.startswith("aten::"))
+        # reading a value is no computation
+        found = [name for name in found if name != "aten::_local_scalar_dense"]
+        if found:
+            raise ConfigError(f"PyTorch/XLA ran operators on the CPU instead of the device: {', '.join(found)}")
+
+    def free_memory(self) -> int | None:
+        return None

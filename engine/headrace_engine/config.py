@@ -149,9 +149,10 @@ class EngineArgs:
     max_cpu_loras: int | None = None
     """None means max_loras."""
     prefill_buckets: list[int] | None = None
-    """This and the next three: see `StaticConfig`."""
+    """This and the next four: see `StaticConfig`."""
     decode_buckets: list[int] | None = None
     context_buckets: list[int] | None = None
+    tensor_parallel_size: int = 1
     compile_cache_dir: str | None = None
 
     def create_engine_config(self) -> EngineConfig:

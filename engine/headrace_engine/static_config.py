@@ -14,6 +14,9 @@ step on the CPU, uncompiled, to look for a fault without a device."""
 CACHE_VARIABLES = {"neuron": "TORCH_NEURONX_NEFF_CACHE_DIR", "xla": "NEURON_COMPILE_CACHE_URL"}
 """What tells each device's compiler where to keep its graphs; read when torch is imported."""
 
+_CORES = "NEURON_RT_VISIBLE_CORES"
+_ALL_CORES = "HEADRACE_NEURON_CORES"
+
 _BUCKETS = ("prefill_buckets", "decode_buckets", "context_buckets")
 
 
@@ -27,6 +30,8 @@ class StaticConfig:
     """Requests that get a token in one step; None takes the powers of 2 up to max_num_seqs."""
     context_buckets: list[int] | None = None
     """Tokens that attention reads; None takes 512, 2048, 8192 and max_model_len."""
+    tensor_parallel_size: int = 1
+    """NeuronCores that share the model, each with a process of its own."""
     compile_cache_dir: str | None = None
     """Folder of compiled graphs, one subfolder a rank, so that a second start compiles nothing. None leaves it to the
     device's own environment variables."""
@@ -34,12 +39,15 @@ class StaticConfig:
     @classmethod
     def problems(cls, options: Any, device: object) -> Iterator[str]:
         """What is wrong with the fields of this class in `options`, given the device."""
-        for name in (field.name for field in fields(cls)):
-            value = getattr(options, name)
-            if value is None:
+        for field in fields(cls):
+            name, value = field.name, getattr(options, field.name)
+            if value == field.default:
                 continue
             if device not in STATIC_DEVICES:
                 yield f"{name} is set, but only the devices {', '.join(STATIC_DEVICES)} use it"
+            elif name == "tensor_parallel_size":
+                if not isinstance(value, int) or value < 1:
+                    yield f"tensor_parallel_size is {value!r}, must be an integer of at least 1"
             elif name == "compile_cache_dir":
                 if device not in CACHE_VARIABLES:
                     yield f"compile_cache_dir is set, but device {device} compiles nothing that could be kept"
@@ -49,22 +57,40 @@ class StaticConfig:
     def prepare_environment(
         self, device: str, rank: int, environ: MutableMapping[str, str], *, is_torch_imported: bool
     ) -> None:
-        """Tell the compiler where this rank's graphs are kept.
+        """Tell the device's runtime which core is this rank's, and its compiler where the rank's graphs are kept.
 
         Raises:
             ConfigError: it would not hear of it any more.
         """
-        if self.compile_cache_dir is None:
-            return
-        name, folder = CACHE_VARIABLES[device], str(Path(self.compile_cache_dir) / f"rank{rank}")
-        if environ.get(name) == folder:
-            return
-        if is_torch_imported:
+        wanted = {}
+        if self.compile_cache_dir is not None:
+            wanted[CACHE_VARIABLES[device]] = str(Path(self.compile_cache_dir) / f"rank{rank}")
+        if self.tensor_parallel_size > 1 and device == "neuron":
+            wanted[_CORES] = str(self._core(rank, environ.get(_ALL_CORES, environ.get(_CORES))))
+            # the other ranks inherit this environment, in which the first has named its own core already
+            environ.setdefault(_ALL_CORES, environ.get(_CORES, ""))
+        missing = {name: value for name, value in wanted.items() if environ.get(name) != value}
+        if missing and is_torch_imported:
+            assignments = " ".join(f"{name}={value}" for name, value in missing.items())
             raise ConfigError(
-                f"compile_cache_dir is set, but torch was imported before the engine was made: set {name}={folder} in "
-                "the environment, or run the core in a process of its own"
+                f"torch was imported before the engine was made, too late for the device to be told: set {assignments} "
+                "in the environment, or run the core in a process of its own"
             )
-        environ[name] = folder
+        environ.update(missing)
+
+    def _core(self, rank: int, visible: str | None) -> int:
+        """The rank's core among those that the operator left to this process, all where none are named."""
+        if not visible:
+            return rank
+        cores: list[int] = []
+        for part in visible.split(","):
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+        if len(cores) < self.tensor_parallel_size:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but {_CORES}={visible} names {len(cores)} cores"
+            )
+        return cores[rank]
 
 
 def _are_buckets(value: object) -> bool:

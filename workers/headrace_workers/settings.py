@@ -48,9 +48,10 @@ class WorkerSettings(BaseSettings):
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, in bfloat16 too; slower."""
     prefill_buckets: Buckets = None
-    """This and the next three are for devices with static shapes: see `headrace_engine.static_config`. 128,512"""
+    """This and the next four are for devices with static shapes: see `headrace_engine.static_config`. 128,512"""
     decode_buckets: Buckets = None
     context_buckets: Buckets = None
+    tensor_parallel_size: int = Field(1, ge=1)
     compile_cache_dir: str | None = None
     speculative_config: Json[dict[str, Any]] | None = None
     """Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4}."""
@@ -145,6 +146,7 @@ class WorkerSettings(BaseSettings):
             prefill_buckets=self.prefill_buckets,
             decode_buckets=self.decode_buckets,
             context_buckets=self.context_buckets,
+            tensor_parallel_size=self.tensor_parallel_size,
             compile_cache_dir=self.compile_cache_dir,
             speculative_config=self._speculative_config(),
             logits_processors=load_logits_processors(

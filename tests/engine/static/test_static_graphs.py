@@ -16,6 +16,7 @@ from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.static.group import Kind
 from headrace_engine.runner.static.inputs import empty_inputs
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.shapes import Shape
@@ -100,8 +101,8 @@ def test_two_hundred_random_requests_compile_nothing(llama_traced: Traced) -> No
 
 def test_a_shape_that_was_not_warmed_up_is_an_error_and_not_a_compilation(llama_traced: Traced) -> None:
     before = llama_traced.flavour.num_graphs()
-    with torch.no_grad(), llama_traced.flavour.sealed(), pytest.raises(RuntimeError, match="fail_on_recompile"):
-        llama_traced.runner._run(empty_inputs(Shape(3, 1, 7)))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="fail_on_recompile"):
+        llama_traced.runner._run(empty_inputs(Shape(3, 1, 7)), Kind.STEP)
     assert llama_traced.flavour.num_graphs() == before
 
 

@@ -40,6 +40,7 @@ from headrace_workers import default_model
 @click.option("--prefill-buckets", metavar="N,N", help="Prompt tokens of a step that neuron and xla compile.")
 @click.option("--decode-buckets", metavar="N,N", help="Requests of a step that neuron and xla compile.")
 @click.option("--context-buckets", metavar="N,N", help="Context lengths that neuron and xla compile.")
+@click.option("--tensor-parallel-size", type=int, metavar="N", help="NeuronCores that share the model [default: 1].")
 @click.option("--compile-cache-dir", metavar="DIR", help="Where neuron and xla keep what they compiled.")
 @click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")

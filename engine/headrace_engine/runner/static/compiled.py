@@ -16,6 +16,7 @@ class Compiled:
 
     name: str
     backend: str
+    collectives: str | None
     device: torch.device
 
     def __init__(self) -> None:

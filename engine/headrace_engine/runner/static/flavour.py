@@ -14,6 +14,8 @@ class Flavour(Protocol):
     """A device and its compiler."""
 
     name: str
+    collectives: str | None
+    """torch.distributed's backend for sums over ranks; None where there can be one rank only."""
 
     def probe(self) -> None:
         """Raises ConfigError, saying what is missing; never goes on with another device."""
@@ -44,6 +46,7 @@ class EagerCPU:
     """Plain PyTorch on the CPU, nothing compiled: for tests, and to look for a fault without a device."""
 
     name = "static-cpu"
+    collectives: str | None = "gloo"
 
     def probe(self) -> None:
         """The CPU is always there."""

@@ -28,6 +28,7 @@ class Neuron(Compiled):
 
     name = "neuron"
     backend = "neuron"
+    collectives: str | None = "neuron"
     device = torch.device("cpu")  # until `probe` has found the real one
 
     def __init__(self, devices: Path = Path("/dev"), load: Callable[[str], Any] = import_module) -> None:

@@ -6,7 +6,6 @@ tokens are drawn on the device; logits come to the host only for a row that asks
 
 import logging
 import time
-from typing import Any
 
 import torch
 
@@ -18,12 +17,13 @@ from headrace_engine.runner.batch import RequestBatch, StepInputs
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
 from headrace_engine.runner.request_processors import ProcessorSet
 from headrace_engine.runner.sampler import SamplingRow, prompt_logprobs, sample
-from headrace_engine.runner.static.decoder import StaticDecoder
-from headrace_engine.runner.static.flavour import Flavour, Step
+from headrace_engine.runner.static.flavour import Flavour
+from headrace_engine.runner.static.group import Followers, Kind
 from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
+from headrace_engine.runner.static.part import ModelPart
 from headrace_engine.runner.static.sampling import needs_host
 from headrace_engine.runner.static.shapes import ShapeGrid
-from headrace_engine.runner.static.weights import eos_token_ids, load_decoder
+from headrace_engine.runner.static.weights import check_ranks, decoder_spec, eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -39,41 +39,47 @@ class StaticPagedRunner:
         flavour.probe()
         self._config = config
         self._flavour = flavour
-        self._decoder: StaticDecoder
-        self._step: Step
+        self._part: ModelPart
+        self._followers: Followers | None = None
         self._grid: ShapeGrid
         self._batch: RequestBatch
         self.info: ModelInfo
 
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
-        config = self._config.model
-        hf_config = models.load_config(config)
-        dtype = models.resolve_dtype(config, hf_config)
-        max_model_len = models.resolve_max_model_len(config, hf_config)
-        self._grid = ShapeGrid(self._config, max_model_len)
-        self._decoder = load_decoder(
-            config, hf_config, dtype=dtype, max_positions=max_model_len, device=self._flavour.device
-        )
+        size = self._config.static.tensor_parallel_size
+        if size > 1:
+            self._followers = self._start_followers(size)
+        self._part = part = ModelPart(self._config, self._flavour, self._followers.group if self._followers else None)
+        self._grid = ShapeGrid(self._config, part.max_model_len)
         self.info = ModelInfo(
-            vocab_size=hf_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids(config.model, hf_config),
-            architecture=hf_config.architectures[0],
-            dtype=str(dtype).removeprefix("torch."),
+            vocab_size=part.hf_config.vocab_size,
+            max_model_len=part.max_model_len,
+            eos_token_ids=eos_token_ids(self._config.model.model, part.hf_config),
+            architecture=part.hf_config.architectures[0],
+            dtype=str(part.dtype).removeprefix("torch."),
             device=self._flavour.name,
             attention="static paged",
-            num_parameters=sum(parameter.numel() for parameter in self._decoder.parameters()),
+            num_parameters=part.num_parameters,
         )
         logger.info(
-            "loaded %s on %s: %.0f M parameters, %s, %.1f s",
+            "loaded %s on %d rank(s) of %s: %.0f M parameters, %s, %.1f s",
             self.info.architecture,
+            size,
             self.info.device,
             self.info.num_parameters / 1e6,
             self.info.dtype,
             time.perf_counter() - started,
         )
         return self.info
+
+    def _start_followers(self, size: int) -> Followers:
+        if self._flavour.collectives is None:
+            raise ConfigError(f"tensor_parallel_size is {size}, but device {self._flavour.name} has no collectives")
+        model = self._config.model
+        # what cannot be divided is said before any process is started
+        check_ranks(decoder_spec(model.model, models.load_config(model)), size)
+        return Followers(self._config, self._flavour.collectives)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -85,23 +91,22 @@ class StaticPagedRunner:
         )
 
     def kv_spec(self) -> KVSpec:
-        block_size = self._config.cache.block_size
-        attention: Any = self._decoder.model.layers[0].self_attn
-        keys = attention.k_proj.weight
         free = self._flavour.free_memory()
         cache = self._config.cache
         if free is None and cache.kv_cache_memory is None and cache.num_blocks is None:
             raise ConfigError(f"device {self._flavour.name} does not tell its free memory: set kv_cache_memory")
         return KVSpec(
-            block_size=block_size,
-            bytes_per_block=2 * len(self._decoder.model.layers) * block_size * keys.shape[0] * keys.element_size(),
+            block_size=cache.block_size,
+            bytes_per_block=self._part.bytes_per_block,
             default_memory=free or 0,
             available_memory=free,
         )
 
     def init_kv_cache(self, num_blocks: int) -> None:
         block_size = self._config.cache.block_size
-        self._decoder.allocate(num_blocks, block_size, self._flavour.device)
+        if self._followers is not None:
+            self._followers.group.announce(Kind.ALLOCATE, num_blocks, len(self._grid.shapes()))
+        self._part.allocate(num_blocks)
         blocks_per_seq = -(-self.info.max_model_len // block_size)
         self._batch = RequestBatch(
             self._config.scheduler.max_num_seqs, blocks_per_seq, block_size, ProcessorSet(self._config)
@@ -111,12 +116,12 @@ class StaticPagedRunner:
     def warm_up(self) -> None:
         """Compile every shape, so that no request ever waits for a compiler."""
         shapes = self._grid.shapes()
-        self._step = self._flavour.compile(self._decoder, len(shapes))
+        self._part.compile(len(shapes))
         logger.info("compiling %d shapes for %s", len(shapes), self._flavour.name)
         started = time.perf_counter()
         for number, shape in enumerate(shapes, 1):
             begun = time.perf_counter()
-            choice, _ = self._run(empty_inputs(shape))
+            choice, _ = self._run(empty_inputs(shape), Kind.WARM_UP)
             self._flavour.to_host(choice)
             logger.info("compiled %d of %d: %s, %.1f s", number, len(shapes), shape, time.perf_counter() - begun)
         self._flavour.after_warm_up()
@@ -144,8 +149,7 @@ class StaticPagedRunner:
             rows[place] = row
         inputs = pad(packed, rows, shape, self._config.cache.block_size, self.info.vocab_size)
         prepared = time.perf_counter()
-        with self._flavour.sealed():
-            choice, logits = self._run(inputs)
+        choice, logits = self._run(inputs, Kind.STEP)
         on_host = self._flavour.to_host(choice)
         forwarded = time.perf_counter()
         if batch.grammar_bitmask is not None:
@@ -169,9 +173,10 @@ class StaticPagedRunner:
         sampled = set(packed.sampled_ids)
         return [row for row, request_id in enumerate(batch.num_scheduled_tokens) if request_id in sampled]
 
-    def _run(self, inputs: StaticInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self._flavour.device
-        return self._step(inputs.tokens.to(device), inputs.rows.to(device), inputs.knobs.to(device))
+    def _run(self, inputs: StaticInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._followers is not None:
+            self._followers.group.send(kind, inputs)
+        return self._part.run(inputs, sealed=kind is Kind.STEP)
 
     def _take(
         self, choice: torch.Tensor, logits: torch.Tensor, places: list[int], sampling: list[SamplingRow]
@@ -209,4 +214,5 @@ class StaticPagedRunner:
         raise AssertionError("the core refuses adapters for a runner that says it serves none")
 
     def shutdown(self) -> None:
-        """Nothing outlives the process."""
+        if self._followers is not None:
+            self._followers.close()

@@ -71,6 +71,7 @@ class TracingCPU(Compiled):
 
     name = "static-cpu"
     backend = "none"
+    collectives: str | None = "gloo"
     device = torch.device("cpu")
 
     def __init__(self) -> None:

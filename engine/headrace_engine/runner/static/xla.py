@@ -23,6 +23,7 @@ class XLA:
     """
 
     name = "xla"
+    collectives: str | None = None
 
     def __init__(self, hardware: str = "NEURON") -> None:
         self._hardware = hardware

@@ -1,0 +1,137 @@
+"""Tensor parallelism: one process a rank. Rank 0 schedules and tells the others each step's inputs over the host.
+
+    rank 0    [kind, rows, tokens, blocks]  then the three input tensors  ->  all others, by gloo's broadcast
+
+Within the step the ranks sum their parts over the device's own collectives. Rank 0 alone decides on shapes, so the
+ranks never run different graphs.
+"""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs
+from headrace_engine.runner.static.shapes import Shape
+
+# An idle rank waits for the next step as long as it takes. One that is gone is noticed at once, by its connection.
+_TIMEOUT = timedelta(days=365)
+READY = b"ready\n"
+
+
+class Kind(IntEnum):
+    """What the other ranks are to do."""
+
+    STOP = 0
+    ALLOCATE = 1
+    """Take K/V memory of so many blocks, and compile for so many shapes."""
+    WARM_UP = 2
+    STEP = 3
+
+
+class Group:
+    """This process's place among the ranks.
+
+    Args:
+        backend: of the collectives within a step, by torch.distributed's name.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str, store: Any) -> None:
+        self.rank, self.size = rank, size
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        self._host = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+    def reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts; inside a graph it becomes a functional collective."""
+        dist.all_reduce(part)
+        return part
+
+    def announce(self, kind: Kind, first: int = 0, second: int = 0, third: int = 0) -> None:
+        """From rank 0 to all others."""
+        dist.broadcast(torch.tensor([kind, first, second, third]), 0, group=self._host)
+
+    def send(self, kind: Kind, inputs: StaticInputs) -> None:
+        """A step, from rank 0 to all others."""
+        _, rows, tokens = inputs.tokens.shape
+        self.announce(kind, rows, tokens, inputs.rows.shape[1] - 2)
+        self._exchange(inputs)
+
+    def receive(self) -> tuple[Kind, int, int, StaticInputs | None]:
+        """What rank 0 wants: the kind, its first two numbers, and a step's inputs where it is one."""
+        header = torch.zeros(4, dtype=torch.int64)
+        dist.broadcast(header, 0, group=self._host)
+        kind, first, second, third = header.tolist()
+        if kind not in (Kind.WARM_UP, Kind.STEP):
+            return Kind(kind), first, second, None
+        inputs = empty_inputs(Shape(first, second, third))
+        self._exchange(inputs)
+        return Kind(kind), first, second, inputs
+
+    def _exchange(self, inputs: StaticInputs) -> None:
+        for tensor in (inputs.tokens, inputs.rows, inputs.knobs):
+            dist.broadcast(tensor, 0, group=self._host)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class Followers:
+    """The processes of all ranks but 0, started and ended by rank 0.
+
+    Raises:
+        ConfigError: one of them could not start; its own lines say why.
+    """
+
+    def __init__(self, config: EngineConfig, backend: str) -> None:
+        size = config.static.tensor_parallel_size
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
+        self._processes = [_start(config, rank, store.port) for rank in range(1, size)]
+        for rank, process in enumerate(self._processes, 1):
+            assert process.stdout is not None
+            if process.stdout.readline() != READY:
+                self._kill()
+                raise ConfigError(f"rank {rank} of {size} could not start, exit status {process.wait()}")
+        self.group = Group(0, size, backend, store)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End the other ranks; those that do not listen are killed."""
+        try:
+            self.group.announce(Kind.STOP)
+            for process in self._processes:
+                process.wait(timeout)
+        except (RuntimeError, subprocess.TimeoutExpired):
+            pass  # a rank is gone already, or in the middle of a step
+        finally:
+            self.group.close()
+            self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _start(config: EngineConfig, rank: int, port: int) -> "subprocess.Popen[bytes]":
+    environ = dict(os.environ)
+    config.static.prepare_environment(config.model.device, rank, environ, is_torch_imported=False)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace_engine.runner.static.follower", str(rank), str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environ,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgpack.packb(config.to_wire()))
+    process.stdin.close()
+    return process

@@ -1,0 +1,63 @@
+"""`ModelPart`: the share of the model that one rank holds, on its device; with one rank, the whole of it."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.runner import models
+from headrace_engine.runner.static.flavour import Flavour, Step
+from headrace_engine.runner.static.group import Group
+from headrace_engine.runner.static.inputs import StaticInputs
+from headrace_engine.runner.static.weights import load_decoder
+
+
+class ModelPart:
+    """Loads its weights when it is made.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        ConfigError: an option does not fit the model.
+    """
+
+    def __init__(self, config: EngineConfig, flavour: Flavour, group: Group | None) -> None:
+        self._block_size = config.cache.block_size
+        self._flavour = flavour
+        self._step: Step
+        self.hf_config = models.load_config(config.model)
+        self.dtype = models.resolve_dtype(config.model, self.hf_config)
+        self.max_model_len = models.resolve_max_model_len(config.model, self.hf_config)
+        self.decoder = load_decoder(
+            config.model,
+            self.hf_config,
+            dtype=self.dtype,
+            max_positions=self.max_model_len,
+            device=flavour.device,
+            rank=group.rank if group else 0,
+            num_ranks=group.size if group else 1,
+            reduce=group.reduce if group else None,
+        )
+
+        self.num_parameters = sum(parameter.numel() for parameter in self.decoder.parameters())
+        """On this rank."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of K/V memory on this rank."""
+        attention: Any = self.decoder.model.layers[0].self_attn
+        keys = attention.k_proj.weight
+        return int(2 * len(self.decoder.model.layers) * self._block_size * keys.shape[0] * keys.element_size())
+
+    def allocate(self, num_blocks: int) -> None:
+        self.decoder.allocate(num_blocks, self._block_size, self._flavour.device)
+
+    def compile(self, num_shapes: int) -> None:
+        self._step = self._flavour.compile(self.decoder, num_shapes)
+
+    def run(self, inputs: StaticInputs, *, sealed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step. Raises RuntimeError: it is sealed, and its shape is not compiled."""
+        device = self._flavour.device
+        arguments = (inputs.tokens.to(device), inputs.rows.to(device), inputs.knobs.to(device))
+        with self._flavour.sealed() if sealed else nullcontext():
+            return self._step(*arguments)

@@ -1,0 +1,125 @@
+"""Two processes that share a model generate what one does, end together, and none is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_parity import references, workload
+from engine.tiny_models import TinyModel
+from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.errors import ConfigError
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.static.neuron import Neuron
+from headrace_engine.runner.static.runner import StaticPagedRunner
+from headrace_engine.runner.static.tracing import TracingCPU
+from headrace_engine.runner.static.xla import XLA
+from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.torch
+
+
+def config_of(model: TinyModel, **options: Any) -> EngineConfig:
+    buckets = {"prefill_buckets": [48], "decode_buckets": [4], "context_buckets": [112]}
+    args = {"dtype": "float32", "num_blocks": 30, "max_num_seqs": 4, "max_model_len": 112, "device": "static-cpu"}
+    return EngineArgs(model=model.folder, **{**args, **buckets, **options}).create_engine_config()
+
+
+def children() -> list[int]:
+    """Processes of other ranks, by the program that they run."""
+    return [
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit() and "headrace_engine.runner.static.follower" in _command(folder)
+    ]
+
+
+def _command(folder: Path) -> str:
+    try:
+        return (folder / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_two_ranks_generate_what_one_does(llama: TinyModel) -> None:
+    config = config_of(llama, tensor_parallel_size=2)
+    flavour = TracingCPU()  # rank 0 compiles, so that its graphs show the collectives
+    before = set(children())
+    core = EngineCore(config, StaticPagedRunner(config, flavour))
+    assert len(set(children()) - before) == 1
+    tokens: dict[str, list[int]] = {}
+    for index, (prompt, max_tokens) in enumerate(workload()[4:12]):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        core.add_request(
+            EngineCoreRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params, seed=0)
+        )
+        tokens[str(index)] = []
+    while core.has_work():
+        for news in core.step().outputs:
+            tokens[news.request_id] += news.new_token_ids
+    assert [tokens[str(index)] for index in range(8)] == references(llama)[4:12]
+    assert flavour.num_graphs() == len(flavour.graphs) == 2
+    for graph in flavour.graphs:
+        assert list(graph.problems()) == []
+        assert graph.operators()["_c10d_functional.all_reduce.default"] == 2 * 3
+    core.shutdown()
+    assert set(children()) <= before
+
+
+def test_a_rank_that_is_gone_fails_the_step_at_once(llama: TinyModel) -> None:
+    core = EngineCore(config := config_of(llama, tensor_parallel_size=2), runner := _runner(config))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[5, 6, 7], sampling_params=params, seed=0))
+    core.step()
+    assert runner._followers is not None
+    (process,) = runner._followers._processes
+    process.kill()
+    process.wait()
+    with pytest.raises(RuntimeError, match=r"(?i)connection|closed|reset"):
+        _finish(core)
+    core.shutdown()
+
+
+def _finish(core: EngineCore) -> None:
+    while core.has_work():
+        core.step()
+
+
+def _runner(config: EngineConfig) -> StaticPagedRunner:
+    from headrace_engine.runner.loader import create_runner
+
+    runner = create_runner(config)
+    assert isinstance(runner, StaticPagedRunner)
+    return runner
+
+
+def test_a_model_that_cannot_be_divided_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
+    runner = _runner(config_of(tiny_model("qwen3"), tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="does not divide the model's 1 key and value heads"):
+        runner.load_model()
+
+
+def test_a_device_without_collectives_is_refused(llama: TinyModel) -> None:
+    class WithoutDevice(XLA):
+        def probe(self) -> None:
+            """There is none."""
+
+    config = config_of(llama, tensor_parallel_size=2, device="xla")
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but device xla has no collectives"):
+        StaticPagedRunner(config, WithoutDevice()).load_model()
+
+
+def test_a_rank_that_cannot_start_is_named(llama: TinyModel) -> None:
+    class OnlyHere(Neuron):
+        """Rank 0 has a device, the other ranks look for theirs in vain."""
+
+        def probe(self) -> None:
+            """It is there."""
+
+    config = config_of(llama, tensor_parallel_size=2, device="neuron")
+    with pytest.raises(ConfigError, match="rank 1 of 2 could not start, exit status 1"):
+        StaticPagedRunner(config, OnlyHere()).load_model()

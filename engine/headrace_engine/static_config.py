@@ -39,6 +39,12 @@ class StaticConfig:
     @classmethod
     def problems(cls, options: Any, device: object) -> Iterator[str]:
         """What is wrong with the fields of this class in `options`, given the device."""
+        if device in STATIC_DEVICES:
+            for name in ("batch_invariant", "trust_remote_code"):
+                if getattr(options, name, False):
+                    yield f"{name} is set, which device {device} cannot do"
+            if options.attention_backend != "auto":
+                yield f"attention_backend is {options.attention_backend!r}, but device {device} has its own attention"
         for field in fields(cls):
             name, value = field.name, getattr(options, field.name)
             if value == field.default:

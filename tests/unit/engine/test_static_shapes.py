@@ -92,6 +92,8 @@ def test_buckets_that_do_not_fit_are_all_named() -> None:
         ({"device": "neuron", "decode_buckets": []}, "decode_buckets is [], must be a list of integers"),
         ({"device": "cpu", "prefill_buckets": [4]}, "prefill_buckets is set, but only the devices neuron, xla"),
         ({"device": "static-cpu", "compile_cache_dir": "/x"}, "static-cpu compiles nothing that could be kept"),
+        ({"device": "xla", "attention_backend": "native"}, "attention_backend is 'native', but device xla has its own"),
+        ({"device": "neuron", "batch_invariant": True}, "batch_invariant is set, which device neuron cannot do"),
         ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, neuron, xla, static-cpu"),
     ],
 )

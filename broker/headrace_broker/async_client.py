@@ -33,10 +33,15 @@ class AsyncClient:
     """`Client` with coroutines and asynchronous iterators. It belongs to one event loop; `aclose` it in the end."""
 
     def __init__(
-        self, broker: str | BrokerSettings | None = None, *, model: str | None = None, check_model: bool = True
+        self,
+        broker: str | BrokerSettings | None = None,
+        *,
+        model: str | None = None,
+        check_model: bool = True,
+        tracer_provider: Any = None,
     ) -> None:
         # kombu cannot publish asynchronously, so the submitting is done by a Client in a thread
-        self._client: Final = Client(broker, model=model, check_model=check_model)
+        self._client: Final = Client(broker, model=model, check_model=check_model, tracer_provider=tracer_provider)
         self.settings: Final = self._client.settings
         self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
         self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
@@ -82,8 +87,13 @@ class AsyncClient:
     ) -> AsyncIterator[StreamEvent]:
         """See `Client.events`."""
         with unavailable(self.settings, "read a stream"):
-            async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
-                yield event
+            receiving = self._client.tracing.receiving(request_id)
+            try:
+                async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
+                    receiving.saw(event)
+                    yield event
+            finally:
+                receiving.close()
 
     async def events_many(
         self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None

@@ -46,6 +46,7 @@ from headrace_broker.submission import (
     was_cancelled,
 )
 from headrace_broker.subscriber import BEGINNING, read_stream, read_streams
+from headrace_broker.tracing import ClientTracing
 
 READ_RETRIES: Final = 3
 _BATCH: Final = 200
@@ -56,12 +57,19 @@ class Client:
 
     `broker` is a Redis URL or settings; without it, the environment's `HEADRACE_REDIS_URL` counts. `model` is the
     served name to which requests go unless they name another. With `check_model`, a name that no worker ever served
-    is refused while others are known. Every method raises QueueUnavailableError if Redis cannot be reached.
+    is refused while others are known. `tracer_provider` is OpenTelemetry's, the global one unless given. Every method
+    raises QueueUnavailableError if Redis cannot be reached.
     """
 
     def __init__(
-        self, broker: str | BrokerSettings | None = None, *, model: str | None = None, check_model: bool = True
+        self,
+        broker: str | BrokerSettings | None = None,
+        *,
+        model: str | None = None,
+        check_model: bool = True,
+        tracer_provider: Any = None,
     ) -> None:
+        self.tracing: Final = ClientTracing(tracer_provider)
         self.settings: Final = as_settings(broker)
         self._model: Final = model
         self._check_model: Final = check_model
@@ -148,7 +156,13 @@ class Client:
     ) -> Iterator[StreamEvent]:
         """Like `stream`, but yields every event: starts, chunks, and the end with its usage or error."""
         with unavailable(self.settings, "read a stream"):
-            yield from read_stream(self._redis, request_id, last_id=last_id, timeout=timeout)
+            receiving = self.tracing.receiving(request_id)
+            try:
+                for event in read_stream(self._redis, request_id, last_id=last_id, timeout=timeout):
+                    receiving.saw(event)
+                    yield event
+            finally:
+                receiving.close()
 
     def events_many(
         self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None
@@ -252,15 +266,16 @@ class Client:
             argsrepr="",  # the readable copies would show prompts in logs, events and monitors
             kwargsrepr="",
         )
-        amqp.send_task_message(
-            producer,
-            TASK_NAME,
-            message,
-            queue=Queue(queue_name(submission.model)),
-            declare=[],  # a Redis list needs no declaration
-            priority=submission.priority,
-            headers=dict(submission.headers),
-        )
+        with self.tracing.sending(submission) as context:
+            amqp.send_task_message(
+                producer,
+                TASK_NAME,
+                message,
+                queue=Queue(queue_name(submission.model)),
+                declare=[],  # a Redis list needs no declaration
+                priority=submission.priority,
+                headers={**submission.headers, **context},
+            )
 
 
 def last_ids(request_ids: Iterable[str] | Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,8 @@ class StartEvent:
     entry_id: str
     attempt: int
     worker: str
+    traceparent: str | None = None
+    """W3C's name of the worker's span, where the worker traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             prompt_logprobs=prompt_logprobs_from_wire(data.get("prompt_logprobs")),
         )
     if kind == b"start":
-        return StartEvent(entry_id, attempt, worker=data["worker"])
+        return StartEvent(entry_id, attempt, worker=data["worker"], traceparent=data.get("traceparent"))
     if kind == b"end":
         return EndEvent(
             entry_id=entry_id,

@@ -133,11 +133,10 @@ class StreamWriter:
         self._publish: Final = client.register_script(lua("stream_publish", prelude="stream_prelude"))
         self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
 
-    def claim(self, request_id: str, worker_name: str) -> Claim:
+    def claim(self, request_id: str, worker_name: str, traceparent: str | None = None) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is."""
-        attempt, ended, raw = self._claim(
-            keys=[stream_key(request_id)], args=[pack({"worker": worker_name}), self._ttl_seconds]
-        )
+        start = {"worker": worker_name} | ({} if traceparent is None else {"traceparent": traceparent})
+        attempt, ended, raw = self._claim(keys=[stream_key(request_id)], args=[pack(start), self._ttl_seconds])
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if ended else None
         return Claim(attempt, entries, last if isinstance(last, EndEvent) else None)

@@ -12,6 +12,13 @@ class HealthAddressError(HeadraceMonitoringError):
         super().__init__(f"cannot serve metrics and health on {host}:{port}: {reason}")
 
 
+class TracingError(HeadraceMonitoringError):
+    """Traces were asked for and cannot be made."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(f"tracing needs the extra headrace[tracing]: module {module} is missing")
+
+
 class LogLevelError(HeadraceMonitoringError):
     """The log level is not one of the standard names."""
 

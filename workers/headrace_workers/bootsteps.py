@@ -22,6 +22,7 @@ from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.tracing import make_tracer_provider
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.queue_gauges import QueueGauges
@@ -66,16 +67,21 @@ class EngineStep(bootsteps.StartStopStep):
             host=settings.metrics_host,
             port=settings.metrics_port,
         )
+        name = worker.hostname or socket.gethostname()
+        self._tracer_provider = (
+            make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
+        )
         client = connect(broker.redis_url)
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
             served_name=settings.served_name,
             adapters=adapters,
-            worker_name=worker.hostname or socket.gethostname(),
+            worker_name=name,
             tokenizer=lambda: ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code),
             max_num_seqs=config.scheduler.max_num_seqs,
             metrics=self.metrics,
+            tracer_provider=self._tracer_provider,
             health=self._health,
             store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
             on_given_up=self._stop_worker,
@@ -165,6 +171,8 @@ class EngineStep(bootsteps.StartStopStep):
                 self._leases.release(lease_id)
         self._supervisor.stop()
         self.dispatcher.stop()
+        if self._tracer_provider is not None:
+            self._tracer_provider.shutdown()
         self._server.stop()
 
     def _turn(self, worker: Any) -> None:

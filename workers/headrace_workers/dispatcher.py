@@ -37,6 +37,7 @@ from headrace_workers.job import Job
 from headrace_workers.quarantine import Quarantine
 from headrace_workers.settlement import RunTask, Settlement
 from headrace_workers.supervisor import DeathCause, EngineSupervisor
+from headrace_workers.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
@@ -53,6 +54,7 @@ class Dispatcher:
         store_result: as `Settlement` says.
         logits_processors: import paths of the engine's, which say what `extra_args` a request may have.
         on_given_up: called with the reason when the engine cannot be kept alive.
+        tracer_provider: OpenTelemetry's; None traces nothing.
     """
 
     supervisor: EngineSupervisor
@@ -72,10 +74,12 @@ class Dispatcher:
         store_result: Callable[[str, dict[str, Any]], None],
         on_given_up: Callable[[str], None],
         logits_processors: Sequence[str] = (),
+        tracer_provider: Any = None,
     ) -> None:
         self._client = client
         self._writer = StreamWriter(client, stream_ttl_seconds)
-        self.settlement = Settlement(self._writer, metrics, store_result)
+        self._tracing = RequestTracing(tracer_provider, served_name)
+        self.settlement = Settlement(self._writer, metrics, store_result, self._tracing)
         self._served_name = served_name
         self._adapters = adapters
         self._worker_name = worker_name
@@ -177,12 +181,14 @@ class Dispatcher:
     def _start(self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: RunTask) -> None:
         request = intake.process(incoming)
         started = time.perf_counter()
-        claim = self._writer.claim(incoming.request_id, self._worker_name)
+        span = self._tracing.begin(incoming)
+        claim = self._writer.claim(incoming.request_id, self._worker_name, self._tracing.traceparent(span))
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.ended is not None:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
         job = intake.job(incoming, request, claim, celery_request, run_task)
+        job.span = span
         self._jobs[job.request_id] = job
         self._metrics.request_started()
         if claim.attempt > 1:
@@ -268,6 +274,7 @@ class Dispatcher:
     def _abandon(self, job: Job) -> None:
         self._abort(job)
         self.settlement.forget(job)
+        self._tracing.end(job, None)
         self._metrics.request_handed_back()
 
     # -- from the engine ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from headrace_broker import errors as broker_errors
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import Claim
+from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
 from headrace_engine.input_processor import InputProcessor, ProcessedRequest
 from headrace_engine.lora_request import LoRARequest
@@ -45,6 +46,7 @@ class Incoming:
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
     tenant: str | None
+    trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
 
@@ -62,6 +64,7 @@ class Incoming:
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=_unix_time(headers.get("enqueued_at")),
+            trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
             tenant=headers["tenant"] if isinstance(headers.get("tenant"), str) else None,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
         )

@@ -57,6 +57,8 @@ class Job:
     enqueued_at: float | None
     """Unix seconds by the producer's clock; None when the message does not say."""
     tenant: str | None = None
+    span: Any = None
+    """OpenTelemetry's, while the request is traced; see `tracing.py`."""
     received_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     """When the engine began its first step."""

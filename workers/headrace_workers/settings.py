@@ -72,6 +72,8 @@ class WorkerSettings(BaseSettings):
     """0 takes a free port."""
     tenants: str = ""
     """Names, with commas between them, of the tenants with metrics of their own; all others count together."""
+    tracing: bool = False
+    """Export a trace of each request by OTLP; needs the extra headrace[tracing]."""
     grace_seconds: float = Field(30.0, ge=0)
     """How long running requests may go on after SIGTERM."""
     stall_seconds: float = Field(60.0, gt=0)

@@ -18,11 +18,12 @@ from headrace_broker.dead_letters import DUPLICATE, DeadLetter
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Attempt, Claim, StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.labels import Outcome
-from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.metrics import SERVED, Metrics
 from headrace_workers.finisher import Finisher
 from headrace_workers.intake import MALFORMED, Incoming
 from headrace_workers.job import Job, recorded_result
 from headrace_workers.publisher import Publisher
+from headrace_workers.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
@@ -42,10 +43,15 @@ class Settlement:
     """
 
     def __init__(
-        self, writer: StreamWriter, metrics: Metrics, store_result: Callable[[str, dict[str, Any]], None]
+        self,
+        writer: StreamWriter,
+        metrics: Metrics,
+        store_result: Callable[[str, dict[str, Any]], None],
+        tracing: RequestTracing,
     ) -> None:
         self._writer = writer
         self._metrics = metrics
+        self._tracing = tracing
         self._store_result = store_result
         self._publisher = Publisher(writer, metrics)
         self._finisher = Finisher()
@@ -122,6 +128,7 @@ class Settlement:
         if outcome is WriteOutcome.FENCED:
             # Another worker has it under a message of its own; where this lease is lost too, the ack does nothing.
             self._metrics.request_handed_back()
+            self._tracing.end(job, None)
             task_ready(job.celery_request)
             job.celery_request.acknowledge()
             return
@@ -211,6 +218,7 @@ class Settlement:
         )
 
     def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
+        self._tracing.end(job, outcome, None if outcome in SERVED else outcome)
         waited = 0.0 if job.enqueued_at is None else time.time() - job.enqueued_at
         self._metrics.request_finished(
             outcome,

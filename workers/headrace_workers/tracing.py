@@ -1,0 +1,110 @@
+"""`RequestTracing`: a worker's span of each request, and beneath it one for each stage.
+
+    send headrace.m (the producer)
+      text_completion m (this worker)
+        queue wait | engine queue | prefill | decode | publish
+        receive stream (the subscriber)
+
+The stages are recorded when the request has ended, from the times that the job keeps anyway: while it runs, a traced
+request costs nothing but its span. Off unless `--tracing` is given.
+"""
+
+import time
+from typing import Any
+
+from headrace_broker.tracing import INSTRUMENTATION, context_of, headers_of, request_attributes
+from headrace_monitoring.labels import Outcome
+from headrace_workers.intake import Incoming
+from headrace_workers.job import Job
+
+
+class RequestTracing:
+    """Begins and ends the spans of requests. Without a provider it does nothing.
+
+    Args:
+        provider: an opentelemetry.trace.TracerProvider, or None.
+        model: the served name.
+    """
+
+    def __init__(self, provider: Any, model: str) -> None:
+        self._tracer = None if provider is None else provider.get_tracer(INSTRUMENTATION)
+        self._model = model
+
+    def begin(self, incoming: Incoming) -> Any:
+        """The span of a request that was just received; None where nothing is traced."""
+        if self._tracer is None:
+            return None
+        from opentelemetry.trace import SpanKind
+
+        kwargs = incoming.kwargs if isinstance(incoming.kwargs, dict) else {}
+        params = kwargs.get("sampling_params")
+        attributes = {
+            "messaging.system": "redis",
+            "messaging.operation.type": "process",
+            **request_attributes(
+                self._model,
+                incoming.request_id,
+                params if isinstance(params, dict) else None,
+                chat="messages" in kwargs,
+            ),
+        }
+        if incoming.tenant is not None:
+            attributes["headrace.tenant"] = incoming.tenant
+        return self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {self._model}",
+            context=context_of(incoming.trace_headers),
+            kind=SpanKind.CONSUMER,
+            attributes=attributes,
+        )
+
+    def traceparent(self, span: Any) -> str | None:
+        """What the stream's start entry tells subscribers."""
+        return None if span is None else headers_of(span).get("traceparent")
+
+    def end(self, job: Job, outcome: Outcome | None, error_code: str | None = None) -> None:
+        """The request ended here; `outcome` None where another worker is to continue it."""
+        span, job.span = job.span, None
+        if span is None:
+            return
+        from opentelemetry.trace import Status, StatusCode
+
+        now = time.monotonic()
+        self._record_stages(span, job, now)
+        span.set_attributes(
+            {
+                "gen_ai.response.model": self._model,
+                "gen_ai.response.finish_reasons": [outcome or "handed_back"],
+                "gen_ai.usage.input_tokens": len(job.request.prompt_token_ids),
+                "gen_ai.usage.cache_read.input_tokens": job.num_cached_tokens,
+                "gen_ai.usage.output_tokens": job.num_tokens,
+                "headrace.attempt": job.attempt,
+            }
+        )
+        if job.first_token_at is not None:
+            span.set_attribute("gen_ai.response.time_to_first_chunk", job.first_token_at - job.received_at)
+        if error_code is not None:
+            span.set_attribute("error.type", error_code)
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+    def _record_stages(self, parent: Any, job: Job, now: float) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        assert self._tracer is not None
+        offset = time.time() - now  # from this process's monotonic clock to unix time
+        context = set_span_in_context(parent)
+        enqueued_at = None if job.enqueued_at is None else min(job.enqueued_at - offset, job.received_at)
+        for name, begin, end in (
+            ("queue wait", enqueued_at, job.received_at),
+            ("engine queue", job.received_at, job.admitted_at),
+            ("prefill", job.admitted_at, job.first_token_at),
+            ("decode", job.first_token_at, job.last_token_at),
+            ("publish", job.last_token_at, now),
+        ):
+            if begin is not None and end is not None:
+                stage = self._tracer.start_span(name, context=context, start_time=_nanoseconds(begin + offset))
+                stage.end(_nanoseconds(max(begin, end) + offset))
+
+
+def _nanoseconds(unix_seconds: float) -> int:
+    return int(unix_seconds * 1e9)

@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+XLA := .venv-xla
 
-.PHONY: help demo test lint ops-tools check-ops bench fuzz schemas chaos venv clean
+.PHONY: help demo test test-xla lint ops-tools check-ops bench fuzz schemas chaos venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -22,6 +23,16 @@ demo: $(STAMP) ## eight streams from a real model through a real queue
 
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest
+
+test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 6 GB
+	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py --timeout 1800
+
+# PyTorch/XLA for Neuron ends with torch 2.9, older than what Headrace asks for elsewhere
+$(XLA)/.installed: pyproject.toml constraints-xla.txt
+	@test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
+	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-xla.txt
+	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
 
 lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
 	@$(BIN)/ruff check .
@@ -53,4 +64,4 @@ check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all q
 	@$(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py -rs
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,9 @@ def test_graphs_hold_nothing_that_neuron_refuses(llama_traced: Traced, mistral_t
     operators = sum((graph.operators() for graph in graphs), Counter[str]())
     assert operators["aten.index_put.default"] == operators["aten.copy_.default"] == 2 * 3 * len(graphs)
     assert operators["aten.topk.default"] == len(graphs)
+    text = (Path(__file__).parents[3] / "docs" / "neuron.md").read_text()
+    listed = set(re.findall(r"`(\w+)`", text[text.index("## Operators") : text.index("None of `sort`")]))
+    assert {name.split(".")[1] for name in operators if name.startswith("aten.")} == listed - {"all_reduce"}
     assert not {name.split(".")[1] for name in operators if name.startswith("aten.")} & set(BANNED) - {"topk"}
 
 

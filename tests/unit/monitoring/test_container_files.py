@@ -91,6 +91,17 @@ def test_the_gpu_worker_differs_from_the_other_one_only_in_its_device(services: 
     }
 
 
+def test_the_neuron_worker_has_its_device_and_time_to_compile(services: dict[str, Any]) -> None:
+    cpu, neuron = services["worker"], services["worker-neuron"]
+    assert neuron["profiles"] == ["neuron"]
+    assert neuron["devices"] == ["${HEADRACE_NEURON_DEVICE:-/dev/neuron0}"]
+    different = {key for key in cpu.keys() | neuron.keys() if cpu.get(key) != neuron.get(key)}
+    assert different == {"profiles", "build", "environment", "devices", "volumes", "healthcheck"}
+    assert (ROOT / neuron["build"]["dockerfile"]).is_file()
+    assert neuron["environment"]["HEADRACE_DEVICE"] == "neuron"
+    assert f"neuron-compile-cache:{neuron['environment']['HEADRACE_COMPILE_CACHE_DIR']}" in neuron["volumes"]
+
+
 def test_the_worker_runs_without_privileges(services: dict[str, Any]) -> None:
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^USER 10001:10001$", dockerfile, re.MULTILINE)

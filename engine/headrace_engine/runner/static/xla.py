@@ -37,17 +37,17 @@ class XLA:
             raise ConfigError(f"device xla needs PJRT_DEVICE={self._hardware}, the environment says {chosen}")
         try:
             import torch_xla
+            import torch_xla.core.xla_model as xla_model
             import torch_xla.debug.metrics as metrics
-            import torch_xla.runtime as runtime
         except ImportError as error:
             raise ConfigError(
                 f"device xla needs PyTorch/XLA, which cannot be imported ({error}). Install torch-neuronx 2.9 and "
                 "torch-xla 2.9 from AWS's repository"
             ) from error
         try:
-            found = runtime.device_type()
-            torch_xla.device()
-        except (RuntimeError, OSError) as error:
+            # the real device: `runtime.device_type` only repeats the environment
+            found = xla_model.xla_device_hw(torch_xla.device())
+        except (ImportError, RuntimeError, OSError) as error:
             raise ConfigError(f"device xla finds no {self._hardware} device: {error}") from error
         if found != self._hardware:
             # without the Neuron plugin PyTorch/XLA takes the CPU and only logs it

@@ -134,6 +134,8 @@ class Sent:
             sampling_params=SamplingParams(
                 temperature=1.0 if self.sampled else 0.0,
                 top_p=0.9,
+                presence_penalty=0.7 if self.sampled else 0.0,
+                repetition_penalty=1.2 if self.sampled else 1.0,
                 max_tokens=self.max_tokens,
                 ignore_eos=True,
                 stop_token_ids=stops,
@@ -178,6 +180,8 @@ EVENTS = st.lists(
     min_size=1,
     max_size=24,
 )
+# A single token is enough to look for, so that guesses are many and mostly wrong.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 OPTIONS = st.fixed_dictionaries(
     {
         "num_blocks": st.sampled_from([BLOCKS_OF_ONE, BLOCKS_OF_ONE + 4, BLOCKS_OF_ONE + 15, 100]),
@@ -187,6 +191,7 @@ OPTIONS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 6]),
         "watermark": st.sampled_from([0.0, 0.2]),
+        "speculative_config": st.sampled_from([None, None, NGRAM]),
     }
 )
 

@@ -41,11 +41,12 @@ class CPURunner:
             self._lora = self._model.enable_lora(self._config.lora.max_lora_rank)
         info = self._model.info
         logger.info(
-            "loaded %s: %.0f M parameters, %s, %s attention, %d packed layers, %.1f s",
+            "loaded %s: %.0f M parameters, %s, %s attention, %d fused layers, %d packed products, %.1f s",
             info.architecture,
             info.num_parameters / 1e6,
             info.dtype,
             info.attention,
+            self._model.num_fused,
             self._model.num_packed,
             time.perf_counter() - started,
         )

@@ -61,7 +61,7 @@ ops-tools: $(STAMP) ## Prometheus, helm and a Kubernetes schema for check-ops, w
 		|| echo "helm could not be installed: what needs it is skipped"
 
 check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all queries on a real Prometheus
-	@$(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py -rs
+	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py -rs
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -90,6 +91,21 @@ def test_every_runbook_is_listed_belongs_to_an_alert_and_links_to_what_exists(al
     for page in RUNBOOKS.glob("*.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (RUNBOOKS / link).exists(), f"{page.name} links to {link}"
+
+
+def test_panels_that_runbooks_name_exist() -> None:
+    titles = {}
+    for name, text in dashboards.rendered().items():
+        built = json.loads(text)
+        title = built["title"].removeprefix("Headrace: ").capitalize()
+        titles[title] = [panel["title"] for panel in built["panels"]]
+        assert name.removesuffix(".json") in built["uid"]
+    for page in RUNBOOKS.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"\*([A-Z][\w ]+)\*", text)) - {"italics"}
+        assert named <= set(titles), f"{page.name}: {named - set(titles)}"
+        for dashboard, panel in re.findall(r'\*([A-Z][\w ]+)\*, "([^"]+)"', text):
+            assert any(title.startswith(panel) for title in titles[dashboard]), f"{page.name}: {dashboard}, {panel}"
 
 
 def test_every_alert_is_tested_to_fire_and_to_stay_silent(alerts: list[dict[str, Any]]) -> None:

@@ -1,0 +1,84 @@
+"""Alerts against real faults: each fires for the fault that it is named after, and nothing fired before.
+
+Minutes long, since the alerts wait on purpose: by `make check-ops`. That each alert fires and stays silent by its rule
+is tested by promtool in every run.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from headrace_broker.embedded import EmbeddedServer
+from service.operations.conftest import Watched
+from service.operations.prometheus import prometheus_or_skip
+from service.workers.conftest import model_folder
+from service.workers.service import QUEUE, Service
+
+__all__ = ["model_folder"]
+
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("HEADRACE_CHECK_OPS"), reason="takes minutes: run by make check-ops"),
+    pytest.mark.timeout(900),
+]
+
+# Far beyond what the rules state, as a busy machine must not fail a test; the time taken is printed.
+LONGEST_SECONDS = 240.0
+
+
+@pytest.fixture
+def own(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A service of this test's own, as faults are to be done to it."""
+    prometheus_or_skip()
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}))
+        service = Service(server, model_folder, tmp_path_factory.mktemp("own"))
+        stack.callback(service.close)
+        found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack, stall_seconds=600)
+        found.prometheus.wait_until(lambda: len(found.prometheus.query("headrace_requests_total")) > 0)
+        found.load()
+        assert found.prometheus.firing() == set()
+        yield found
+
+
+WaitFires = Callable[[Watched, str], None]
+
+
+@pytest.fixture
+def wait_fires(capsys: pytest.CaptureFixture[str]) -> WaitFires:
+    def wait(watched: Watched, alert: str) -> None:
+        started = time.monotonic()
+        watched.prometheus.wait_until(lambda: alert in watched.prometheus.firing(), LONGEST_SECONDS)
+        with capsys.disabled():
+            print(f"\n{alert} fired {time.monotonic() - started:.0f} s after the fault")  # noqa: T201
+
+    return wait
+
+
+def test_a_frozen_engine_is_reported(own: Watched, wait_fires: WaitFires) -> None:
+    handle = own.service.generate(max_tokens=2000)
+    own.service.wait_tokens([handle.id], at_least=1)
+    engine = own.worker.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_fires(own, "HeadraceEngineStalled")
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    handle.revoke(terminate=True)
+    own.prometheus.wait_until(lambda: "HeadraceEngineStalled" not in own.prometheus.firing(), LONGEST_SECONDS)
+
+
+def test_a_dead_letter_a_lost_redis_and_a_killed_worker_are_reported(own: Watched, wait_fires: WaitFires) -> None:
+    own.service.client.lpush(QUEUE, b"no message at all")
+    wait_fires(own, "HeadraceDeadLetters")
+    own.service.server.kill()
+    wait_fires(own, "HeadraceRedisDown")
+    own.service.server.start()
+    own.prometheus.wait_until(lambda: "HeadraceRedisDown" not in own.prometheus.firing(), LONGEST_SECONDS)
+    own.worker.kill()
+    wait_fires(own, "HeadraceWorkerUnreachable")
+    own.service.generate()
+    wait_fires(own, "HeadraceNoReadyWorker")

@@ -41,6 +41,11 @@ class WorkerSettings(BaseSettings):
     dtype: str = "auto"
     max_num_seqs: int = Field(64, ge=1)
     max_num_batched_tokens: int = Field(2048, ge=1)
+    long_prefill_token_threshold: int = Field(0, ge=0)
+    """Most tokens of one prompt in one step; 0 means the whole budget."""
+    watermark: float = Field(0.01, ge=0, lt=1)
+    """Share of the KV blocks that stays free when a request is admitted beside running ones."""
+    enable_prefix_caching: bool = True
     max_model_len: int | None = Field(None, ge=1)
     kv_cache_memory: ByteSize | None = None
     """Bytes, or with a unit: 4GiB."""
@@ -141,6 +146,9 @@ class WorkerSettings(BaseSettings):
             dtype=self.dtype,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            watermark=self.watermark,
+            enable_prefix_caching=self.enable_prefix_caching,
             max_model_len=self.max_model_len,
             kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
             attention_backend=self.attention_backend,

@@ -57,3 +57,18 @@ def test_logits_processors_are_paths_separated_by_commas(setting: pytest.MonkeyP
     setting.setenv("HEADRACE_LOGITS_PROCESSORS", "engine.processors:Missing")
     with pytest.raises(ConfigError, match=r"logits processor 'engine\.processors:Missing' cannot be imported"):
         WorkerSettings.from_env().engine_config()
+
+
+def test_the_schedulers_options_are_settings(setting: pytest.MonkeyPatch) -> None:
+    config = WorkerSettings.from_env().engine_config()
+    assert (config.scheduler.watermark, config.cache.enable_prefix_caching) == (0.01, True)
+    setting.setenv("HEADRACE_WATERMARK", "0.2")
+    setting.setenv("HEADRACE_LONG_PREFILL_TOKEN_THRESHOLD", "256")
+    setting.setenv("HEADRACE_ENABLE_PREFIX_CACHING", "false")
+    config = WorkerSettings.from_env().engine_config()
+    assert config.scheduler.watermark == 0.2
+    assert config.scheduler.long_prefill_token_threshold == 256
+    assert not config.cache.enable_prefix_caching
+    setting.setenv("HEADRACE_WATERMARK", "1.0")
+    with pytest.raises(WorkerSettingsError, match="HEADRACE_WATERMARK: "):
+        WorkerSettings.from_env()

@@ -19,6 +19,16 @@ from headrace_workers import default_model
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of weights and KV cache.")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
 @click.option("--max-num-batched-tokens", type=int, metavar="N", help="Token budget of a step [default: 2048].")
+@click.option(
+    "--long-prefill-token-threshold",
+    type=int,
+    metavar="N",
+    help="Most tokens of one prompt a step [default: no limit].",
+)
+@click.option("--watermark", type=float, metavar="SHARE", help="KV blocks kept free at admission [default: 0.01].")
+@click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Share computed prompt beginnings [on]."
+)
 @click.option("--max-model-len", type=int, metavar="N", help="Tokens of prompt and output [default: the model's].")
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."

@@ -223,6 +223,15 @@ class EngineFamilies:
             "prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."
         )
         self.prefix_hit = make.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
+        self.padded_tokens = make.counter(
+            "engine_padded_tokens_total", "Tokens computed only to fill a static shape of the device."
+        )
+        self.compiled_graphs = make.gauge(
+            "engine_compiled_graphs", "Graphs the engine has compiled for static shapes; constant while it serves."
+        )
+        self.warm_up_seconds = make.gauge(
+            "engine_warm_up_seconds", "Time the engine took to compile its graphs before the first request."
+        )
         self.drafted = make.counters(
             "draft_tokens_total",
             "Tokens that speculative decoding guessed and the model verified, by their place in the draft.",

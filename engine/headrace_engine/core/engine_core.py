@@ -161,6 +161,8 @@ class EngineCore:
             **output.phase_seconds,
             "update": ended - executed,
         }
+        stats.num_padded_tokens = output.num_padded_tokens
+        stats.compiled_graphs, stats.warm_up_seconds = output.compiled_graphs, output.warm_up_seconds
         answers, self._answers = self._answers, []
         return EngineCoreOutputs(outputs=answers + news, stats=stats)
 

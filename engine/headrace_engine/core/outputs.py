@@ -50,6 +50,10 @@ class StepStats:
     accepted_per_position: list[int] = field(default_factory=list)
     """How many of them were what the model drew."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    num_padded_tokens: int = 0
+    """Tokens computed only to fill a static shape; not in num_tokens."""
+    compiled_graphs: int = 0
+    warm_up_seconds: float = 0.0
     admitted_choice_ids: list[str] = field(default_factory=list)
     """Choices of which this step was the first."""
 

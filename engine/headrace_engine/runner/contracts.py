@@ -99,6 +99,12 @@ class StepOutput:
     """Requests for which no token could be chosen, and why: the scheduler ends them, the others go on."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in prepare, forward and sample."""
+    num_padded_tokens: int = 0
+    """Tokens computed only to fill a static shape."""
+    compiled_graphs: int = 0
+    """How many graphs the runner has compiled since it was made."""
+    warm_up_seconds: float = 0.0
+    """What their compilation took before the first request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

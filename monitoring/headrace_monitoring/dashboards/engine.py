@@ -140,6 +140,7 @@ def _memory() -> list[Panel]:
 
 
 def _model() -> list[Panel]:
+    padded = rate("engine_padded_tokens_total")
     return [
         graph(
             "Draft acceptance",
@@ -152,6 +153,22 @@ def _model() -> list[Panel]:
                     f"{rate('draft_accepted_tokens_total', 'position')} / {rate('draft_tokens_total', 'position')}",
                     "place {{position}}",
                 ),
+            ],
+        ),
+        graph(
+            "Padding of static shapes",
+            "Devices with static shapes only: share of the computed tokens that only fill a shape. Where it is high, "
+            "more buckets would help.",
+            "percentunit",
+            [(f"{padded} / ({padded} + {rate('engine_step_tokens_sum')})", "padding")],
+        ),
+        graph(
+            "Compiled graphs",
+            "Devices with static shapes only: graphs by worker, constant while it serves; and how long they took.",
+            "none",
+            [
+                ("headrace_engine_compiled_graphs{@}", "{{instance}} graphs"),
+                ("headrace_engine_warm_up_seconds{@}", "{{instance}} seconds"),
             ],
         ),
         graph(

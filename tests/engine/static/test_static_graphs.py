@@ -38,6 +38,8 @@ class Traced:
         self.runner = StaticPagedRunner(config, self.flavour)
         self.core = EngineCore(config, self.runner)
         self.tokens: dict[str, list[int]] = {}
+        self.padding: list[tuple[int, int]] = []
+        """Of each step: tokens, and those that only fill the shape."""
 
     def add(self, name: str, prompt: list[int], seed: int = 0, **params: Any) -> None:
         sampling = SamplingParams(ignore_eos=True, **params)
@@ -47,7 +49,11 @@ class Traced:
         self.tokens[name] = []
 
     def step(self) -> None:
-        for news in self.core.step().outputs:
+        result = self.core.step()
+        self.padding.append((result.stats.num_tokens, result.stats.num_padded_tokens))
+        assert result.stats.compiled_graphs == self.flavour.num_graphs()
+        assert result.stats.warm_up_seconds == self.runner.warm_up_seconds > 0
+        for news in result.outputs:
             self.tokens[news.request_id] += news.new_token_ids
 
     def finish(self) -> None:
@@ -78,6 +84,8 @@ def test_every_bucket_is_one_graph_and_compiled_tokens_are_those_of_transformers
     traced.finish()
     assert [traced.tokens[str(index)] for index in range(len(workload()))] == references(tiny_model(name))
     assert traced.flavour.num_graphs() == num_shapes
+    shapes = {1, 8, 16, 64} if name == "llama" else {8, 32}
+    assert {tokens + padded for tokens, padded in traced.padding if tokens} <= shapes
 
 
 def test_two_hundred_random_requests_compile_nothing(llama_traced: Traced) -> None:

@@ -148,6 +148,9 @@ def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clo
     assert scrape.value("headrace_prefix_cache_queried_tokens_total") == 200
     assert scrape.value("headrace_prefix_cache_hit_tokens_total") == 96
     assert scrape.value("headrace_engine_preemptions_total") == 2
+    assert scrape.value("headrace_engine_padded_tokens_total") == 22
+    assert scrape.value("headrace_engine_compiled_graphs") == 8
+    assert scrape.value("headrace_engine_warm_up_seconds") == 2.5
     assert [scrape.value("headrace_draft_tokens_total", position=place) for place in "1234"] == [8, 6, 6, 0]
     assert [scrape.value("headrace_draft_accepted_tokens_total", position=place) for place in "1234"] == [6, 2, 0, 0]
     assert scrape.value("headrace_engine_last_step_timestamp_seconds") == 2000.0

@@ -44,6 +44,7 @@ class StaticPagedRunner:
         self._grid: ShapeGrid
         self._batch: RequestBatch
         self.info: ModelInfo
+        self.warm_up_seconds = 0.0
 
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
@@ -135,7 +136,11 @@ class StaticPagedRunner:
         started = time.perf_counter()
         self._batch.update(batch)
         if not batch.num_scheduled_tokens:
-            return StepOutput(sampled_token_ids={})
+            return StepOutput(
+                sampled_token_ids={},
+                compiled_graphs=self._flavour.num_graphs(),
+                warm_up_seconds=self.warm_up_seconds,
+            )
         packed = self._batch.prepare(batch)
         sampling = self._batch.sampling_rows(packed)
         places = self._places(batch, packed)
@@ -161,6 +166,9 @@ class StaticPagedRunner:
             logprobs=packed.by_request(logprobs, accepted) if logprobs else {},
             prompt_logprobs=self._prompt_logprobs(logits, batch, packed) if packed.prompt_targets else {},
             errors=errors,
+            num_padded_tokens=shape.rows * shape.tokens - batch.num_tokens,
+            compiled_graphs=self._flavour.num_graphs(),
+            warm_up_seconds=self.warm_up_seconds,
             phase_seconds={
                 "prepare": prepared - started,
                 "forward": forwarded - prepared,

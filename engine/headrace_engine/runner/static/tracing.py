@@ -59,6 +59,8 @@ class Graph:
                     if index.dtype != torch.int32:
                         yield f"{node.target}: its index is {index.dtype}, must be torch.int32"
             for value in _tensors(node):
+                if value.dtype == torch.float64:
+                    yield f"{node.target}: it is in float64, which the device does not have"
                 if not all(isinstance(size, int) for size in value.shape):
                     yield f"{node.target}: its shape {tuple(value.shape)} is not static"
 

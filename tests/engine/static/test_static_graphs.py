@@ -132,7 +132,7 @@ def test_the_check_of_operators_finds_what_it_looks_for() -> None:
     flavour = TracingCPU()
 
     def step(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return x.sort().values[index] + torch.rand_like(x)[0] + x.index_select(0, index)
+        return x.sort().values[index] + torch.rand_like(x)[0] + x.double().index_select(0, index)
 
     torch.compile(step, backend=flavour._build, fullgraph=True)(torch.rand(4), torch.tensor([1, 2]))
     (graph,) = flavour.graphs
@@ -141,6 +141,7 @@ def test_the_check_of_operators_finds_what_it_looks_for() -> None:
     for sentence in (
         "aten.sort.default: sort is not supported",
         "randomness comes from the host",
+        "it is in float64",
         "aten.index.Tensor: its index is torch.int64",
         "aten.index_select.default: its index is torch.int64",
     ):

@@ -73,23 +73,31 @@ class Grammar:
 
         Returns:
             One mask a position, 1 + drafts of them: `ceil(vocab_size / 32) * 4` bytes, bit i of byte j stands for token
-            8 j + i. Behind a draft that is not allowed the masks repeat, as nothing there will be used.
+            8 j + i. Behind a draft that is not allowed the masks repeat, as nothing there will be used; behind one that
+            leads to nowhere they are empty.
 
         Raises:
             GrammarError: nothing may come next, or the grammar became too complex.
         """
-        masks = [self._bitmask()]
-        num_accepted = 0
+        mask = self._bitmask()
+        if not draft_token_ids:
+            return [mask]
+        # A copy, as no rollback leads out of a dead end; and the draft that leads there may never be drawn.
+        return [mask, *self.copy()._masks_behind(draft_token_ids, mask)]
+
+    def _masks_behind(self, draft_token_ids: Sequence[int], mask: bytes) -> list[bytes]:
+        """One mask behind each draft, `mask` being the one before them. Leaves the state anywhere."""
+        masks: list[bytes] = []
         for token_id in draft_token_ids:
-            if num_accepted == len(masks) - 1 and self._matcher.try_consume_tokens([token_id]):
-                num_accepted += 1
-                # Nothing follows the end token.
-                masks.append(masks[-1] if self._has_ended() else self._bitmask())
-            else:
-                masks.append(masks[-1])
-        if num_accepted:
-            self._matcher.rollback(num_accepted)
-        return masks
+            if not self._matcher.try_consume_tokens([token_id]):
+                break
+            if not self._has_ended():  # nothing follows the end token
+                try:
+                    mask = self._bitmask()
+                except GrammarError:
+                    mask = bytes(len(mask))
+            masks.append(mask)
+        return masks + [mask] * (len(draft_token_ids) - len(masks))
 
     def _has_ended(self) -> bool:
         return self._matcher.stop_reason() == "EndOfSentence"

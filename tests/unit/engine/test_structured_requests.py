@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,19 @@ def test_drafts_do_not_change_the_output(method: str) -> None:
     results = outputs(requests, runner, speculative=speculative)
     assert results.tokens == outputs(requests).tokens
     assert any(batch.draft_token_ids for batch in runner.batches)
+
+
+def test_a_draft_that_leads_to_a_dead_end_of_the_grammar_harms_nobody_who_does_not_go_there() -> None:
+    dead_end = {"grammar": 'start: "ab"{10} | "ac" NEVER\nNEVER: /x.*/ & /y.*/'}
+    message = structured("a", form=dead_end, prompt=encode("ac"))
+    seeds = (seed for seed in range(50) if outputs([replace(message, seed=seed)]).errors == {})
+    message.seed = next(seeds)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1, prompt_lookup_max=1)
+    runner = FakeRunner(max_model_len=200, caps=Capabilities(verifies_drafts=True))
+    results = outputs([message], runner, speculative=speculative)
+    assert encode("c")[0] in {token for batch in runner.batches for token in batch.draft_token_ids.get("a", ())}
+    assert results.errors == {}
+    assert results.tokens == outputs([message]).tokens
 
 
 def test_another_attempt_goes_on_where_the_first_one_stopped() -> None:

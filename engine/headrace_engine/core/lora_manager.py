@@ -193,7 +193,10 @@ class LoRAManager:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         gone = set(request_ids)
-        self._parked = [message for message in self._parked if message.request_id not in gone]
+        left = [message for message in self._parked if message.request_id not in gone]
+        if len(left) < len(self._parked):
+            self._parked = left
+            self._news = bool(left)  # those behind it may have waited for nothing but their turn
 
     @property
     def has_news(self) -> bool:

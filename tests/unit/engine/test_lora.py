@@ -247,6 +247,22 @@ def test_an_aborted_request_lets_its_adapter_go_also_while_it_waits() -> None:
     run(core, prompts("c"))
 
 
+def test_who_waited_behind_an_aborted_request_waits_no_longer() -> None:
+    core, _ = make_core(max_loras=1, max_cpu_loras=1)
+    running, first, second = prompts("aba", max_tokens=8)
+    core.add_request(running)
+    results = Results()
+    results.step(core)
+    core.add_request(first)
+    core.add_request(second)
+    results.step(core)
+    core.abort_requests([first.request_id])
+    results.step(core)
+    assert second.request_id in results.tokens
+    assert running.request_id not in results.finished
+    results.drain(core)
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [

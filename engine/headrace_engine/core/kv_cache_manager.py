@@ -9,6 +9,7 @@ table is written, and it has one holder. Imports no torch.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from headrace_engine.core.block_pool import Block, BlockPool
 from headrace_engine.request import Request
@@ -48,10 +49,19 @@ class KVCacheManager:
         revived = sum(block.ref_count == 0 for block in hits)
         return self.blocks_for(num_tokens) - len(hits) + revived
 
-    def num_held_alone(self, requests: list[Request], hits: list[Block]) -> int:
-        """Blocks that would be free if all of these requests gave up theirs and a new one then took the hits."""
-        holders = Counter(block for request in requests for block in self._tables[request.request_id])
-        return sum(count == block.ref_count for block, count in holders.items() if block not in hits)
+    def freed_one_by_one(self, requests: Iterable[Request], hits: list[Block]) -> Iterator[tuple[Request, int]]:
+        """Each request with the blocks that would be free if it and all before it gave up theirs.
+
+        Blocks among the hits of a newcomer do not count, as it takes them at once.
+        """
+        taken = set(hits)
+        holders: Counter[Block] = Counter()
+        num_freed = 0
+        for request in requests:
+            for block in self._tables[request.request_id]:
+                holders[block] += 1
+                num_freed += holders[block] == block.ref_count and block not in taken
+            yield request, num_freed
 
     def admit(self, request: Request, hits: list[Block], num_new_tokens: int) -> list[int]:
         """Give a request its first table: the hit blocks and room for `num_new_tokens` behind them.

@@ -285,12 +285,13 @@ class Scheduler:
         if self._policy != "priority":
             return None
         victims: list[Request] = []
-        for candidate in sorted(self.running, key=_urgency, reverse=True):
+        least_urgent_first = sorted(self.running, key=_urgency, reverse=True)
+        for candidate, num_freed in self.kv.freed_one_by_one(least_urgent_first, hits):
             if candidate.priority <= request.priority:
                 return None
             victims.append(candidate)
             # no watermark: `request` is more urgent than those that run
-            if num_blocks <= self.kv.pool.num_free + self.kv.num_held_alone(victims, hits):
+            if num_blocks <= self.kv.pool.num_free + num_freed:
                 return victims
         return None
 

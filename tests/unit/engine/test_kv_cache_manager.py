@@ -51,10 +51,9 @@ def test_preemption_frees_what_nobody_else_holds_and_the_newcomer_does_not_share
     first = computed(kv, "first", range(10))
     second = request("second", [*range(8), 50])
     kv.admit(second, kv.computed_blocks(second), 1)
-    assert kv.num_held_alone([first], []) == 1
-    assert kv.num_held_alone([first, second], []) == 4
+    assert list(kv.freed_one_by_one([first, second], [])) == [(first, 1), (second, 4)]
     third = request("third", [*range(4), 60])
-    assert kv.num_held_alone([first, second], kv.computed_blocks(third)) == 3
+    assert list(kv.freed_one_by_one([first, second], kv.computed_blocks(third))) == [(first, 1), (second, 3)]
 
 
 def test_blocks_that_a_hit_revives_do_not_count_as_free() -> None:

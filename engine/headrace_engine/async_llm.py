@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
@@ -37,6 +38,8 @@ class AsyncLLMEngine:
         self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
         self._output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._aborted_early: set[str] = set()
+        """Requests that were aborted while they were still checked at the door."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")
         self._pump: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
@@ -67,17 +70,10 @@ class AsyncLLMEngine:
             EngineDrainingError: no more requests are taken.
             EngineDeadError: the core failed; the request is lost.
         """
-        self._check_id(request_id)
-        await self._check_grammar(sampling_params)
-        request = self._input_processor.process(
-            request_id,
-            prompt,
-            sampling_params,
-            priority=priority,
-            arrival_time=time.monotonic(),
-            lora_request=lora_request,
+        process = partial(
+            self._input_processor.process, request_id, prompt, priority=priority, lora_request=lora_request
         )
-        async with contextlib.aclosing(self._stream(request)) as outputs:
+        async with contextlib.aclosing(self._stream(request_id, sampling_params, process)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -91,17 +87,10 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for a conversation."""
-        self._check_id(request_id)
-        await self._check_grammar(sampling_params)
-        request = self._input_processor.process_chat(
-            request_id,
-            messages,
-            sampling_params,
-            priority=priority,
-            arrival_time=time.monotonic(),
-            lora_request=lora_request,
+        process = partial(
+            self._input_processor.process_chat, request_id, messages, priority=priority, lora_request=lora_request
         )
-        async with contextlib.aclosing(self._stream(request)) as outputs:
+        async with contextlib.aclosing(self._stream(request_id, sampling_params, process)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -113,6 +102,8 @@ class AsyncLLMEngine:
                 output, choice_ids = aborted
                 self._core.abort_requests(choice_ids)
                 self._streams[name].put_nowait(output)
+            elif name in self._streams:
+                self._aborted_early.add(name)
 
     async def drain(self, timeout: float | None = None) -> None:  # reads as vLLM's own
         """Take no more requests, and wait until all streams have ended.
@@ -191,6 +182,11 @@ class AsyncLLMEngine:
         if params.structured_outputs is not None:
             await asyncio.to_thread(self._input_processor.check_grammar, params)
 
+    async def _check_adapter(self, lora_request: LoRARequest | None) -> None:
+        if lora_request is not None and lora_request not in self._loras:
+            with contextlib.suppress(LoRACapacityError):  # then the core loads it in time
+                await self.add_lora(lora_request)
+
     def _check_id(self, request_id: str) -> None:
         if self._dead is not None:
             raise self._dead
@@ -199,19 +195,26 @@ class AsyncLLMEngine:
         if request_id in self._streams:
             raise DuplicateRequestError(f"request {request_id} is in the engine already")
 
-    async def _stream(self, request: ProcessedRequest) -> AsyncGenerator[RequestOutput]:
+    async def _stream(
+        self, request_id: str, params: SamplingParams, process: Callable[..., ProcessedRequest]
+    ) -> AsyncGenerator[RequestOutput]:
+        self._check_id(request_id)
         queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._streams[request.request_id] = queue
+        self._streams[request_id] = queue  # before anything is awaited: from here on the id is in use
         self._idle.clear()
         try:
-            lora_request = request.choices[0].lora_request
-            if lora_request is not None and lora_request not in self._loras:
-                with contextlib.suppress(LoRACapacityError):  # then the core loads it in time
-                    await self.add_lora(lora_request)
+            arrival_time = time.monotonic()
+            await self._check_grammar(params)
+            request = process(params=params, arrival_time=arrival_time)
+            await self._check_adapter(request.choices[0].lora_request)
+            await self.check_health()
             self._output_processor.add_request(request)
-            for choice in request.choices:
-                self._core.add_request(choice)
-            self._take_outputs()
+            if request_id in self._aborted_early:
+                await self.abort(request_id)
+            else:
+                for choice in request.choices:
+                    self._core.add_request(choice)
+                self._take_outputs()
             finished = False
             while not finished:
                 output = await queue.get()
@@ -221,10 +224,11 @@ class AsyncLLMEngine:
                 yield output
         finally:
             # Also reached when the consumer went away: then the request is still followed and is aborted here.
-            del self._streams[request.request_id]
+            del self._streams[request_id]
+            self._aborted_early.discard(request_id)
             if not self._streams:
                 self._idle.set()
-            aborted = self._output_processor.abort(request.request_id)
+            aborted = self._output_processor.abort(request_id)
             if aborted is not None and self._dead is None:
                 with contextlib.suppress(EngineDeadError):  # the pump is about to learn it, too
                     self._core.abort_requests(aborted[1])

@@ -16,6 +16,7 @@ from headrace_engine.core.client import InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, InvalidRequestError
 from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.torch
 
@@ -130,6 +131,34 @@ async def test_a_wrong_request_is_refused_and_an_id_in_use_too(engine: AsyncLLME
     await engine.abort("a")
     assert [output.finished async for output in stream][-1]
     await assert_nothing_is_left(engine)
+
+
+DIGITS = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[0-9]{5}"))
+
+
+async def test_an_id_is_in_use_while_its_grammar_is_tried(engine: AsyncLLMEngine) -> None:
+    first, second = await asyncio.gather(
+        collect(engine, "a", params=DIGITS), collect(engine, "a", params=DIGITS), return_exceptions=True
+    )
+    assert isinstance(first, list) and first[-1].finished
+    assert isinstance(second, DuplicateRequestError)
+    await assert_nothing_is_left(engine)
+
+
+async def test_a_request_whose_grammar_is_tried_can_be_aborted(engine: AsyncLLMEngine) -> None:
+    waiting = asyncio.create_task(collect(engine, "a", params=DIGITS))
+    await asyncio.sleep(0)
+    await engine.abort("a")
+    (last,) = await waiting
+    assert (last.finished, last.outputs[0].finish_reason, last.outputs[0].token_ids) == (True, "abort", [])
+    await assert_nothing_is_left(engine)
+
+
+async def test_a_drain_waits_for_a_request_whose_grammar_is_tried(engine: AsyncLLMEngine) -> None:
+    waiting = asyncio.create_task(collect(engine, "a", params=DIGITS))
+    await asyncio.sleep(0)
+    await engine.drain()
+    assert (await waiting)[-1].finished
 
 
 async def test_a_stop_string_frees_the_request_in_the_core(engine: AsyncLLMEngine) -> None:

@@ -50,15 +50,20 @@ class GrammarChecker:
         """Raises InvalidRequestError, saying what is wrong with the grammar."""
         source = json.dumps(asdict(params))
         key = hash(source)
+        try:
+            problem = self._verdicts[key]  # without the lock: what is known does not wait for another grammar's trial
+        except KeyError:
+            problem = self._try_once(key, source)
+        if problem is not None:
+            raise InvalidRequestError(f"structured_outputs: {problem}")
+
+    def _try_once(self, key: int, source: str) -> str | None:
         with self._lock:
             if key not in self._verdicts:
                 self._verdicts[key] = self._try(source)
                 if len(self._verdicts) > _MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(key)
-            problem = self._verdicts[key]
-        if problem is not None:
-            raise InvalidRequestError(f"structured_outputs: {problem}")
+            return self._verdicts[key]
 
     def close(self) -> None:
         """End the process; the next check starts another one."""

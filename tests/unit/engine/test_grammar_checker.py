@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,31 @@ def test_a_process_that_somebody_else_ends_says_nothing_about_the_grammar(checke
     os.kill(process.pid, signal.SIGTERM)
     process.wait()
     checker.check(StructuredOutputsParams(regex="second"))
+
+
+def test_a_known_verdict_does_not_wait_for_the_trial_of_another_grammar(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = StructuredOutputsParams(regex="known")
+    checker.check(known)
+    begun, release = threading.Event(), threading.Event()
+
+    def long_trial(self: GrammarChecker, source: str) -> None:
+        begun.set()
+        assert release.wait(20)
+
+    monkeypatch.setattr(GrammarChecker, "_try", long_trial)
+    other = threading.Thread(target=checker.check, args=[StructuredOutputsParams(regex="other")])
+    other.start()
+    assert begun.wait(20)
+    again = threading.Thread(target=checker.check, args=[known])
+    again.start()
+    again.join(5)
+    waited = again.is_alive()
+    release.set()
+    other.join()
+    again.join()
+    assert not waited
 
 
 def test_a_tokenizer_that_cannot_be_used_refuses_every_grammar() -> None:

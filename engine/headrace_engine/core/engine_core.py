@@ -188,7 +188,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()
-        if self.loras is not None and not self.scheduler.requests:
+        if self.loras is not None and not (self.scheduler.requests or self._grammars):
             self.loras.check_integrity()
 
     def shutdown(self) -> None:

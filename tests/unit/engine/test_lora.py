@@ -10,6 +10,7 @@ import pytest
 
 from headrace_engine.config import EngineArgs, LoRAConfig
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.grammar_preparation import PreparedRequest
 from headrace_engine.errors import ConfigError, InvalidRequestError, LoRACapacityError, LoRAError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, FinishReason
@@ -245,6 +246,18 @@ def test_an_aborted_request_lets_its_adapter_go_also_while_it_waits() -> None:
     assert results.finished == {}
     core.check_integrity()
     run(core, prompts("c"))
+
+
+def test_a_request_that_waits_for_its_grammar_uses_its_adapter_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _ = make_core("a")
+    release = threading.Event()
+    monkeypatch.setattr(core._grammars, "_prepare", lambda request: release.wait(20) and PreparedRequest(request, None))
+    core.add_request(core_request("0a", [5, 6], lora="a", structured_outputs={"regex": "ab"}, max_tokens=2))
+    results = Results()
+    results.step(core)  # which checks the core's integrity
+    release.set()
+    results.drain(core)
+    assert "0a" in results.finished
 
 
 def test_who_waited_behind_an_aborted_request_waits_no_longer() -> None:

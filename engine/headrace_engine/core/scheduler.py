@@ -280,7 +280,8 @@ class Scheduler:
     def _victims(self, request: Request, hits: list[Block], num_blocks: int) -> list[Request] | None:
         """The running requests that a more urgent waiting one displaces, the least urgent first.
 
-        None where they do not exist, or where all of them together would not make room enough.
+        None where they do not exist, or where all of them together would not make room enough; empty where nothing but
+        the watermark is in the way, which is kept for those that are less urgent.
         """
         if self._policy != "priority":
             return None
@@ -289,8 +290,9 @@ class Scheduler:
         for candidate, num_freed in self.kv.freed_one_by_one(least_urgent_first, hits):
             if candidate.priority <= request.priority:
                 return None
+            if not victims and len(self.running) < self._max_num_seqs and num_blocks <= self.kv.pool.num_free:
+                return []
             victims.append(candidate)
-            # no watermark: `request` is more urgent than those that run
             if num_blocks <= self.kv.pool.num_free + num_freed:
                 return victims
         return None

@@ -413,6 +413,17 @@ def test_nobody_is_displaced_where_it_would_not_make_room_enough() -> None:
     assert set(results.drain(core).finished) == {"first", "least", "urgent"}
 
 
+def test_nobody_is_displaced_for_a_request_that_only_the_watermark_is_in_the_way_of() -> None:
+    core, _ = make_core(policy="priority", num_blocks=9, prefix_caching=False, watermark=0.5)
+    results = Results()
+    core.add_request(core_request("least", range(10), priority=9, ignore_eos=True, max_tokens=2))  # 3 of 8 blocks
+    results.step(core)
+    core.add_request(core_request("urgent", range(20, 30), max_tokens=1))
+    results.step(core)
+    assert results.preemptions == 0
+    assert set(results.finished) == {"least", "urgent"}
+
+
 def test_statistics_account_for_every_block() -> None:
     core, _ = make_core(num_blocks=17)
     for name, first in (("a", 10), ("b", 40)):

@@ -37,7 +37,8 @@ class ChoiceRecord:
         self.token_ids += token_ids
         self.text += text
         if logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += logprobs
 
     def to_output(self, index: int) -> CompletionOutput:
         return CompletionOutput(index, self.text, self.token_ids, self.logprobs, self.finish_reason, self.stop_reason)

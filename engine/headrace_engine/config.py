@@ -57,7 +57,7 @@ class SchedulerConfig:
     """Token budget of one step."""
     policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
-    """Refuse a request when this many are waiting; None means no limit."""
+    """Refuse a request when this many are waiting, for their grammar or adapter too; None means no limit."""
     max_num_queued_tokens: int | None = None
     """Refuse a request with which the waiting ones would have more tokens than this; None means no limit."""
     long_prefill_token_threshold: int = 0

@@ -17,7 +17,7 @@ from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
 from headrace_engine.core.runner_factory import load_tokenizer_json
 from headrace_engine.core.scheduler import Scheduler
-from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError
+from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelRunner, StepBatch
@@ -68,7 +68,7 @@ class EngineCore:
             self._add(message, None)
         elif self.loras is None:
             self._refuse(message, _NO_LORA)
-        elif (lora := self.loras.take(message)) is not None:
+        elif self._may_wait(message) and (lora := self.loras.take(message)) is not None:
             self._add(message, lora)
 
     def _add(self, message: EngineCoreRequest, lora: LoRAVersion | None) -> None:
@@ -78,12 +78,22 @@ class EngineCore:
             # An earlier attempt may have died between its last token and the news that it was the last.
             answer.finish_reason, answer.stop_reason = self.scheduler.check_stop(request, request.token_ids[-1])
         if answer.finish_reason is not None:
-            _released(request)
+            self.scheduler.queue_limits.leave(_released(request).request_id)
             self._answers.append(answer)
-        elif message.sampling_params.structured_outputs is not None:
-            self._grammars.add(request)
-        else:
+        elif message.sampling_params.structured_outputs is None:
             self._admit(request)
+        elif self._may_wait(message):
+            self._grammars.add(request)
+
+    def _may_wait(self, message: EngineCoreRequest) -> bool:
+        """Count a request among those that wait, before it comes to the scheduler; False where it is refused."""
+        try:
+            limits = self.scheduler.queue_limits
+            limits.enter(message.request_id, len(message.prompt_token_ids) + len(message.output_token_ids))
+        except QueueFullError as error:
+            self._refuse(message, str(error))
+            return False
+        return True
 
     def _admit(self, request: Request, grammar: Grammar | None = None) -> None:
         try:
@@ -103,6 +113,8 @@ class EngineCore:
     def _refuse(self, message: EngineCoreRequest | Request, sentence: str) -> None:
         refusal = EngineCoreOutput(request_id=message.request_id, new_token_ids=[], error=sentence)
         refusal.finish_reason = FinishReason.ERROR
+        if message.request_id not in self.scheduler.requests:  # else it is that one's place
+            self.scheduler.queue_limits.leave(message.request_id)
         self._answers.append(refusal)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -111,6 +123,8 @@ class EngineCore:
             self.loras.abort(request_ids)
         for request in self._grammars.abort(request_ids):
             _released(request)
+        for request_id in request_ids:
+            self.scheduler.queue_limits.leave(request_id)
         self.scheduler.abort_requests(request_ids)
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
@@ -187,7 +201,8 @@ class EngineCore:
                 self._add(message, found)
 
     def check_integrity(self) -> None:
-        self.scheduler.check_integrity()
+        waiting = [*self._grammars.waiting_ids(), *(self.loras.waiting_ids() if self.loras is not None else ())]
+        self.scheduler.check_integrity(waiting)
         if self.loras is not None and not (self.scheduler.requests or self._grammars):
             self.loras.check_integrity()
 

@@ -29,6 +29,9 @@ class GrammarPreparation:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def waiting_ids(self) -> list[str]:
+        return list(self._waiting)
+
     @property
     def is_loaded(self) -> bool:
         """Whether the compiler is there, or cannot be made."""

@@ -198,6 +198,9 @@ class LoRAManager:
             self._parked = left
             self._news = bool(left)  # those behind it may have waited for nothing but their turn
 
+    def waiting_ids(self) -> list[str]:
+        return [message.request_id for message in self._parked]
+
     @property
     def has_news(self) -> bool:
         """Whether `ready` may have something to say."""

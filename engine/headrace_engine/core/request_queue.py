@@ -79,7 +79,7 @@ def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
 
 
 class QueueLimits:
-    """Bounds on what waits for its first admission; preempted requests are no news and count in neither.
+    """Bounds on what waits for its first admission, for a grammar or an adapter too; preempted requests are no news.
 
     Args:
         max_requests, max_tokens: None means no limit.
@@ -88,27 +88,28 @@ class QueueLimits:
     def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._num_requests = 0
+        self._entered: dict[str, int] = {}
+        """Tokens by request id."""
         self._num_tokens = 0
 
-    def enter(self, request: Request) -> None:
-        """Count a new request. Raises QueueFullError, and counts nothing, where it would be one too many."""
-        if self._max_requests is not None and self._num_requests >= self._max_requests:
-            raise QueueFullError("max_num_queued_requests", self._max_requests, f"{self._num_requests} requests wait")
-        if self._max_tokens is not None and self._num_tokens + request.num_tokens > self._max_tokens:
-            waiting = f"{self._num_tokens} tokens wait and the request has {request.num_tokens}"
+    def enter(self, request_id: str, num_tokens: int) -> None:
+        """Count a new request, once. Raises QueueFullError, and counts nothing, where it would be one too many."""
+        if request_id in self._entered:
+            return
+        if self._max_requests is not None and len(self._entered) >= self._max_requests:
+            raise QueueFullError("max_num_queued_requests", self._max_requests, f"{len(self._entered)} requests wait")
+        if self._max_tokens is not None and self._num_tokens + num_tokens > self._max_tokens:
+            waiting = f"{self._num_tokens} tokens wait and the request has {num_tokens}"
             raise QueueFullError("max_num_queued_tokens", self._max_tokens, waiting)
-        self._num_requests += 1
-        self._num_tokens += request.num_tokens
+        self._entered[request_id] = num_tokens
+        self._num_tokens += num_tokens
 
-    def leave(self, request: Request) -> None:
-        """The request is admitted or aborted; its status must still be that of a waiting one."""
-        if request.status is RequestStatus.WAITING:
-            self._num_requests -= 1
-            self._num_tokens -= request.num_tokens
+    def leave(self, request_id: str) -> None:
+        """The request, if it is counted, waits no longer."""
+        self._num_tokens -= self._entered.pop(request_id, 0)
 
-    def check_integrity(self, waiting: Iterable[Request]) -> None:
-        """Assert that the counts are those of the queue."""
-        new = [request for request in waiting if request.status is RequestStatus.WAITING]
-        assert self._num_requests == len(new)
-        assert self._num_tokens == sum(request.num_tokens for request in new)
+    def check_integrity(self, waiting: Iterable[Request], elsewhere: Iterable[str]) -> None:
+        """Assert that the counts are those of the queue, and of the requests that wait elsewhere."""
+        new = {request.request_id for request in waiting if request.status is RequestStatus.WAITING}
+        assert self._entered.keys() == new | set(elsewhere), self._entered.keys() ^ (new | set(elsewhere))
+        assert self._num_tokens == sum(self._entered.values())

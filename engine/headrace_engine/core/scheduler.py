@@ -51,7 +51,7 @@ class Scheduler:
             self._max_chunk = min(self._max_chunk, config.long_prefill_token_threshold)
         self._watermark_blocks = int(config.watermark * kv.pool.num_usable)
         self._speculator = Speculator(speculative, max_model_len) if speculative is not None else None
-        self._queue_limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
+        self.queue_limits = QueueLimits(config.max_num_queued_requests, config.max_num_queued_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = create_request_queue(config.policy)
@@ -71,7 +71,7 @@ class Scheduler:
             raise ContextLengthError(
                 f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
             )
-        self._queue_limits.enter(request)
+        self.queue_limits.enter(request.request_id, request.num_tokens)
         self.requests[request.request_id] = request
         self.waiting.add(request)
         if grammar is not None:
@@ -87,7 +87,7 @@ class Scheduler:
                     self.running.remove(request)
                 else:
                     self.waiting.remove(request)
-                    self._queue_limits.leave(request)
+                    self.queue_limits.leave(request.request_id)
                 self._finish(request)
                 aborted.append(request_id)
         return aborted
@@ -298,7 +298,7 @@ class Scheduler:
         return None
 
     def _start(self, request: Request, num_hit: int) -> None:
-        self._queue_limits.leave(request)
+        self.queue_limits.leave(request.request_id)
         if request.status is RequestStatus.WAITING:
             self.stats.admitted_choice_ids.append(request.request_id)
             request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
@@ -437,11 +437,15 @@ class Scheduler:
                 counts.setdefault(request.lora.name, [0, 0])[waits] += 1
         return counts
 
-    def check_integrity(self) -> None:
-        """Assert the scheduler's and the pool's invariants; cheap enough to run whenever the engine is idle."""
+    def check_integrity(self, elsewhere: Iterable[str] = ()) -> None:
+        """Assert the scheduler's and the pool's invariants; cheap enough to run whenever the engine is idle.
+
+        Args:
+            elsewhere: ids of requests that wait for a grammar or an adapter and are to come here.
+        """
         assert len(self.running) + len(self.waiting) == len(self.requests)
         assert len(self.running) <= self._max_num_seqs
-        self._queue_limits.check_integrity(self.waiting)
+        self.queue_limits.check_integrity(self.waiting, elsewhere)
         assert len({r.lora.version for r in self.running if r.lora is not None}) <= self._max_loras
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting)

@@ -248,6 +248,22 @@ def test_an_aborted_request_lets_its_adapter_go_also_while_it_waits() -> None:
     run(core, prompts("c"))
 
 
+def test_a_request_that_waits_for_its_adapter_counts_among_those_that_wait() -> None:
+    core, _ = make_core("a", max_loras=1, max_cpu_loras=1, max_num_queued_requests=1)
+    running, first, second, third = prompts("abcb")
+    core.add_request(running)
+    results = Results()
+    results.step(core)
+    core.add_request(first)
+    core.add_request(second)
+    results.step(core)
+    assert list(results.errors) == ["2c"]
+    core.abort_requests([first.request_id])
+    core.add_request(third)
+    results.drain(core)
+    assert results.finished.keys() == {"0a", "2c", "3b"}
+
+
 def test_a_request_that_waits_for_its_grammar_uses_its_adapter_already(monkeypatch: pytest.MonkeyPatch) -> None:
     core, _ = make_core("a")
     release = threading.Event()

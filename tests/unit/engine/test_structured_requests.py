@@ -207,6 +207,28 @@ def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatc
     assert "gone" not in results.tokens
 
 
+def test_a_request_that_waits_for_its_grammar_counts_among_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    core = core_of(num_blocks=200, max_num_queued_requests=2)
+    prepare = core._grammars._prepare
+    monkeypatch.setattr(core._grammars, "_prepare", lambda request: release.wait(60) and prepare(request))
+    for name in "abc":
+        core.add_request(structured(name))
+    results = Results()
+    results.step(core)
+    assert results.errors == {"c": "the queue is full: 2 requests wait, and max_num_queued_requests is 2"}
+    core.abort_requests(["a"])
+    core.add_request(structured("d"))
+    release.set()
+    results.drain(core)
+    assert {name for name, reason in results.finished.items() if reason is FinishReason.STOP} == {"b", "d"}
+    core.add_request(structured("bad", form={"regex": "(a"}))
+    results.drain(core)
+    core.add_request(structured("e"))
+    core.add_request(structured("f"))
+    assert results.drain(core).finished["f"] is FinishReason.STOP
+
+
 def test_nothing_is_left_of_a_request_that_ended_or_was_aborted() -> None:
     core = core_of(num_blocks=200)
     for number in range(4):

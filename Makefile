@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## eight streams from a real model through a real queue
 	@$(BIN)/headrace demo
 
+# Whole files are shared among a few processes: what a file's tests have in common, such as a worker, is started once.
 test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 6 GB
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py --timeout 1800

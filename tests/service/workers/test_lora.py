@@ -90,7 +90,7 @@ def test_messages_name_their_adapter_and_run_side_by_side(
     with Client(lora_service.server.url, model="tiny") as client:
         request_id = client.submit(prompt_token_ids=PROMPT, sampling_params=GREEDY, lora="sql")
         assert client.result(request_id, timeout=30).outputs[0].token_ids == expected["sql"]
-    metrics = lora_service.workers[0].metrics()
+    metrics = lora_service.workers[-1].metrics()
     assert metrics['headrace_engine_lora_requests{adapter="sql",state="running"}'] == 0
 
 

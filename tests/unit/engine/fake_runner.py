@@ -32,6 +32,7 @@ from headrace_engine.runner.contracts import (
 from headrace_engine.speculative_config import SpeculativeConfig
 
 VOCAB_SIZE = 61
+NO_TOKEN = -1
 EOS = 7
 MAX_MODEL_LEN = 32
 BYTES_PER_BLOCK = 1000
@@ -196,9 +197,14 @@ class FakeRunner:
                 sampled[request_id] = self._sample(request, drafts, masks.get(request_id))
         errors = {request_id: "no token" for request_id in sampled if self._is_refused(request_id)}
         sampled = {i: tokens for i, tokens in sampled.items() if i not in errors}
+        stuck = {i: tokens[:-1] for i, tokens in sampled.items() if tokens[-1] == NO_TOKEN}
+        sampled |= stuck
+        errors |= dict.fromkeys(stuck, "no token")
         return StepOutput(
             sampled_token_ids=sampled,
-            draft_token_ids={i: self._draft(self.known[i]) for i in sampled} if self.num_drafts else {},
+            draft_token_ids={i: self._draft(self.known[i]) for i in sampled.keys() - errors.keys()}
+            if self.num_drafts
+            else {},
             prompt_logprobs=prompt_logprobs,
             errors=errors,
             phase_seconds={"forward": 0.0},
@@ -296,6 +302,8 @@ class FakeRunner:
         assert masks is None or len(masks) == 1 + len(drafts), "not one mask a position"
         tokens = []
         for index, draft in enumerate([*drafts, None]):
+            if masks is not None and not any(masks[index]):
+                return [*tokens, NO_TOKEN]
             token_id = request.draw_next(masks[index] if masks is not None else None)
             request.append(token_id)
             tokens.append(token_id)

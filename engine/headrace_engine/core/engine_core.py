@@ -17,6 +17,7 @@ from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
 from headrace_engine.core.runner_factory import load_tokenizer_json
 from headrace_engine.core.scheduler import Scheduler
+from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
@@ -76,7 +77,7 @@ class EngineCore:
         answer = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
         if message.output_token_ids:
             # An earlier attempt may have died between its last token and the news that it was the last.
-            answer.finish_reason, answer.stop_reason = self.scheduler.check_stop(request, request.token_ids[-1])
+            answer.finish_reason, answer.stop_reason = check_stop(request, self.model_info.max_model_len)
         if answer.finish_reason is not None:
             self.scheduler.queue_limits.leave(_released(request).request_id)
             self._answers.append(answer)

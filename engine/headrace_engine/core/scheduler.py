@@ -7,7 +7,6 @@ preempted request is one whose `num_computed_tokens` fell back to 0. After vLLM'
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from headrace_engine.config import SchedulerConfig
@@ -15,13 +14,14 @@ from headrace_engine.core.block_pool import Block
 from headrace_engine.core.grammar_states import GrammarStates
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
-from headrace_engine.core.repetition import ends_in_repetition
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
 from headrace_engine.core.speculation import Speculator
+from headrace_engine.core.step_plan import StepPlan, is_prefill, new_request
+from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
 from headrace_engine.grammar import Grammar
 from headrace_engine.request import FinishReason, Request, RequestStatus
-from headrace_engine.runner.contracts import Capabilities, NewRequest, StepBatch, StepOutput
+from headrace_engine.runner.contracts import Capabilities, StepBatch, StepOutput
 from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
@@ -100,7 +100,7 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """The next step's batch; empty when a preemption was all that could be done."""
-        plan = _Plan(batch=StepBatch(num_scheduled_tokens={}), budget=self._token_budget)
+        plan = StepPlan(budget=self._token_budget)
         self.stats = StepStats()
         if self._capabilities.mixed_batches:
             self._schedule_running(plan)
@@ -125,7 +125,7 @@ class Scheduler:
 
         Prompts in their turn wait for one step of decoding at most, so that neither starves the other.
         """
-        return self._has_just_prefilled and not all(_is_prefill(request) for request in self.running)
+        return self._has_just_prefilled and not all(is_prefill(request) for request in self.running)
 
     def _sampled(self, batch: StepBatch) -> list[tuple[Request, Sequence[int]]]:
         """Requests that get a token in this step, with the tokens that are guessed behind their last one."""
@@ -138,7 +138,7 @@ class Scheduler:
 
     def _prefill_is_possible(self) -> bool:
         """For runners that cannot mix: whether a prompt is incomplete, or a whole one can be admitted."""
-        if any(_is_prefill(request) for request in self.running):
+        if any(is_prefill(request) for request in self.running):
             return True
         if not self.waiting:
             return False
@@ -147,11 +147,11 @@ class Scheduler:
         needed = self.kv.num_needed(hits, request.num_tokens)
         return self._has_room(needed) or self._victims(request, hits, needed) is not None
 
-    def _schedule_running(self, plan: "_Plan", phase: Literal["prefill", "decode"] | None = None) -> None:
+    def _schedule_running(self, plan: StepPlan, phase: Literal["prefill", "decode"] | None = None) -> None:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             request = self.running[index]
-            prefill = _is_prefill(request)
+            prefill = is_prefill(request)
             if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
                 index += 1
                 continue
@@ -181,7 +181,7 @@ class Scheduler:
 
     def _drafts_within(self, request: Request, num_tokens: int) -> list[int]:
         """As much of a request's draft as fits beside its last token; one token is left to everybody behind it."""
-        if not request.draft_token_ids or _is_prefill(request):
+        if not request.draft_token_ids or is_prefill(request):
             return []
         return request.draft_token_ids[: max(min(num_tokens, self._max_chunk) - 1, 0)]
 
@@ -199,7 +199,7 @@ class Scheduler:
             return self._max_chunk
         return min(self._max_chunk, _MAX_PROMPT_LOGPROBS_CHUNK) if self._capabilities.logits_of_every_token else 1
 
-    def _may_prefill(self, plan: "_Plan") -> bool:
+    def _may_prefill(self, plan: StepPlan) -> bool:
         limit = self._capabilities.max_prefills_per_step
         return limit is None or plan.num_prefills < limit
 
@@ -220,7 +220,7 @@ class Scheduler:
         self._removed.append(request.request_id)
         self.stats.preemptions += 1
 
-    def _schedule_waiting(self, plan: "_Plan") -> None:
+    def _schedule_waiting(self, plan: StepPlan) -> None:
         if self.stats.preemptions:
             return  # memory is short: whoever runs goes first
         loras = {r.lora.version for r in self.running if r.lora is not None} if self._max_loras else set()
@@ -251,7 +251,7 @@ class Scheduler:
                     passed[0].num_passed += 1
             self._start(request, num_hit)
             plan.grant(request, num_new, prefill=True)
-            plan.batch.new_requests.append(_new_request(request, block_ids))
+            plan.batch.new_requests.append(new_request(request, block_ids))
             # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
@@ -372,35 +372,12 @@ class Scheduler:
         for token_id in sampled:
             request.append_token(token_id)
             entry.new_token_ids.append(token_id)
-            entry.finish_reason, entry.stop_reason = self.check_stop(request, token_id)
+            entry.finish_reason, entry.stop_reason = check_stop(request, self.max_model_len)
             if entry.finish_reason is not None:
                 return entry
         if self.grammars:
             self.grammars.accept(request.request_id, entry.new_token_ids)
         return entry
-
-    def check_stop(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | str | None]:
-        """Whether this token, the request's last, ends it; and the stop token or the word for what did."""
-        params = request.sampling_params
-        if params.structured_outputs is not None and token_id in request.eos_token_ids:
-            return FinishReason.STOP, None  # allowed by the grammar, behind which nothing can come
-        if request.num_output_tokens >= params.min_tokens:
-            if token_id in request.eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP, None
-            if token_id in request.stop_token_ids:
-                return FinishReason.STOP, token_id
-        if params.max_tokens is not None and request.num_output_tokens >= params.max_tokens:
-            return FinishReason.LENGTH, None
-        if request.num_tokens >= self.max_model_len:
-            return FinishReason.LENGTH, None
-        detection = params.repetition_detection
-        if (
-            detection is not None
-            and request.num_output_tokens >= params.min_tokens
-            and ends_in_repetition(request.token_ids, request.num_prompt_tokens, detection)
-        ):
-            return FinishReason.REPETITION, "repetition_detected"
-        return None, None
 
     def _finish(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -452,49 +429,6 @@ class Scheduler:
         self.kv.check_integrity({request.request_id for request in self.running})
 
 
-@dataclass(slots=True)
-class _Plan:
-    """A step while it is being put together."""
-
-    batch: StepBatch
-    budget: int
-    num_prefills: int = 0
-
-    def grant(self, request: Request, num_tokens: int, prefill: bool) -> None:
-        self.batch.num_scheduled_tokens[request.request_id] = num_tokens
-        self.budget -= num_tokens
-        self.num_prefills += prefill
-
-    def withdraw(self, request: Request) -> None:
-        """Take back what a victim of preemption was granted earlier in this step, if anything."""
-        num_tokens = self.batch.num_scheduled_tokens.pop(request.request_id, 0)
-        self.batch.new_block_ids.pop(request.request_id, None)
-        self.batch.draft_token_ids.pop(request.request_id, None)
-        self.budget += num_tokens
-        self.num_prefills -= bool(num_tokens) and _is_prefill(request)
-
-
 def _urgency(request: Request) -> tuple[int, float, str]:
     """The waiting queue's order to the last tie: were two requests each other's victims, neither would end."""
     return request.priority, request.arrival_time, request.request_id
-
-
-def _is_prefill(request: Request) -> bool:
-    """More than the last token is to be computed: a prompt, or a preempted request that is back."""
-    return request.num_tokens - request.num_computed_tokens > 1
-
-
-def _new_request(request: Request, block_ids: list[int]) -> NewRequest:
-    return NewRequest(
-        request_id=request.request_id,
-        token_ids=list(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling_params=request.sampling_params,
-        seed=request.seed,
-        suppressed_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
-        block_ids=block_ids,
-        num_computed_tokens=request.num_computed_tokens,
-        bad_words_token_ids=request.bad_words_token_ids,
-        num_prompt_logprobs=None if request.prompt_logprobs is None else len(request.prompt_logprobs),
-        lora_version=request.lora.version if request.lora is not None else None,
-    )

@@ -1,0 +1,51 @@
+"""The plan of one step: who computes how many tokens, while the scheduler puts it together. Imports no torch."""
+
+from dataclasses import dataclass, field
+
+from headrace_engine.request import Request
+from headrace_engine.runner.contracts import NewRequest, StepBatch
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step while it is being put together."""
+
+    budget: int
+    """Tokens that are left to grant."""
+    batch: StepBatch = field(default_factory=lambda: StepBatch(num_scheduled_tokens={}))
+    num_prefills: int = 0
+
+    def grant(self, request: Request, num_tokens: int, prefill: bool) -> None:
+        self.batch.num_scheduled_tokens[request.request_id] = num_tokens
+        self.budget -= num_tokens
+        self.num_prefills += prefill
+
+    def withdraw(self, request: Request) -> None:
+        """Take back what a victim of preemption was granted earlier in this step, if anything."""
+        num_tokens = self.batch.num_scheduled_tokens.pop(request.request_id, 0)
+        self.batch.new_block_ids.pop(request.request_id, None)
+        self.batch.draft_token_ids.pop(request.request_id, None)
+        self.budget += num_tokens
+        self.num_prefills -= bool(num_tokens) and is_prefill(request)
+
+
+def is_prefill(request: Request) -> bool:
+    """More than the last token is to be computed: a prompt, or a preempted request that is back."""
+    return request.num_tokens - request.num_computed_tokens > 1
+
+
+def new_request(request: Request, block_ids: list[int]) -> NewRequest:
+    """All that a runner must know of a request which it does not know, or knows no more."""
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling_params=request.sampling_params,
+        seed=request.seed,
+        suppressed_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+        block_ids=block_ids,
+        num_computed_tokens=request.num_computed_tokens,
+        bad_words_token_ids=request.bad_words_token_ids,
+        num_prompt_logprobs=None if request.prompt_logprobs is None else len(request.prompt_logprobs),
+        lora_version=request.lora.version if request.lora is not None else None,
+    )

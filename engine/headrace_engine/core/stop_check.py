@@ -1,0 +1,32 @@
+"""When an output ends: by its end token, a stop token, its length, or a loop. Stop strings are not known here."""
+
+from headrace_engine.core.repetition import ends_in_repetition
+from headrace_engine.request import FinishReason, Request
+
+
+def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | None, int | str | None]:
+    """Whether the request's last token ends it; and the stop token or the word for what did.
+
+    Args:
+        max_model_len: tokens of prompt and output together.
+    """
+    params, token_id = request.sampling_params, request.token_ids[-1]
+    if params.structured_outputs is not None and token_id in request.eos_token_ids:
+        return FinishReason.STOP, None  # allowed by the grammar, behind which nothing can come
+    if request.num_output_tokens >= params.min_tokens:
+        if token_id in request.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token_id in request.stop_token_ids:
+            return FinishReason.STOP, token_id
+    if params.max_tokens is not None and request.num_output_tokens >= params.max_tokens:
+        return FinishReason.LENGTH, None
+    if request.num_tokens >= max_model_len:
+        return FinishReason.LENGTH, None
+    detection = params.repetition_detection
+    if (
+        detection is not None
+        and request.num_output_tokens >= params.min_tokens
+        and ends_in_repetition(request.token_ids, request.num_prompt_tokens, detection)
+    ):
+        return FinishReason.REPETITION, "repetition_detected"
+    return None, None

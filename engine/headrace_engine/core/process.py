@@ -103,6 +103,8 @@ class EngineCoreProcess:
         self._pending: list[EngineCoreOutputs] = []
         self._calls: dict[int, Future[Any]] = {}
         self._failure: HeadraceEngineError | None = None
+        self._reported: HeadraceEngineError | None = None
+        """The child's own last words; raised once all steps that came before them are taken."""
         self._call_numbers = itertools.count(1)
         self._stopping = False
         self._closed = False
@@ -172,6 +174,8 @@ class EngineCoreProcess:
             EngineDeadError, ModelLoadError, ConfigError: the child failed or is gone.
         """
         try:
+            if self._reported is not None:
+                raise self._reported
             return self._take(self._connection.receive())
         except EOFError:
             how = self._exit_description()
@@ -201,9 +205,13 @@ class EngineCoreProcess:
                 self._calls.pop(values[0]).set_exception(_error(values[2], values[1]))
             else:
                 sentence, name = values
-                if name in _STARTUP_ERRORS:
-                    raise _STARTUP_ERRORS[name](sentence)
-                raise EngineDeadError(sentence, out_of_memory=name in _OUT_OF_MEMORY)
+                self._reported = (
+                    _STARTUP_ERRORS[name](sentence)
+                    if name in _STARTUP_ERRORS
+                    else EngineDeadError(sentence, out_of_memory=name in _OUT_OF_MEMORY)
+                )
+        if self._reported is not None and not steps:
+            raise self._reported
         return steps
 
     def _fail_calls(self, error: HeadraceEngineError) -> None:
@@ -261,7 +269,7 @@ class EngineCoreProcess:
 
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")  # Python's, and torch's for a device
-_STARTUP_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
+_STARTUP_ERRORS: dict[str, type[HeadraceEngineError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 
 
 def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:

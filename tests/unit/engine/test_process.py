@@ -108,6 +108,21 @@ def test_a_child_whose_runner_fails_says_so_and_ends(start: Start) -> None:
         core.get_outputs()
 
 
+def test_what_a_child_computed_before_it_failed_is_not_lost(start: Start) -> None:
+    core = start(model="fails")
+    core.wait_ready(20)
+    good = core_request("good", [1, 2], max_tokens=1)
+    core.add_request(good)
+    assert select.select([core.fileno()], [], [], 20)[0]
+    core.add_request(core_request("bad", [13]))
+    core._process.wait(20)  # both news lie in the pipe now
+    tokens, _ = collect(core, 1)
+    assert tokens == {"good": tokens_alone(good)}
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="RuntimeError: the fake device failed"):
+            collect(core, 1)
+
+
 def test_waiting_for_a_child_that_is_not_ready_ends_with_a_timeout(start: Start) -> None:
     with pytest.raises(TimeoutError, match="not ready after 0 s"):
         start().wait_ready(0)

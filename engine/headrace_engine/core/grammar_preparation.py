@@ -1,11 +1,14 @@
 """Compiles the grammars of new requests beside the step loop, which goes on with the others meanwhile."""
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError
 from headrace_engine.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -82,4 +85,8 @@ class GrammarPreparation:
             grammar.accept(request.token_ids[request.num_prompt_tokens :])
         except GrammarError as error:
             return PreparedRequest(request, None, f"structured_outputs: {error}")
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is this request's failure and nobody else's
+            name = type(error).__name__
+            logger.error("a grammar could not be compiled: %s", name)  # its message may quote the grammar
+            return PreparedRequest(request, None, f"structured_outputs: the grammar could not be compiled: {name}")
         return PreparedRequest(request, grammar)

@@ -171,6 +171,19 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_only() -> None:
     assert results.tokens["bad"] == []
 
 
+def test_a_compiler_that_fails_unexpectedly_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_it = GrammarCompiler.compile
+
+    def fail_once(self: GrammarCompiler, params: Any) -> Any:
+        monkeypatch.setattr(GrammarCompiler, "compile", compile_it)
+        raise RuntimeError("a word of the grammar")
+
+    monkeypatch.setattr(GrammarCompiler, "compile", fail_once)
+    results = outputs([structured("a"), structured("b")])
+    assert results.errors == {"a": "structured_outputs: the grammar could not be compiled: RuntimeError"}
+    assert results.finished["b"] is FinishReason.STOP
+
+
 def test_a_grammar_that_becomes_too_complex_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
     hungry = structured("hungry", form={"regex": "[ab]*a[ab]{12}b[ab]{40}"})

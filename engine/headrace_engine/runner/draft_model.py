@@ -13,7 +13,7 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, rows_at
 from headrace_engine.runner.contracts import ModelInfo, StepBatch
 from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.sampler import NO_TOKEN, sample
+from headrace_engine.runner.sampler import NO_TOKEN, draw_tokens
 
 
 class DraftModel:
@@ -111,7 +111,7 @@ class DraftModel:
         if not active:
             return []
         places = [(requests.requests[request_id], drafts[request_id]) for request_id in active]
-        return sample(logits, rows_at(places))[0]
+        return draw_tokens(logits, rows_at(places))
 
     @staticmethod
     def _next_span(request: RunningRequest, draft: list[int]) -> TokenSpan:

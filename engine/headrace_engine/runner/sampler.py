@@ -56,7 +56,17 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
         row index.
     """
     logits = logits.float()
-    adjusted, empty = _adjust(logits, rows)
+    token_ids = draw_tokens(logits, rows)
+    return token_ids, {
+        index: _logprobs(logits[index], token_ids[index], row.params.logprobs)
+        for index, row in enumerate(rows)
+        if row.params.logprobs is not None and token_ids[index] != NO_TOKEN
+    }
+
+
+def draw_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """As `sample`, for a caller who wants no log-probabilities, whatever the rows ask for."""
+    adjusted, empty = _adjust(logits.float(), rows)
     tokens = _argmax(adjusted)
     drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if drawn:
@@ -64,11 +74,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
     token_ids: list[int] = tokens.tolist()
     for index in empty:
         token_ids[index] = NO_TOKEN
-    return token_ids, {
-        index: _logprobs(logits[index], token_ids[index], row.params.logprobs)
-        for index, row in enumerate(rows)
-        if row.params.logprobs is not None and token_ids[index] != NO_TOKEN
-    }
+    return token_ids
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

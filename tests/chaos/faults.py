@@ -66,7 +66,7 @@ def drain_worker(site: Site, draw: random.Random) -> None:
     """SIGTERM with a grace that is too short; a new worker is started in its place."""
     post = site.any_post(draw)
     post.worker.send_signal(signal.SIGTERM)
-    post.worker.wait(60)
+    post.worker.wait()
     post.start()
 
 

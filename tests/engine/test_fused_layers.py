@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +176,16 @@ def _reload(tiny: TinyModel, dtype: torch.dtype) -> Any:
 
     AttentionInterface.register("fusion_test", fusion._plain_attention)
     return AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=dtype, attn_implementation="fusion_test").eval()
+
+
+def test_a_damaged_library_is_built_anew(tmp_path: Path) -> None:
+    """Each time in a process of its own, as one that has loaded a library does not look at its file again."""
+    load = "from headrace_engine.runner.fused.elementwise import library; library()"
+    command = [sys.executable, "-c", load]
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, env=environ, check=True)
+    [built] = tmp_path.rglob("*.so")
+    whole = built.stat().st_size
+    built.write_bytes(b"\x7fELF")
+    subprocess.run(command, env=environ, check=True)
+    assert built.stat().st_size == whole

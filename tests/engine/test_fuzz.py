@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +78,7 @@ class Laboratory:
             "attention_backend": backend,
         }
         self._runner = LoadedRunner(EngineArgs(**self._args).create_engine_config())
-        self.greedy = [_greedy(model, prompt) for prompt in prompts()]
+        self.greedy = [model.generate(prompt, LONGEST_OUTPUT) for prompt in prompts()]
         self.sampled = [self._alone(index) for index in range(len(prompts()))]
 
     def core(self, **options: Any) -> EngineCore:
@@ -143,19 +142,6 @@ class Sent:
             seed=self.prompt,
             priority=self.priority,
         )
-
-
-@torch.inference_mode()
-def _greedy(model: TinyModel, prompt: list[int]) -> list[int]:
-    output = model.reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=LONGEST_OUTPUT,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
 
 
 @st.composite

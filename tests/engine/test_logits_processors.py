@@ -105,6 +105,7 @@ def test_arguments_are_checked_at_the_door(make_engine: MakeEngine) -> None:
         ("no_such_module:Thing", "cannot be imported"),
         ("engine.processors", "cannot be imported"),
         ("engine.processors:NotAProcessor", "is not a subclass of headrace_engine.LogitsProcessor"),
+        ("headrace_engine:LogitsProcessor", "does not define new_req_logits_processor"),
     ],
 )
 def test_a_path_that_leads_to_no_processor_is_refused_by_name(make_engine: MakeEngine, path: str, part: str) -> None:

@@ -50,19 +50,6 @@ def adapters(llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
-@torch.inference_mode()
-def alone(model: TinyModel, prompt: list[int], max_tokens: int) -> list[int]:
-    output = model.reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
 class Workload:
     """24 requests, each with one of the adapters or none; all share a prefix of 32 tokens."""
 
@@ -84,7 +71,7 @@ class Workload:
                     lora_request=adapter.request if adapter else None,
                 )
             )
-            self.expected[str(index)] = alone(adapter.merged if adapter else base, prompt, max_tokens)
+            self.expected[str(index)] = (adapter.merged if adapter else base).generate(prompt, max_tokens)
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +113,7 @@ def run(model: TinyModel, workload: Workload, *, steps_between: int = 0, **optio
 def test_adapters_change_what_is_generated(workload: Workload, llama: TinyModel) -> None:
     with_adapter = [message for message in workload.messages if message.lora_request]
     changed = sum(
-        workload.expected[m.request_id] != alone(llama, m.prompt_token_ids, len(workload.expected[m.request_id]))
+        workload.expected[m.request_id] != llama.generate(m.prompt_token_ids, len(workload.expected[m.request_id]))
         for m in with_adapter
     )
     assert changed >= 0.9 * len(with_adapter)
@@ -334,12 +321,12 @@ async def test_adapters_come_and_go_while_others_run(
     running = asyncio.create_task(generate("running", 100, one.request))
     await asyncio.sleep(0)
     late = asyncio.create_task(generate("late", 40, other.request))
-    assert await late == alone(other.merged, [5, 6, 7], 40)
+    assert await late == other.merged.generate([5, 6, 7], 40)
     assert await engine.list_loras() == {one.request.lora_int_id, other.request.lora_int_id}
     assert await engine.remove_lora(one.request.lora_int_id)
     assert await engine.list_loras() == {other.request.lora_int_id}
-    assert await running == alone(one.merged, [5, 6, 7], 100)
-    assert await plain == alone(llama, [5, 6, 7], 120)
+    assert await running == one.merged.generate([5, 6, 7], 100)
+    assert await plain == llama.generate([5, 6, 7], 120)
     assert await engine.pin_lora(other.request.lora_int_id)
     with pytest.raises(LoRAError, match="not loaded"):
         await generate("gone", 4, LoRARequest(one.name))

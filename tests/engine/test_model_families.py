@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import CONFIG_MAPPING
 
 from engine.model_families import FAMILIES, REFUSED, VOCAB_SIZE
 from engine.model_table import render
-from engine.tiny_models import save_model
+from engine.tiny_models import TinyModel, save_model
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
@@ -42,20 +41,6 @@ def workload() -> list[tuple[list[int], int]]:
     return [(prompt, draw.choice([6, 10, 14])) for prompt in prompts]
 
 
-@torch.inference_mode()
-def generated_alone(reference: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    reference.generation_config.eos_token_id = None  # references never stop early
-    output = reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
 def core_for(folder: Path, **options: Any) -> EngineCore:
     args = {"dtype": "float32", "block_size": 16, "max_model_len": MAX_MODEL_LEN, **options}
     config = EngineArgs(model=str(folder), **args).create_engine_config()
@@ -64,7 +49,7 @@ def core_for(folder: Path, **options: Any) -> EngineCore:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_preemptions_and_cache_hits_leave_every_token_as_transformers_has_it(name: str, tmp_path: Path) -> None:
-    reference = save_model(name, tmp_path)
+    model = TinyModel(name, str(tmp_path), save_model(name, tmp_path))
     core = core_for(tmp_path, attention_backend="native", num_blocks=11, max_num_batched_tokens=19, max_num_seqs=6)
     tokens: dict[str, list[int]] = {}
     preemptions = hits = 0
@@ -82,7 +67,7 @@ def test_chunks_preemptions_and_cache_hits_leave_every_token_as_transformers_has
     core.check_integrity()
     assert preemptions >= 1
     assert hits >= 48
-    expected = [generated_alone(reference, prompt, max_tokens) for prompt, max_tokens in workload()]
+    expected = [model.generate(prompt, max_tokens) for prompt, max_tokens in workload()]
     assert [tokens[str(index)] for index in range(len(expected))] == expected
     assert len({tuple(output) for output in expected}) > len(expected) / 2, "a model that says one thing proves nothing"
 

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from engine.model_families import VOCAB_SIZE, WINDOW
 from engine.tiny_models import TinyModel
@@ -45,22 +44,8 @@ _REFERENCES: dict[str, list[list[int]]] = {}
 
 def references(model: TinyModel) -> list[list[int]]:
     if model.name not in _REFERENCES:
-        _REFERENCES[model.name] = [_alone(model, prompt, max_tokens) for prompt, max_tokens in workload()]
+        _REFERENCES[model.name] = [model.generate(prompt, max_tokens) for prompt, max_tokens in workload()]
     return _REFERENCES[model.name]
-
-
-@torch.inference_mode()
-def _alone(model: TinyModel, prompt: list[int], max_tokens: int) -> list[int]:
-    output = model.reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    assert len(tokens) == max_tokens
-    return tokens
 
 
 class Run:

@@ -6,6 +6,7 @@ kernels' rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from engine.model_families import FAMILIES, VOCAB_SIZE, Family
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,35 @@ class TinyModel:
     folder: str
     reference: Any
     """The transformers model, float32."""
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """What transformers generates greedily, exactly `max_tokens` tokens."""
+        self.reference.generation_config.eos_token_id = None  # references never stop early
+        output = self.reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        assert len(tokens) == max_tokens
+        return tokens
+
+
+def generate_greedily(core: EngineCore, requests: Sequence[tuple[list[int], int]]) -> list[list[int]]:
+    """What a core generates for (prompt, max_tokens), all at once."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    for index, (prompt, max_tokens) in enumerate(requests):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        core.add_request(
+            EngineCoreRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params, seed=0)
+        )
+    while core.has_work():
+        for news in core.step().outputs:
+            tokens[int(news.request_id)] += news.new_token_ids
+    return tokens
 
 
 def save_model(family: str | Family, folder: Path) -> Any:

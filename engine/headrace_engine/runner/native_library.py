@@ -23,9 +23,16 @@ _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=
 
 def load(package: str, source_name: str) -> ctypes.CDLL:
     """The library made from one C file of a package. Raises OSError, whose message says what is missing."""
+    source = files(package).joinpath(source_name).read_text()
+    library = _build(source_name, source)
     # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
     # one thread pool and not two that fight for the cores.
-    return ctypes.CDLL(str(_build(source_name, files(package).joinpath(source_name).read_text())))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:  # a crash or a full disk may have damaged the file: it must not cost speed for ever
+        logger.warning("%s is built anew: %s", library.name, error)
+        library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_build(source_name, source)))
 
 
 def _build(source_name: str, source: str) -> Path:

@@ -15,16 +15,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS, register_backend
 
 from engine.test_parity import references, workload
-from engine.tiny_models import TinyModel
+from engine.tiny_models import TinyModel, generate_greedily
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.xla import XLA
-from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
 
@@ -120,17 +118,7 @@ def test_steps_go_through_the_backend_of_that_name(
     flavour = NeuronOnCPU()
     core = EngineCore(config, StaticPagedRunner(config, flavour))
     assert flavour.num_graphs() == len(neuron_backend) == 2
-    tokens: dict[str, list[int]] = {}
-    for index, (prompt, max_tokens) in enumerate(workload()[:8]):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        core.add_request(
-            EngineCoreRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params, seed=0)
-        )
-        tokens[str(index)] = []
-    while core.has_work():
-        for news in core.step().outputs:
-            tokens[news.request_id] += news.new_token_ids
-    assert [tokens[str(index)] for index in range(8)] == references(model)[:8]
+    assert generate_greedily(core, workload()[:8]) == references(model)[:8]
     assert flavour.num_graphs() == len(neuron_backend) == 2
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.test_parity import references, workload
-from engine.tiny_models import TinyModel
+from engine.tiny_models import TinyModel, generate_greedily
 from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError
@@ -51,17 +51,7 @@ def test_two_ranks_generate_what_one_does(llama: TinyModel) -> None:
     before = set(children())
     core = EngineCore(config, StaticPagedRunner(config, flavour))
     assert len(set(children()) - before) == 1
-    tokens: dict[str, list[int]] = {}
-    for index, (prompt, max_tokens) in enumerate(workload()[4:12]):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        core.add_request(
-            EngineCoreRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params, seed=0)
-        )
-        tokens[str(index)] = []
-    while core.has_work():
-        for news in core.step().outputs:
-            tokens[news.request_id] += news.new_token_ids
-    assert [tokens[str(index)] for index in range(8)] == references(llama)[4:12]
+    assert generate_greedily(core, workload()[4:12]) == references(llama)[4:12]
     assert flavour.num_graphs() == len(flavour.graphs) == 2
     for graph in flavour.graphs:
         assert list(graph.problems()) == []

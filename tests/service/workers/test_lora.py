@@ -54,19 +54,6 @@ def start_worker(service: Service, sql: TinyAdapter, folder: Path) -> None:
     worker.wait_ready()
 
 
-@torch.inference_mode()
-def alone(model: TinyModel, count: int) -> list[int]:
-    output = model.reference.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(PROMPT) :].tolist()
-    return tokens
-
-
 def send(service: Service, lora: str | None, **params: Any) -> Any:
     return service.send({"prompt_token_ids": PROMPT, "lora": lora, "sampling_params": {**GREEDY, **params}})
 
@@ -81,7 +68,11 @@ def test_messages_name_their_adapter_and_run_side_by_side(
     lora_service: Service, base: TinyModel, sql: TinyAdapter, folder: Path
 ) -> None:
     late = make_adapter(base, folder / "late", "late", 2, targets=["o_proj", "up_proj"])  # while the worker runs
-    expected = {None: alone(base, 8), "sql": alone(sql.merged, 8), "late": alone(late.merged, 8)}
+    expected = {
+        None: base.generate(PROMPT, 8),
+        "sql": sql.merged.generate(PROMPT, 8),
+        "late": late.merged.generate(PROMPT, 8),
+    }
     assert len(set(map(tuple, expected.values()))) == 3
     sent = {send(lora_service, name): name for name in [*expected] * 4}
     for request_id, result in results(list(sent)).items():
@@ -129,4 +120,4 @@ def test_another_worker_goes_on_under_the_same_adapter(lora_service: Service, sq
     log = lora_service.wait_ended([handle.id])[handle.id]
     assert len(log.attempts) == 2
     assert found == tokens(send(lora_service, "sql", max_tokens=600).get(timeout=60))  # without a break
-    assert found[:8] == alone(sql.merged, 8)
+    assert found[:8] == sql.merged.generate(PROMPT, 8)

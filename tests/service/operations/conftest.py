@@ -12,6 +12,7 @@ import pytest
 from headrace_broker.connections import connect
 from headrace_workers.exporter import Exporter
 from service.operations.prometheus import Prometheus, prometheus_or_skip
+from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
@@ -54,10 +55,9 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     prometheus_or_skip()
-    from headrace_broker.embedded import EmbeddedServer
 
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(environ={}))
+        server = stack.enter_context(make_server())
         service = Service(server, model_folder, tmp_path_factory.mktemp("watched"))
         stack.callback(service.close)
         found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack)

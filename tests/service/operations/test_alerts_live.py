@@ -12,9 +12,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from headrace_broker.embedded import EmbeddedServer
 from service.operations.conftest import Watched
 from service.operations.prometheus import prometheus_or_skip
+from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import QUEUE, Service
 
@@ -34,7 +34,7 @@ def own(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """A service of this test's own, as faults are to be done to it."""
     prometheus_or_skip()
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}))
+        server = stack.enter_context(make_server())
         service = Service(server, model_folder, tmp_path_factory.mktemp("own"))
         stack.callback(service.close)
         found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack, stall_seconds=600)

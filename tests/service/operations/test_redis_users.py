@@ -1,6 +1,5 @@
-"""The Redis users of docker-compose.yml on a real server: each role works, and can do nothing but its own."""
+"""The Redis users of docker-compose.yml on real servers: each role works, and can do nothing but its own."""
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from headrace_broker.client import Client
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_workers.exporter import Exporter
+from service.servers import EVERY_PROGRAM, make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
@@ -28,13 +28,15 @@ def users() -> dict[str, list[str]]:
     return {words[1]: words[2:] for words in rules}
 
 
-@pytest.fixture
-def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as running:
-        with connect(running.url) as admin:
-            for name, rules in users().items():
-                if name != "default":
-                    admin.execute_command("ACL", "SETUSER", name, "reset", *rules)
+@pytest.fixture(scope="module", params=EVERY_PROGRAM)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """Started with the file, as the container is: a rule that a server does not know would stop its start."""
+    acl = tmp_path_factory.mktemp("acl") / "users.acl"
+    named = {name: rules for name, rules in users().items() if name != "default"}
+    acl.write_text("".join(f"user {name} {' '.join(rules)}\n" for name, rules in named.items()), encoding="utf-8")
+    with make_server(program=request.param, arguments=["--aclfile", str(acl)]) as running:
+        with connect(running.url) as first:  # the one user that the server needs until it has been asked how it is
+            first.execute_command("ACL", "SETUSER", "default", *users()["default"])
         yield running
 
 
@@ -47,10 +49,18 @@ def test_only_the_named_users_exist_and_the_default_one_is_off() -> None:
     assert users()["default"] == ["off"]
 
 
+def test_nobody_gets_in_without_a_name_and_a_password(server: EmbeddedServer) -> None:
+    with connect(server.url) as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
+        anonymous.ping()
+    impostor = connect(server.url.replace("redis://", "redis://worker:wrong@"))
+    with impostor, pytest.raises(redis.exceptions.AuthenticationError):
+        impostor.ping()
+
+
 def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
     server: EmbeddedServer, model_folder: str, tmp_path: Path
 ) -> None:
-    service = Service(server, model_folder, tmp_path)
+    service = Service(server, model_folder, tmp_path, url=url_of(server, "admin"))
     try:
         worker = service.start_worker(redis_url=url_of(server, "worker")).wait_ready()
         with Client(url_of(server, "client"), model="tiny") as client:
@@ -84,6 +94,10 @@ def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
         ("worker", ["FLUSHALL"]),
         ("worker", ["CONFIG", "SET", "maxmemory", "1"]),
         ("worker", ["GET", "somebody-else"]),
+        ("worker", ["ACL", "LIST"]),
+        ("client", ["SHUTDOWN"]),
+        ("client", ["CLIENT", "KILL", "TYPE", "normal"]),
+        ("exporter", ["XRANGE", "headrace:stream:x", "-", "+"]),
     ],
 )
 def test_what_is_not_a_users_business_is_refused(server: EmbeddedServer, user: str, command: list[str]) -> None:

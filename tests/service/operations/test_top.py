@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from headrace_broker.embedded import EmbeddedServer
 from headrace_workers.cli.top import draw, top
+from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
@@ -26,7 +26,7 @@ def run(url: str, *flags: str) -> Result:
 @pytest.fixture(scope="module")
 def busy(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One worker of two slots, two long requests in it and others behind them."""
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+    with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("top"))
         try:
             service.start_worker(max_num_seqs=2).wait_ready()

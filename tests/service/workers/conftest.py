@@ -1,7 +1,6 @@
 """A tiny model made on the fly, servers, and workers on them."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from engine.tiny_models import save_model, save_tokenizer
-from headrace_broker.embedded import EmbeddedServer
+from service.servers import make_server
 from service.workers.service import Service
 
 MAX_MODEL_LEN = 2048
@@ -37,7 +36,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def shared_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One server and one worker for all tests that leave them as they were."""
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+    with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("shared"))
         try:
             service.start_worker().wait_ready()
@@ -60,7 +59,7 @@ def make_service(model_folder: str, tmp_path: Path) -> Iterator[Callable[..., Se
     made: list[Service] = []
 
     def make(*, appendonly: bool = False) -> Service:
-        server = EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}, appendonly=appendonly)
+        server = make_server(appendonly=appendonly)
         server.start()
         folder = tmp_path / str(len(made))
         folder.mkdir()

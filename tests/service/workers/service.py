@@ -81,15 +81,20 @@ class StreamLog:
 
 
 class Service:
-    """Sends by plain Celery and reads by plain Redis commands."""
+    """Sends by plain Celery and reads by plain Redis commands.
 
-    def __init__(self, server: EmbeddedServer, model: str, folder: Path) -> None:
+    Args:
+        url: where not the server's own, for instance with a user's name in it.
+    """
+
+    def __init__(self, server: EmbeddedServer, model: str, folder: Path, *, url: str | None = None) -> None:
         self.server = server
+        self.url = url or server.url
         self.workers: list[WorkerProcess] = []
         self._num_started = 0
         self._handles: list[AsyncResult] = []
-        self.client = redis.Redis.from_url(server.url, socket_timeout=30, protocol=2)
-        self.app = Celery("producer", broker=server.url, backend=server.url, set_as_current=False)
+        self.client = redis.Redis.from_url(self.url, socket_timeout=30, protocol=2)
+        self.app = Celery("producer", broker=self.url, backend=self.url, set_as_current=False)
         self.app.conf.update(
             task_serializer="msgpack", result_serializer="msgpack", accept_content=["msgpack"], result_expires=600
         )
@@ -99,7 +104,7 @@ class Service:
     def start_worker(self, **settings: object) -> WorkerProcess:
         self._num_started += 1
         log = self._folder / f"worker-{self._num_started}.log"
-        options: dict[str, Any] = {"model": self._model, "redis_url": self.server.url, **settings}
+        options: dict[str, Any] = {"model": self._model, "redis_url": self.url, **settings}
         self.workers.append(WorkerProcess(log=log, **options))
         return self.workers[-1]
 

@@ -1,6 +1,5 @@
 """What Redis may do to a worker besides going away, and what leases that run out do."""
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.leases import Leases
+from service.servers import make_server
 from service.workers.service import Service, assert_result_is_stream, results
 
 NUM_TOKENS = 600
@@ -22,7 +21,7 @@ HEARTBEAT = "headrace_worker_heartbeat_timestamp_seconds"
 @pytest.fixture(scope="module")
 def brief_leases(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One worker whose leases run out soon; every test leaves it idle and its server as it was."""
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+    with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("brief"))
         try:
             service.start_worker(lease_seconds=LEASE_SECONDS).wait_ready()

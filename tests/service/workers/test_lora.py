@@ -1,6 +1,5 @@
 """Adapters through a real queue and a real worker: by name, several at once, added while it runs, and after a crash."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import transformers
 from engine.lora_adapters import TinyAdapter, make_adapter
 from engine.tiny_models import TinyModel
 from headrace_broker import Client
-from headrace_broker.embedded import EmbeddedServer
+from service.servers import make_server
 from service.workers.service import Service, results
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
@@ -40,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lora_service(
     model_folder: str, sql: TinyAdapter, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+    with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("service"))
         try:
             start_worker(service, sql, folder)

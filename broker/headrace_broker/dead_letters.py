@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.keys import DEAD_LETTERS_KEY, PRIORITY_SEPARATOR, result_key, stream_key
+from headrace_broker.keys import DEAD_LETTERS_KEY, PRIORITY_SEPARATOR, engine_losses_key, result_key, stream_key
 from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLe
     sent = []
     for letter in ordered:
         request_id = letter.request_id or ""
-        keys = [DEAD_LETTERS_KEY, letter.list_name, stream_key(request_id), result_key(request_id)]
-        if script(keys=keys, args=[letter.packed, letter.body]):
+        forgotten = [key(request_id) for key in (stream_key, result_key, engine_losses_key)]
+        if script(keys=[DEAD_LETTERS_KEY, letter.list_name, *forgotten], args=[letter.packed, letter.body]):
             sent.append(letter)
     return sent
 

@@ -33,6 +33,11 @@ def stream_key(request_id: str) -> str:
     return _STREAM_PREFIX + request_id
 
 
+def engine_losses_key(request_id: str) -> str:
+    """How many engine processes died with the request in them; only where some did."""
+    return f"headrace:losses:{request_id}"
+
+
 def result_key(request_id: str) -> str:
     """Where Celery's Redis backend stores the result; the same name is its pub/sub channel."""
     return f"celery-task-meta-{request_id}"

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import engine_losses_key, stream_key
 from headrace_broker.results import (
     ErrorInfo,
     PromptLogprobs,
@@ -118,6 +118,8 @@ class Claim:
     attempt: int
     entries: list[StreamEvent] = field(repr=False)
     ended: EndEvent | None
+    engine_losses: int = 0
+    """How many engine processes, of any worker, died with this request in them; see `engine_losses.py`."""
 
 
 class StreamWriter:
@@ -136,10 +138,11 @@ class StreamWriter:
     def claim(self, request_id: str, worker_name: str, traceparent: str | None = None) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is."""
         start = {"worker": worker_name} | ({} if traceparent is None else {"traceparent": traceparent})
-        attempt, ended, raw = self._claim(keys=[stream_key(request_id)], args=[pack(start), self._ttl_seconds])
+        keys = [stream_key(request_id), engine_losses_key(request_id)]
+        attempt, ended, raw, losses = self._claim(keys=keys, args=[pack(start), self._ttl_seconds])
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if ended else None
-        return Claim(attempt, entries, last if isinstance(last, EndEvent) else None)
+        return Claim(attempt, entries, last if isinstance(last, EndEvent) else None, losses)
 
     def publish(self, writes: Iterable[StreamWrite]) -> dict[Attempt, WriteOutcome]:
         """Appends all entries in one round trip and returns the attempts of which one was not accepted.

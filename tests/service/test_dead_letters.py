@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import queue_lists, queue_name, result_key, stream_key
+from headrace_broker.keys import engine_losses_key, queue_lists, queue_name, result_key, stream_key
 from headrace_broker.leases import Leases
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
@@ -33,6 +33,7 @@ def bury(client: Client, redis_client: "redis.Redis", *request_ids: str, reason:
         leases.bury(message.lease_id, reason)
         StreamWriter(redis_client, 60).end_unclaimed(request_id, "error", ErrorInfo("dead_letter", "x"))
         redis_client.set(result_key(request_id), "x")
+        redis_client.set(engine_losses_key(request_id), 2)
 
 
 def run(server: EmbeddedServer, *arguments: str) -> Result:
@@ -45,7 +46,7 @@ def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, red
     assert [letter.request_id for letter in client.requeue_dead_letters([newest, oldest])] == ["a", "b"]
     assert client.requeue_dead_letters([newest]) == []
     assert client.dead_letters() == []
-    assert redis_client.exists(stream_key("a"), result_key("a"), stream_key("b")) == 0
+    assert redis_client.exists(stream_key("a"), result_key("a"), engine_losses_key("a"), stream_key("b")) == 0
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     messages = leases.fetch(queue_lists(queue_name(MODEL)), 10)
     assert [(message.body, message.deliveries) for message in messages] == [(oldest.body, 1), (newest.body, 1)]

@@ -18,6 +18,7 @@ import structlog
 from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
@@ -90,7 +91,7 @@ class Dispatcher:
         self._health = health
         self._on_given_up = on_given_up
         self._jobs: dict[str, Job] = {}
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(EngineLosses(client))
         self._intake: Intake | None = None
         self._output_processor: OutputProcessor | None = None
         self._engine_waiting = 0
@@ -120,7 +121,7 @@ class Dispatcher:
             or self._engine_waiting
         ):
             return 0
-        if self._quarantine.alone is not None:
+        if self._quarantine.keeps_others_out:
             return 0
         if len(self._jobs) >= self._max_num_seqs:  # asked many times a second, and each job has a choice that runs
             return 0
@@ -197,8 +198,10 @@ class Dispatcher:
         self._schedule_deadline(job, incoming)
         if job.num_unfinished:
             self._follow(job)
-            if self._quarantine.alone is None:
+            if self._quarantine.admits(job):
                 self.supervisor.send(job.core_requests())
+            else:
+                self._go_on_with_quarantine()
         else:  # everything was generated, only the end was not written
             self._complete(job)
             self._flush()
@@ -358,14 +361,19 @@ class Dispatcher:
 
     def _go_on_with_quarantine(self) -> None:
         """If the suspect has ended or shown its innocence, it is the next one's turn, or all others'."""
+        if not self.supervisor.is_ready:
+            return
         suspect = self._quarantine.alone
-        if suspect is None or not self.supervisor.is_ready:
+        if suspect is None:
+            if self._quarantine.is_time(self._jobs.values()):
+                self._send_chosen()
             return
         if self._jobs.get(suspect.request_id) is suspect:
             if not self._quarantine.is_acquitted:
                 return
             logger.info("request does not kill the engine", **suspect.log_fields)
             self._abandon(suspect)
+            self._quarantine.acquit(suspect)
             suspect.celery_request.hand_back()
         self._send_chosen()
 
@@ -427,6 +435,7 @@ class Dispatcher:
         self._health.heartbeat(len(self._jobs))
         self._metrics.slots(min(self._slots_used(), self._max_num_seqs), self._max_num_seqs)
         self._flush(retry=True)
+        self._quarantine.record(self._jobs.values())
         self._go_on_with_quarantine()
         self.supervisor.check_progress(has_work=any(job.num_unfinished for job in self._jobs.values()))
 

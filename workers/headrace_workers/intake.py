@@ -157,6 +157,7 @@ class Intake:
             prompt_logprobs=recorded_prompt_logprobs(claim.entries),
             enqueued_at=incoming.enqueued_at,
             tenant=incoming.tenant,
+            engine_losses=claim.engine_losses,
         )
         job.core_requests()  # tells the engine's requests which tokens they have already
         return job

@@ -71,7 +71,7 @@ class Job:
     prompt_logprobs: PromptLogprobs | None = None
     """Published with choice 0's first token, by this attempt or an earlier one."""
     engine_losses: int = 0
-    """How many engine processes died with this request in them."""
+    """How many engine processes, of any worker, died with this request in them."""
     timers: list[Any] = field(default_factory=list)
 
     @property

@@ -21,10 +21,20 @@ if "headrace_engine.core.process" in sys.orig_argv:
     execute_model = CPURunner.execute_model
     def execute_or_die(self, batch):
         if any(request.token_ids[:3] == [13, 13, 13] for request in batch.new_requests):
+            open({deaths!r}, "a").write("x")
             os._exit(3)
         return execute_model(self, batch)
     CPURunner.execute_model = execute_or_die
 """
+
+
+@pytest.fixture
+def deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Workers that are started now have engines that the poison kills; a byte in this file for each death."""
+    deaths = tmp_path / "deaths"
+    (tmp_path / "sitecustomize.py").write_text(KILLER.replace("{deaths!r}", repr(str(deaths))))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return deaths
 
 
 def contents(logs: dict[str, StreamLog]) -> list[object]:
@@ -46,12 +56,11 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(make_service: Cal
     assert all(result["error"] is None for result in results(handles).values())
 
 
+@pytest.mark.usefixtures("deaths")
 def test_a_request_that_kills_every_engine_is_a_dead_letter_and_its_neighbours_are_answered(
-    make_service: Callable[..., Service], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
-    (tmp_path / "sitecustomize.py").write_text(KILLER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     service.start_worker().wait_ready()
     expected = service.generate(max_tokens=NUM_TOKENS)
     undisturbed = contents(service.wait_ended([expected.id]))
@@ -66,3 +75,20 @@ def test_a_request_that_kills_every_engine_is_a_dead_letter_and_its_neighbours_a
     service.wait_settled()
     [letter] = service.dead_letters()
     assert letter[b"reason"].startswith(b"poison: the engine process")
+
+
+def test_a_request_that_kills_the_engines_of_two_workers_kills_three_of_them_in_all(
+    make_service: Callable[..., Service], deaths: Path
+) -> None:
+    service = make_service()
+    first = service.start_worker(lease_seconds=2).wait_ready()
+    neighbour = service.generate(max_tokens=2 * NUM_TOKENS)
+    service.wait_tokens([neighbour.id], at_least=1)
+    poison = service.send({"prompt_token_ids": POISON})
+    service.wait_until(lambda: service.client.exists(f"headrace:losses:{poison.id}"), timeout=120)
+    first.kill()
+    service.start_worker(lease_seconds=2)
+    assert poison.get(timeout=150)["error"]["code"] == "dead_letter"
+    assert results([neighbour])[neighbour.id]["error"] is None
+    assert len(deaths.read_text()) == 3
+    service.wait_settled()

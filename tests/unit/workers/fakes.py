@@ -220,10 +220,31 @@ class FakeCeleryRequest:
         self.fate.append("revoked")
 
 
+class FakePipeline:
+    """Runs each command at once."""
+
+    def __init__(self, client: FakeRedis) -> None:
+        self._client = client
+
+    def __enter__(self) -> FakePipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def set(self, key: str, value: Any, ex: int) -> None:
+        self._client.check()
+        self._client.values[key] = value
+
+    def execute(self) -> None:
+        self._client.check()
+
+
 class FakeRedis:
-    """Just the stream scripts, in Python, and an error to raise instead."""
+    """Just the stream scripts, in Python, some plain keys, and an error to raise instead."""
 
     def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
         self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         self.error: Exception | None = None
         self.publishes = 0
@@ -235,13 +256,23 @@ class FakeRedis:
     def register_script(self, text: str) -> Callable[..., Any]:
         return lambda keys, args: self._run(self._scripts[text], keys, args)
 
-    def hset(self, *_: Any) -> None:
+    def check(self) -> None:
         if self.error:
             raise self.error
 
+    def hset(self, *_: Any) -> None:
+        self.check()
+
+    def delete(self, key: str) -> None:
+        self.check()
+        self.values.pop(key, None)
+
+    def pipeline(self, transaction: bool) -> FakePipeline:
+        assert not transaction
+        return FakePipeline(self)
+
     def _run(self, script: Callable[..., Any], keys: list[str], args: list[Any]) -> Any:
-        if self.error:
-            raise self.error
+        self.check()
         for key in keys:
             key.encode()  # as the client does
         return script(keys, args)
@@ -261,10 +292,11 @@ class FakeRedis:
             for attempt, offset, kind, data in entries
         ]
         last = entries[-1] if entries else (0, 0, "", {})
+        losses = self.values.get(keys[1], 0)
         if last[2] == "end":
-            return last[0], 1, raw
+            return last[0], 1, raw, losses
         entries.append((last[0] + 1, 0, "start", msgpack.unpackb(args[0])))
-        return last[0] + 1, 0, raw
+        return last[0] + 1, 0, raw, losses
 
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1

@@ -263,6 +263,82 @@ def test_one_death_makes_nobody_a_suspect(desk: Desk) -> None:
     assert lose_engine(desk) == ["a"]  # b was there once
 
 
+def another_worker(desk: Desk) -> Desk:
+    """One that shares Redis with the first."""
+    other = Desk()
+    other.redis.streams, other.redis.values = desk.redis.streams, desk.redis.values
+    return other
+
+
+def test_a_death_in_one_worker_counts_in_the_next(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    other = another_worker(desk)
+    for name in "ba":
+        ask(other, name)
+    assert sent(other) == ["b", "a"]
+    assert lose_engine(other) == ["a"]  # b was in one engine only
+    assert lose_engine(other) == ["b"]
+    other.settle()
+    assert other.results["a"]["error"]["code"] == "dead_letter"
+    assert "b" not in other.results
+
+
+def test_a_suspect_from_another_worker_waits_until_it_can_have_the_engine_to_itself(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    other = another_worker(desk)
+    ask(other, "b")
+    ask(other, "a")
+    assert sent(other) == ["b"]
+    assert other.dispatcher.credit() == 0
+    other.generate(13)
+    assert sent(other) == ["b"]
+    other.generate(13, finish=FinishReason.LENGTH)
+    assert sent(other) == ["b", "a"]
+    ask(other, "c")
+    assert sent(other) == ["b", "a"]
+    assert lose_engine(other) == ["c"]
+    other.settle()
+    assert other.results["a"]["error"]["code"] == "dead_letter"
+    assert other.results["b"]["error"] is None
+
+
+def test_a_suspect_that_ends_while_it_waits_keeps_nobody_out(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    other = another_worker(desk)
+    ask(other, "b")
+    ask(other, "a")
+    other.dispatcher.terminate("a")
+    other.dispatcher.heartbeat()
+    assert other.dispatcher.credit() == 3
+
+
+def test_an_acquittal_holds_in_every_worker(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    for _ in range(PROBATION_TOKENS):
+        desk.generate(13)
+    other = another_worker(desk)
+    ask(other, "b")
+    ask(other, "a")
+    assert sent(other) == ["b", "a"]
+
+
+def test_a_death_that_redis_was_not_told_of_is_told_at_the_next_heartbeat(desk: Desk) -> None:
+    ask(desk, "a")
+    desk.redis.error = AWAY
+    lose_engine(desk)
+    assert desk.redis.values == {}
+    desk.redis.error = None
+    desk.dispatcher.heartbeat()
+    assert desk.redis.values == {"headrace:losses:a": 1}
+
+
 def test_an_engine_that_dies_while_it_loads_is_held_against_no_request(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     for _ in range(9):

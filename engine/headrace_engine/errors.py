@@ -13,6 +13,7 @@ HeadraceEngineError
 └── EngineDeadError          the core failed and cannot serve any more
 """
 
+import traceback
 from collections.abc import Sequence
 
 
@@ -72,9 +73,16 @@ class EngineDrainingError(HeadraceEngineError):
 class EngineDeadError(HeadraceEngineError):
     """The engine core stopped on a failure; its requests were not finished.
 
-    `out_of_memory` says that memory, of the device or of the machine, was the reason, as far as can be told.
+    `out_of_memory` says that memory, of the device or of the machine, was the reason, as far as can be told. `summary`
+    is the message without the text of the error behind it, which may quote a request: what a log may show.
     """
 
-    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+    def __init__(self, message: str, *, out_of_memory: bool = False, summary: str | None = None) -> None:
         super().__init__(message)
         self.out_of_memory = out_of_memory
+        self.summary = message if summary is None else summary
+
+
+def raised_at(error: BaseException) -> str:
+    """Where an error was raised, and its type: for a log. Its own text may quote a request, so it is left out."""
+    return "".join([*traceback.format_tb(error.__traceback__), type(error).__name__])

@@ -18,7 +18,7 @@ from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
 from headrace_engine.core.runner_factory import load_tokenizer_json
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.stop_check import check_stop
-from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError
+from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError, raised_at
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelRunner, StepBatch
@@ -163,8 +163,8 @@ class EngineCore:
         scheduled = time.perf_counter()
         try:
             output = self.runner.execute_model(batch)
-        except Exception:
-            logger.exception("the runner failed on a step of %s", _describe(batch))
+        except Exception as error:
+            logger.error("the runner failed on a step of %s at\n%s", _describe(batch), raised_at(error))
             raise
         executed = time.perf_counter()
         news = self.scheduler.update_from_output(batch, output)

@@ -37,7 +37,7 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.errors import ConfigError, EngineDeadError, HeadraceEngineError, ModelLoadError
+from headrace_engine.errors import ConfigError, EngineDeadError, HeadraceEngineError, ModelLoadError, raised_at
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
@@ -208,7 +208,11 @@ class EngineCoreProcess:
                 self._reported = (
                     _STARTUP_ERRORS[name](sentence)
                     if name in _STARTUP_ERRORS
-                    else EngineDeadError(sentence, out_of_memory=name in _OUT_OF_MEMORY)
+                    else EngineDeadError(
+                        sentence,
+                        out_of_memory=name in _OUT_OF_MEMORY,
+                        summary=f"the engine process {self.pid} failed with {name}" if self.is_ready else None,
+                    )
                 )
         if self._reported is not None and not steps:
             raise self._reported
@@ -305,6 +309,7 @@ def _child_main(read_fd: int, write_fd: int) -> int:
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
     config = EngineConfig.from_wire(commands.get())
     logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)])
+    core = None
     try:
         core = EngineCore(config, create_runner(config))
         core.wake = lambda: commands.put(["wake"])
@@ -314,7 +319,10 @@ def _child_main(read_fd: int, write_fd: int) -> int:
     except BrokenPipeError:
         return 0  # the parent is gone
     except Exception as error:
-        logger.exception("the engine stops")
+        if core is None:
+            logger.exception("the engine stops")  # no request was here yet that the text could quote
+        else:
+            logger.error("the engine stops at\n%s", raised_at(error))
         connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
         return 1
     return 0
@@ -372,7 +380,7 @@ def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
 
 def _refusal(number: int, error: BaseException) -> list[Any]:
     if not isinstance(error, errors.InvalidRequestError):
-        logger.error("a call failed", exc_info=error)
+        logger.error("a call failed", exc_info=error)  # about adapters: no request's text is in it
         return ["refused", number, [str(error)], type(error).__name__]
     return ["refused", number, error.problems, type(error).__name__]
 

@@ -1,12 +1,12 @@
 """The operator's logits processors as the runner calls them: one function a request, and no failure that spreads."""
 
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 
 import torch
 
 from headrace_engine.config import EngineConfig
+from headrace_engine.errors import raised_at
 from headrace_engine.logits_processor import LogitsProcessor, load_logits_processors, with_prompt
 from headrace_engine.sampling_params import SamplingParams
 
@@ -73,8 +73,7 @@ def _raising(error: Exception) -> Process:
 
 def _log_failure(name: str, error: Exception) -> None:
     """Where it failed, but not its message, which may hold a user's text."""
-    where = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("logits processor %s failed with %s at\n%s", name, type(error).__name__, where)
+    logger.error("logits processor %s failed at\n%s", name, raised_at(error))
 
 
 def _describe(value: object) -> str:

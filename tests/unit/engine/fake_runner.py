@@ -230,7 +230,7 @@ class FakeRunner:
             assert arrival.request_id not in self.known, f"{arrival.request_id} arrives twice"
             assert arrival.request_id in batch.num_scheduled_tokens, "arrives without anything to compute"
             if self.fail_on_token is not None and self.fail_on_token in arrival.token_ids:
-                raise RuntimeError("the fake device failed")
+                raise RuntimeError(f"the fake device failed on {list(arrival.token_ids)}")
             self.known[arrival.request_id] = Known(
                 arrival,
                 list(arrival.token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -106,6 +107,21 @@ def test_a_child_whose_runner_fails_says_so_and_ends(start: Start) -> None:
     core.add_request(core_request("a", [13]))
     with pytest.raises(EngineDeadError, match="RuntimeError: the fake device failed"):
         core.get_outputs()
+
+
+def test_what_a_failing_runner_says_is_in_the_error_and_in_no_log(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = start(model="fails")
+    core.wait_ready(20)
+    core.add_request(core_request("a", [13, 57, 91]))
+    with caplog.at_level(logging.INFO), pytest.raises(EngineDeadError, match=r"failed on \[13, 57, 91\]") as raised:
+        core.get_outputs()
+    assert "the runner failed on a step of 1 requests" in caplog.text
+    assert "in _update" in caplog.text
+    assert "RuntimeError" in caplog.text
+    assert "13, 57, 91" not in caplog.text
+    assert raised.value.summary == f"the engine process {core.pid} failed with RuntimeError"
 
 
 def test_what_a_child_computed_before_it_failed_is_not_lost(start: Start) -> None:

@@ -22,6 +22,7 @@ class Events:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.causes: list[str] = []
+        self.reasons: list[str] = []
         self.error: Exception | None = None
 
     def on_engine_ready(self, model_info: ModelInfo) -> None:
@@ -37,6 +38,7 @@ class Events:
     def on_engine_lost(self, reason: str, cause: str, *, was_ready: bool) -> None:
         self.told.append("lost" if was_ready else "lost while loading")
         self.causes.append(cause)
+        self.reasons.append(reason)
 
     def on_engine_given_up(self, reason: str) -> None:
         self.told.append(f"given up: {reason}")
@@ -263,6 +265,17 @@ def test_the_cause_of_a_death_is_told(engine: Engine, out_of_memory: bool, cause
     engine.ready()
     engine.die(EngineDeadError("gone", out_of_memory=out_of_memory))
     assert engine.events.causes == [cause]
+
+
+def test_what_a_failing_runner_says_stays_out_of_log_and_reason(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.ready()
+    with caplog.at_level("INFO"):
+        engine.die(EngineDeadError("RuntimeError: no token Zanzibar", summary="it failed with RuntimeError"))
+    assert "engine lost (1 in a row): it failed with RuntimeError" in caplog.text
+    assert "Zanzibar" not in caplog.text
+    assert engine.events.reasons == ["it failed with RuntimeError"]
 
 
 def test_deaths_that_are_forgiven_do_not_add_up(engine: Engine) -> None:

@@ -16,12 +16,11 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CONTENT_TYPE_LATEST
-
 from headrace_monitoring.errors import HealthAddressError
+from headrace_monitoring.exposition import ExpositionFormat
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class HealthServer:
     """Serves a worker's metrics and health.
 
     Args:
-        exposition: renders the metrics (`Metrics.exposition`).
+        exposition: renders the metrics in the form that is asked for (`Metrics.exposition`).
         not_ready: why the worker is not ready, None when it is (`WorkerHealth.not_ready`).
         not_alive: why the worker should be restarted, None when it should not (`WorkerHealth.not_alive`).
         host: address to listen on.
@@ -69,7 +68,7 @@ class HealthServer:
     def __init__(
         self,
         *,
-        exposition: Callable[[], bytes],
+        exposition: Callable[[ExpositionFormat], bytes],
         not_ready: Callable[[], str | None],
         not_alive: Callable[[], str | None],
         host: str = "127.0.0.1",
@@ -82,7 +81,7 @@ class HealthServer:
         self._host = host
         self._port = port
         self._deadline = deadline_seconds
-        self._rendered: tuple[float, bytes] | None = None
+        self._rendered: dict[ExpositionFormat, tuple[float, bytes]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stop: asyncio.Event | None = None
@@ -203,22 +202,24 @@ class HealthServer:
         """The method and the response to a request's head."""
         if b"\r\n\r\n" not in request:
             return "GET", _failure(http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        words = request.partition(b"\r\n")[0].decode("latin-1").split(" ")
+        line, *fields = request.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+        words = line.split(" ")
         if len(words) != 3 or not words[2].startswith("HTTP/"):
             return "GET", _failure(http.HTTPStatus.BAD_REQUEST)
         method, target = words[0], words[1].partition("?")[0]
         if method not in ("GET", "HEAD"):
             return method, _failure(http.HTTPStatus.METHOD_NOT_ALLOWED)
         try:
-            return method, self._route(target)
+            return method, self._route(target, fields)
         except Exception:  # the server outlives what it asks
             log.exception("answering %s failed", target[:64])
             return method, _failure(http.HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _route(self, target: str) -> Response:
+    def _route(self, target: str, fields: Sequence[str]) -> Response:
         match target:
             case "/metrics":
-                return Response(http.HTTPStatus.OK, self._render(), CONTENT_TYPE_LATEST)
+                form = ExpositionFormat.asked_for(_accept(fields))
+                return Response(http.HTTPStatus.OK, self._render(form), form.value)
             case "/health/live":
                 return _probe(self._not_alive())
             case "/health/ready":
@@ -226,11 +227,18 @@ class HealthServer:
             case _:
                 return _failure(http.HTTPStatus.NOT_FOUND)
 
-    def _render(self) -> bytes:
+    def _render(self, form: ExpositionFormat) -> bytes:
         now = time.monotonic()
-        if self._rendered is None or now - self._rendered[0] >= RENDER_INTERVAL_SECONDS:
-            self._rendered = now, self._exposition()
-        return self._rendered[1]
+        rendered = self._rendered.get(form)
+        if rendered is None or now - rendered[0] >= RENDER_INTERVAL_SECONDS:
+            rendered = self._rendered[form] = now, self._exposition(form)
+        return rendered[1]
+
+
+def _accept(fields: Sequence[str]) -> str:
+    """The header `Accept` of a request; one that comes twice means both."""
+    pairs = (field.partition(":") for field in fields)
+    return ",".join(value for name, _, value in pairs if name.strip().lower() == "accept")
 
 
 def _probe(problem: str | None) -> Response:

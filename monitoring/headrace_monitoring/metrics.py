@@ -3,6 +3,9 @@
 The process that owns the registry observes; the engine process sends plain numbers with its results. So there is no
 multiprocess mode, no directory of counters to wipe, and the caller holds no Prometheus code. What is declared where:
 `families.py`, `labels.py`, `buckets.py`.
+
+Verbs that time a request take the id of its trace, where a trace of it is recorded. It becomes the exemplar of the
+bucket: the request to look at when a latency is to be explained.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
 
+from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import (
     PREFIX,
     EngineFamilies,
@@ -99,17 +103,19 @@ class Metrics:
         self.heartbeat()
         self._engine.last_step.set(clock())
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self.registry)
+    def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
+        """What Prometheus scrapes."""
+        return render(self.registry, form)
 
     # The queue
 
-    def message_received(self, priority: int, wait_seconds: float | None, tenant: str | None = None) -> None:
+    def message_received(
+        self, priority: int, wait_seconds: float | None, tenant: str | None = None, *, trace_id: str | None = None
+    ) -> None:
         """A message was taken from the queue. `wait_seconds` is None when it says not when it was enqueued."""
         self._queue.received.inc()
         if (wait := _elapsed(wait_seconds)) is not None:
-            self._queue.wait[str(self._sets.priority_step(priority))].observe(wait)
+            self._queue.wait[str(self._sets.priority_step(priority))].observe(wait, _exemplar(trace_id))
             self._tenants.queue_wait[self._tenant(tenant)].observe(wait)
 
     def message_redelivered(self) -> None:
@@ -136,28 +142,34 @@ class Metrics:
         """A request went to the engine. One of `request_finished` and `request_handed_back` must follow."""
         self._requests.in_flight.inc()
 
-    def request_admitted(self, engine_queue_seconds: float) -> None:
+    def request_admitted(self, engine_queue_seconds: float, *, trace_id: str | None = None) -> None:
         """The engine began the first step of a request."""
         if (waited := _elapsed(engine_queue_seconds)) is not None:
-            self._requests.engine_queue.observe(waited)
+            self._requests.engine_queue.observe(waited, _exemplar(trace_id))
 
     def first_token(
-        self, seconds_since_enqueue: float | None, engine_seconds: float, prefill_seconds: float | None = None
+        self,
+        seconds_since_enqueue: float | None,
+        engine_seconds: float,
+        prefill_seconds: float | None = None,
+        *,
+        trace_id: str | None = None,
     ) -> None:
         """The first token of a request was published, `engine_seconds` after the engine got it.
 
         `prefill_seconds` are those of them since the request's first step.
         """
+        exemplar = _exemplar(trace_id)
         if (prefill := _elapsed(prefill_seconds)) is not None:
-            self._requests.engine_prefill.observe(prefill)
+            self._requests.engine_prefill.observe(prefill, exemplar)
         if (since_enqueue := _elapsed(seconds_since_enqueue)) is not None:
-            self._requests.time_to_first_token.observe(since_enqueue)
+            self._requests.time_to_first_token.observe(since_enqueue, exemplar)
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += since_enqueue
         if (in_engine := _elapsed(engine_seconds)) is not None:
-            self._requests.engine_time_to_first_token.observe(in_engine)
+            self._requests.engine_time_to_first_token.observe(in_engine, exemplar)
 
-    def tokens_published(self, count: int, seconds_since_last: float | None) -> None:
+    def tokens_published(self, count: int, seconds_since_last: float | None, *, trace_id: str | None = None) -> None:
         """One chunk of a request was published. `seconds_since_last` is None for its first chunk.
 
         A chunk of several tokens counts as that many equal gaps, so that a mean is a mean per token.
@@ -166,8 +178,9 @@ class Metrics:
         self.totals.tokens += count
         gap = _elapsed(seconds_since_last)
         if gap is not None:
+            exemplar = _exemplar(trace_id)
             for _ in range(count):
-                self._requests.inter_token_latency.observe(gap / count)
+                self._requests.inter_token_latency.observe(gap / count, exemplar)
 
     def request_finished(
         self,
@@ -180,6 +193,7 @@ class Metrics:
         tenant: str | None = None,
         decode_seconds: float | None = None,
         decoded_tokens: int = 0,
+        trace_id: str | None = None,
     ) -> None:
         """A started request ended, `duration_seconds` after its enqueue (after its receipt when that is unknown).
 
@@ -194,14 +208,15 @@ class Metrics:
         self._requests.prompt_tokens["cached"].inc(cached_tokens)
         self._requests.prompt_tokens["computed"].inc(prompt_tokens - cached_tokens)
         if outcome in SERVED:
+            exemplar = _exemplar(trace_id)
             if (duration := _elapsed(duration_seconds)) is not None:
-                self._requests.duration.observe(duration)
+                self._requests.duration.observe(duration, exemplar)
             self._requests.prompt_length.observe(prompt_tokens)
             self._requests.generation_length.observe(generation_tokens)
             if (decode := _elapsed(decode_seconds)) is not None:
-                self._requests.engine_decode.observe(decode)
+                self._requests.engine_decode.observe(decode, exemplar)
                 if decoded_tokens:
-                    self._requests.time_per_output_token.observe(decode / decoded_tokens)
+                    self._requests.time_per_output_token.observe(decode / decoded_tokens, exemplar)
 
     def request_refused(self, outcome: Outcome, tenant: str | None = None) -> None:
         """A request ended that never went to the engine: rejected, expired or cancelled in the queue."""
@@ -328,6 +343,10 @@ class Metrics:
 def _child(children: Mapping[str, Child], value: str) -> Child:
     """The series of a label value, or that of "other": an unforeseen value must not grow the exposition."""
     return children.get(value, children[OTHER])
+
+
+def _exemplar(trace_id: str | None) -> dict[str, str] | None:
+    return None if trace_id is None else {"trace_id": trace_id}
 
 
 def _elapsed(seconds: float | None) -> float | None:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import PREFIX
 from headrace_monitoring.labels import OTHER, LabelSets
 
@@ -95,9 +96,9 @@ class ServiceExposition(Collector):
         self._levels, self._polled_at = None, self._clock()
         self._failures += 1
 
-    def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self.registry)
+    def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
+        """What Prometheus scrapes."""
+        return render(self.registry, form)
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("exporter_build_info", "Version of the exporter.", [({"version": self._version}, 1)])

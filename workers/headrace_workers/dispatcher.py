@@ -147,7 +147,9 @@ class Dispatcher:
     def accept(self, celery_request: Any, run_task: RunTask) -> None:
         """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
         incoming = Incoming.read(celery_request)
-        self._metrics.message_received(incoming.priority, incoming.waited, incoming.tenant)
+        self._metrics.message_received(
+            incoming.priority, incoming.waited, incoming.tenant, trace_id=self._tracing.sender_trace_id(incoming)
+        )
         if incoming.redelivered:
             self._metrics.message_redelivered()
         known = self._jobs.get(incoming.request_id) or self.settlement.ending(incoming.request_id)
@@ -189,7 +191,7 @@ class Dispatcher:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
         job = intake.job(incoming, request, claim, celery_request, run_task)
-        job.span = span
+        job.span, job.trace_id = span, self._tracing.trace_id(span)
         self._jobs[job.request_id] = job
         self._metrics.request_started()
         if claim.attempt > 1:
@@ -338,7 +340,7 @@ class Dispatcher:
             job = self._jobs.get(request_id_of(choice))
             if job is not None and job.admitted_at is None:
                 job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
-                self._metrics.request_admitted(job.admitted_at - job.received_at)
+                self._metrics.request_admitted(job.admitted_at - job.received_at, trace_id=job.trace_id)
 
     def on_engine_lost(self, reason: str, cause: DeathCause, *, was_ready: bool) -> None:
         """All requests wait for the next engine process, but for the one that is to blame."""
@@ -395,10 +397,10 @@ class Dispatcher:
                 job.first_token_at = now
                 since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
                 prefill = None if job.admitted_at is None else now - job.admitted_at
-                self._metrics.first_token(since, now - job.received_at, prefill)
+                self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
                 job.num_first_tokens = job.num_tokens
             gap = None if job.last_token_at is None else now - job.last_token_at
-            self._metrics.tokens_published(len(completion.token_ids), gap)
+            self._metrics.tokens_published(len(completion.token_ids), gap, trace_id=job.trace_id)
         job.last_token_at = now
         if output.finished:
             del self._jobs[job.request_id]

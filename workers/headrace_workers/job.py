@@ -60,6 +60,8 @@ class Job:
     tenant: str | None = None
     span: Any = None
     """OpenTelemetry's, while the request is traced; see `tracing.py`."""
+    trace_id: str | None = None
+    """Of the trace that is recorded; an exemplar of the request's latencies."""
     received_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     """When the engine began its first step."""

@@ -229,4 +229,5 @@ class Settlement:
             tenant=job.tenant,
             decode_seconds=job.decode_seconds,
             decoded_tokens=job.num_tokens - job.num_first_tokens,
+            trace_id=job.trace_id,
         )

@@ -61,6 +61,18 @@ class RequestTracing:
         """What the stream's start entry tells subscribers."""
         return None if span is None else headers_of(span).get("traceparent")
 
+    def trace_id(self, span: Any) -> str | None:
+        """The id under which a request's trace can be looked up; None where none of it is recorded."""
+        return None if span is None else _recorded(span.get_span_context())
+
+    def sender_trace_id(self, incoming: Incoming) -> str | None:
+        """As `trace_id`, of the trace that the producer began: before the request has a span here."""
+        if self._tracer is None or not incoming.trace_headers:
+            return None
+        from opentelemetry.trace import get_current_span
+
+        return _recorded(get_current_span(context_of(incoming.trace_headers)).get_span_context())
+
     def end(self, job: Job, outcome: Outcome | None, error_code: str | None = None) -> None:
         """The request ended here; `outcome` None where another worker is to continue it."""
         span, job.span = job.span, None
@@ -104,6 +116,10 @@ class RequestTracing:
             if begin is not None and end is not None:
                 stage = self._tracer.start_span(name, context=context, start_time=_nanoseconds(begin + offset))
                 stage.end(_nanoseconds(max(begin, end) + offset))
+
+
+def _recorded(context: Any) -> str | None:
+    return f"{context.trace_id:032x}" if context.is_valid and context.trace_flags.sampled else None
 
 
 def _nanoseconds(unix_seconds: float) -> int:

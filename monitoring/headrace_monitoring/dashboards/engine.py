@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard as sdk
 
 from headrace_monitoring.dashboards.expressions import quantile, quantiles, rate
-from headrace_monitoring.dashboards.panels import Panel, build, graph
+from headrace_monitoring.dashboards.panels import Panel, build, graph, latency
 
 
 def dashboard() -> sdk.Dashboard:
@@ -48,30 +48,18 @@ def _requests() -> list[Panel]:
                 (rate("generation_tokens_total"), "generated"),
             ],
         ),
-        graph(
+        latency(
             "Engine time to first token",
             "From the start in the engine until the first token: the waiting for a batch and the prefill.",
-            "s",
-            quantiles("engine_time_to_first_token_seconds"),
+            "engine_time_to_first_token_seconds",
         ),
-        graph(
+        latency(
             "Engine's queue",
             "Time of a request in the engine before its first step: it waits for KV blocks or a place in the batch.",
-            "s",
-            quantiles("engine_queue_seconds"),
+            "engine_queue_seconds",
         ),
-        graph(
-            "Prefill",
-            "Time of a request from its first step until its first token.",
-            "s",
-            quantiles("engine_prefill_seconds"),
-        ),
-        graph(
-            "Decode",
-            "Time of a request from its first to its last token.",
-            "s",
-            quantiles("engine_decode_seconds"),
-        ),
+        latency("Prefill", "Time of a request from its first step until its first token.", "engine_prefill_seconds"),
+        latency("Decode", "Time of a request from its first to its last token.", "engine_decode_seconds"),
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard as sdk
 
 from headrace_monitoring import buckets
-from headrace_monitoring.dashboards.expressions import mean, quantile, quantiles, queue_level, rate, share_within
-from headrace_monitoring.dashboards.panels import Panel, build, distribution, graph, number
+from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate, share_within
+from headrace_monitoring.dashboards.panels import Panel, build, distribution, graph, latency, number
 
 
 def dashboard() -> sdk.Dashboard:
@@ -88,7 +88,7 @@ def _queue() -> list[Panel]:
             "s",
             [(queue_level("queue_oldest_message_age_seconds", "queue"), "{{queue}}")],
         ),
-        graph("Queue wait", "From enqueue until a worker took the message.", "s", quantiles("queue_wait_seconds")),
+        latency("Queue wait", "From enqueue until a worker took the message.", "queue_wait_seconds"),
         graph(
             "Queue wait by priority, p95",
             "Priorities between two steps share the lower step's list.",
@@ -117,24 +117,17 @@ def _queue() -> list[Panel]:
 def _latency() -> list[Panel]:
     ttft = "time_to_first_token_seconds"
     return [
-        graph("Time to first token", "From enqueue until the first token was published.", "s", quantiles(ttft)),
-        graph(
-            "Inter-token latency",
-            "Between two tokens of a request as published.",
-            "s",
-            quantiles("inter_token_latency_seconds"),
-        ),
-        graph(
+        latency("Time to first token", "From enqueue until the first token was published.", ttft),
+        latency("Inter-token latency", "Between two tokens of a request as published.", "inter_token_latency_seconds"),
+        latency(
             "Time per output token",
             "Mean of each request between two of its tokens; what a reader feels as speed.",
-            "s",
-            quantiles("request_time_per_output_token_seconds"),
+            "request_time_per_output_token_seconds",
         ),
-        graph(
+        latency(
             "Request duration",
             "From enqueue until the stream ended, for requests that ended with stop or length.",
-            "s",
-            quantiles("request_duration_seconds"),
+            "request_duration_seconds",
         ),
         distribution("Time to first token, distribution", "Requests by time to first token.", "s", ttft),
         graph(

@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.dashboard import (
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from headrace_monitoring.dashboards.expressions import Query, selected
+from headrace_monitoring.dashboards.expressions import Query, quantiles, selected
 
 DATA_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 COLUMNS = 24
@@ -28,8 +28,16 @@ TAG = "headrace"
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
 
 
-def graph(title: str, description: str, unit: str, queries: Sequence[Query], *, stacked: bool = False) -> Panel:
-    """Lines over time."""
+def graph(
+    title: str,
+    description: str,
+    unit: str,
+    queries: Sequence[Query],
+    *,
+    stacked: bool = False,
+    exemplars: bool = False,
+) -> Panel:
+    """Lines over time; with `exemplars`, also dots that lead to the traces of single requests, where there are any."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -43,9 +51,16 @@ def graph(title: str, description: str, unit: str, queries: Sequence[Query], *, 
     )
     if stacked:
         panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
-    for expression, legend in queries:
-        panel.with_target(_target(expression, legend))
+    for place, (expression, legend) in enumerate(queries):
+        target = _target(expression, legend)
+        # all queries of such a panel read one histogram: once is enough
+        panel.with_target(target.exemplar(True) if exemplars and place == 0 else target)
     return panel
+
+
+def latency(title: str, description: str, histogram: str) -> Panel:
+    """Quantiles and mean of a histogram of seconds whose exemplars are traces."""
+    return graph(title, description, "s", quantiles(histogram), exemplars=True)
 
 
 def number(

@@ -25,10 +25,20 @@ def prometheus_or_skip() -> str:
     return program
 
 
+VARIABLES = {"$__rate_interval": "10s", "$job": "headrace-worker", "$model": ".*", "$queue": ".*", "$instance": ".*"}
+
+
+def with_variables(expression: str) -> str:
+    """A panel's query as Grafana asks it."""
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    return expression
+
+
 class Prometheus:
     """Scrapes the targets every `interval` seconds, and evaluates the rules as often.
 
-    `jobs` maps a job's name to the address of its one target.
+    `jobs` maps a job's name to the address of its one target. Exemplars are stored, which Prometheus does on demand.
     """
 
     def __init__(self, folder: Path, jobs: Mapping[str, str], *, interval: str = "1s") -> None:
@@ -51,6 +61,7 @@ class Prometheus:
                 f"--config.file={folder / 'prometheus.yml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{self._port}",
+                "--enable-feature=exemplar-storage",
             ],
             stdout=self._log,
             stderr=self._log,
@@ -77,6 +88,12 @@ class Prometheus:
         found = self.query(expression)
         assert len(found) <= 1, f"{expression}: {found}"
         return float(found[0]["value"][1]) if found else None
+
+    def exemplars(self, series: str) -> list[dict[str, Any]]:
+        """Those of the last hour."""
+        now = time.time()
+        found = self._get("query_exemplars", query=series, start=str(now - 3600), end=str(now + 60))["data"]
+        return [exemplar for entry in found for exemplar in entry["exemplars"]]
 
     def rules(self) -> list[dict[str, Any]]:
         return [rule for group in self._get("rules")["data"]["groups"] for rule in group["rules"]]

@@ -8,21 +8,14 @@ import yaml
 
 from headrace_monitoring import dashboards
 from service.operations.conftest import Watched
-from service.operations.prometheus import RULES
+from service.operations.prometheus import RULES, with_variables
 
-VARIABLES = {"$__rate_interval": "10s", "$job": "headrace-worker", "$model": ".*", "$queue": ".*", "$instance": ".*"}
 PANELS = [
     (f"{name}: {panel['title']}", target["expr"])
     for name, text in dashboards.rendered().items()
     for panel in json.loads(text)["panels"]
     for target in panel.get("targets", [])
 ]
-
-
-def with_variables(expression: str) -> str:
-    for name, value in VARIABLES.items():
-        expression = expression.replace(name, value)
-    return expression
 
 
 def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:

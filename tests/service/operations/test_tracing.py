@@ -6,18 +6,23 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_name
 from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_monitoring import dashboards
+from service.operations.prometheus import Prometheus, prometheus_or_skip, with_variables
 from service.workers.conftest import make_service, model_folder
 from service.workers.service import Service
 
@@ -121,6 +126,44 @@ def test_a_request_is_one_trace_from_its_submission_to_its_last_chunk(
     assert said["headrace.tenant"] == "acme"
     everything = f"{collector.spans} {[span.to_json() for span in memory.get_finished_spans()]}"
     assert "Zanzibar" not in everything
+
+
+def test_latencies_lead_to_the_trace_of_a_request_if_it_is_recorded(
+    make_service: Callable[..., Service],
+    collector: Collector,
+    memory: InMemorySpanExporter,
+    provider: TracerProvider,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    prometheus_or_skip()
+    service = make_service()
+    worker = service.start_worker(tracing="true").wait_ready()
+    params = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+
+    def ask(tracer_provider: TracerProvider) -> None:
+        with Client(service.server.url, model="tiny", tracer_provider=tracer_provider) as client:
+            request_id = client.submit("the wheel", params)
+            service.wait_ended([request_id])
+            service.wait_settled()
+
+    with Prometheus(tmp_path, {"headrace-worker": urlsplit(worker.url).netloc}) as prometheus:
+        ask(TracerProvider(sampler=ALWAYS_OFF))
+        prometheus.wait_until(lambda: prometheus.value("sum(headrace_requests_total)") == 1)
+        assert prometheus.exemplars('{__name__=~"headrace_.+"}') == []
+        ask(provider)
+        trace_id = f"{memory.get_finished_spans()[0].context.trace_id:032x}"
+        for histogram in ("queue_wait", "time_to_first_token", "inter_token_latency", "request_duration"):
+            series = f"headrace_{histogram}_seconds_bucket"
+            prometheus.wait_until(lambda series=series: prometheus.exemplars(series) != [])
+            assert {found["labels"]["trace_id"] for found in prometheus.exemplars(series)} == {trace_id}
+        panels = [panel for text in dashboards.rendered().values() for panel in json.loads(text)["panels"]]
+        asked_for = [
+            target["expr"] for panel in panels for target in panel.get("targets", []) if target.get("exemplar")
+        ]
+        assert len(asked_for) == 9  # each histogram in one panel
+        assert [query for query in asked_for if not prometheus.exemplars(with_variables(query))] == []
 
 
 def test_without_a_provider_a_message_carries_no_context(redis_server: EmbeddedServer, redis_client: Any) -> None:

@@ -32,6 +32,12 @@ STEP = {
 }
 
 
+PROMETHEUS_ACCEPTS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+"""Prometheus's own header."""
+
 EXPORTER = ServiceExposition(version="1.2.3")
 EXPORTER.polled(
     ServiceLevels(

@@ -14,10 +14,11 @@ import pytest
 
 from headrace_monitoring import health
 from headrace_monitoring.errors import HealthAddressError
+from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
-from unit.monitoring.scrape import Clock
+from unit.monitoring.scrape import PROMETHEUS_ACCEPTS, Clock
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -38,10 +39,10 @@ def server(metrics: Metrics, worker: WorkerHealth) -> Iterator[HealthServer]:
         yield running
 
 
-def ask(server: HealthServer, path: str, method: str = "GET") -> Answer:
+def ask(server: HealthServer, path: str, method: str = "GET", accept: str | None = None) -> Answer:
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=5)
     try:
-        connection.request(method, path)
+        connection.request(method, path, headers={} if accept is None else {"Accept": accept})
         response = connection.getresponse()
         return response.status, dict(response.getheaders()), response.read()
     finally:
@@ -64,6 +65,14 @@ def test_metrics_are_served_as_prometheus_text(server: HealthServer) -> None:
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain; version=")
     assert b'headrace_requests_in_flight{model="tiny"} 0.0' in body
+
+
+def test_metrics_are_served_as_openmetrics_to_who_asks_for_it(server: HealthServer) -> None:
+    _, headers, body = ask(server, "/metrics", accept=PROMETHEUS_ACCEPTS)
+    assert headers["Content-Type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert body.endswith(b"# EOF\n")
+    assert not ask(server, "/metrics")[2].endswith(b"# EOF\n")  # not what was rendered for the other one a moment ago
+    assert ask(server, "/metrics", accept=",;=,q=;\x00" + PROMETHEUS_ACCEPTS)[0] == 200
 
 
 def test_ready_follows_the_worker(server: HealthServer, worker: WorkerHealth) -> None:
@@ -129,7 +138,7 @@ def test_more_connections_than_allowed_are_closed_at_once(metrics: Metrics, work
 
 
 def test_a_failing_callable_is_an_error_for_its_asker_alone(worker: WorkerHealth) -> None:
-    def broken() -> bytes:
+    def broken(form: ExpositionFormat) -> bytes:
         raise RuntimeError("no metrics today")
 
     with HealthServer(exposition=broken, not_ready=worker.not_ready, not_alive=worker.not_alive) as server:
@@ -145,8 +154,8 @@ def test_a_flood_of_scrapes_is_answered_from_one_rendering(
     monkeypatch.setattr(health, "RENDER_INTERVAL_SECONDS", 3600)
     renderings = []
 
-    def render() -> bytes:
-        renderings.append(1)
+    def render(form: ExpositionFormat) -> bytes:
+        renderings.append(form)
         return b"headrace_up 1\n"
 
     with HealthServer(exposition=render, not_ready=worker.not_ready, not_alive=worker.not_alive) as server:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from headrace_monitoring.exposition import ExpositionFormat
+from headrace_monitoring.exposition import ExpositionFormat, render
+from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics
 from unit.monitoring.scrape import EXPORTER, PROMETHEUS_ACCEPTS, STEP
 
@@ -74,6 +77,17 @@ def test_every_latency_of_a_traced_request_has_its_trace_as_exemplar(metrics: Me
 def test_a_request_without_a_recorded_trace_leaves_no_exemplar(metrics: Metrics) -> None:
     request(metrics, None)
     assert exemplars(metrics) == {}
+
+
+def test_what_is_written_is_what_prometheus_client_writes(metrics: Metrics) -> None:
+    odd = Metrics(model='a "b"\\c\nd', queue="été", label_sets=LabelSets(tenants=("x\\n",)))
+    for found in (metrics, odd):
+        request(found, TRACE)
+    for registry in (metrics.registry, odd.registry, EXPORTER.registry):
+        for form, write in ((ExpositionFormat.TEXT, generate_latest), (ExpositionFormat.OPENMETRICS, openmetrics)):
+            ours, theirs = (text.decode().splitlines() for text in (render(registry, form), write(registry)))
+            moving = "process_"  # of this process, at that moment
+            assert [line for line in ours if moving not in line] == [line for line in theirs if moving not in line]
 
 
 def test_both_expositions_are_well_formed_openmetrics_with_the_same_values(metrics: Metrics) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from headrace_monitoring import buckets
+from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.labels import OUTCOMES, LabelSets
 from headrace_monitoring.metrics import Metrics
 from unit.monitoring.scrape import STEP, Clock, Scrape
@@ -274,17 +276,23 @@ def test_only_tenants_that_the_operator_named_have_series() -> None:
     assert {dict(labels).get("tenant") for _, labels in scrape.samples} == {"acme", "other", "none", None}
 
 
+def fastest(work: Callable[[], object]) -> float:
+    """Seconds of the processor, which other processes may keep busy: of many tries the best."""
+    seconds = []
+    for _ in range(20):
+        started = time.thread_time()
+        work()
+        seconds.append(time.thread_time() - started)
+    return min(seconds)
+
+
 def test_fifty_tenants_are_scraped_in_a_fraction_of_the_time_allowed_and_within_the_stated_bound() -> None:
     none = Metrics(model="m", queue="q")
     fifty = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=tuple(f"tenant-{i}" for i in range(50))))
     assert len(Scrape(none).samples) <= 600
     assert len(Scrape(fifty).samples) - len(Scrape(none).samples) == 18 * 50
-    seconds = []
-    for _ in range(5):
-        started = time.thread_time()  # of the processor: other processes may keep it busy
-        fifty.exposition()
-        seconds.append(time.thread_time() - started)
-    assert min(seconds) < 0.02
+    for form in ExpositionFormat:
+        assert fastest(lambda form=form: fifty.exposition(form)) < 0.02
 
 
 def test_the_model_is_described_as_the_engine_loaded_it(metrics: Metrics) -> None:

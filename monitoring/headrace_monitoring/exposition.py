@@ -19,7 +19,6 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-
 _number: Callable[[float], str] = floatToGoString  # it has no types
 
 

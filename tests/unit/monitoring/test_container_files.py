@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
+OURS = (ROOT / "Dockerfile", ROOT / "deploy" / "cuda" / "Dockerfile")
+DOCKERFILES = (*OURS, ROOT / "deploy" / "neuron" / "Dockerfile")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +39,9 @@ def test_compose_file_follows_the_compose_specification() -> None:
 
 def test_images_are_pinned_to_a_release(services: dict[str, Any]) -> None:
     images = [service["image"] for service in services.values() if "image" in service]
-    images += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(images) == 4  # redis, prometheus, grafana, and what ours are built on
+    for dockerfile in OURS:
+        images += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(images) == 5  # redis, prometheus, grafana, and what ours are built on
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+", image), image
 
@@ -80,12 +86,13 @@ def test_every_service_has_a_limit_of_memory_or_all_of_a_gpu_host(services: dict
         assert ("memory" in resources.get("limits", {})) is (name != "worker-gpu"), name
 
 
-def test_the_gpu_worker_differs_from_the_other_one_only_in_its_device(services: dict[str, Any]) -> None:
+def test_the_gpu_worker_differs_from_the_other_one_only_in_its_image_and_its_device(services: dict[str, Any]) -> None:
     cpu, gpu = services["worker"], services["worker-gpu"]
     assert gpu["profiles"] == ["gpu"]
     assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     different = {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
-    assert different == {"profiles", "deploy", "environment"}
+    assert different == {"profiles", "build", "deploy", "environment"}
+    assert (ROOT / gpu["build"]["dockerfile"]).is_file()
     assert {key for key in cpu["environment"] if cpu["environment"][key] != gpu["environment"][key]} == {
         "HEADRACE_DEVICE"
     }
@@ -103,8 +110,36 @@ def test_the_neuron_worker_has_its_device_and_time_to_compile(services: dict[str
 
 
 def test_the_worker_runs_without_privileges(services: dict[str, Any]) -> None:
-    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    assert re.search(r"^USER 10001:10001$", dockerfile, re.MULTILINE)
-    assert 'ENTRYPOINT ["headrace", "worker"]' in dockerfile
+    for path in DOCKERFILES:
+        dockerfile = path.read_text(encoding="utf-8")
+        assert re.search(r"^USER 10001:10001$", dockerfile, re.MULTILINE), path
+        assert 'ENTRYPOINT ["headrace", "worker"]' in dockerfile, path
     assert services["worker"]["cap_drop"] == ["ALL"]
     assert services["worker"]["read_only"] is True
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_a_dockerfile_has_nothing_that_hadolint_minds(path: Path) -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed (make ops-tools)")
+    done = subprocess.run([hadolint, "--no-color", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.parent.name)
+def test_an_image_takes_in_only_what_the_builder_is_given_and_knows_whether_it_is_well(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    given = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
+    for name in " ".join(copied).split():
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in given, name
+    (probe,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.+\])$", text, re.MULTILINE)
+    command = json.loads(probe)  # Docker reads the exec form as JSON
+    assert command[:2] == ["python", "-c"]
+    answers = subprocess.run(
+        [sys.executable, *command[1:]], env={"HEADRACE_METRICS_PORT": "1"}, capture_output=True, check=False
+    )
+    assert answers.returncode == 1  # nobody listens there
+    assert b"Connection refused" in answers.stderr

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from headrace_monitoring import dashboards
+from unit.monitoring import custom_resources
 
 ROOT = Path(__file__).resolve().parents[3]
 UNITS = ROOT / "deploy" / "systemd"
@@ -26,7 +28,6 @@ VALUES = {
     "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
     "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
 }
-NOT_KUBERNETES_OWN = {"PodMonitor", "PrometheusRule", "ScaledObject"}
 
 
 def unit(name: str) -> configparser.ConfigParser:
@@ -107,10 +108,43 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
     hpa = template(tmp_path, autoscaling={"kind": "hpa", "minReplicas": 1}, monitoring={})
     checked = []
     for manifest in [*template(tmp_path), *hpa]:
-        if manifest["kind"] not in NOT_KUBERNETES_OWN:  # their schemas are not Kubernetes's own: not checked here
+        if manifest["kind"] not in custom_resources.SCHEMAS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
             checked.append(manifest["kind"])
     assert {"Deployment", "Secret", "ConfigMap", "PodDisruptionBudget", "HorizontalPodAutoscaler"} == set(checked)
+
+
+def test_the_custom_resources_have_the_fields_that_their_operators_know(
+    manifests: dict[str, dict[str, Any]],
+) -> None:
+    found = [manifest for manifest in manifests.values() if manifest["kind"] in custom_resources.SCHEMAS]
+    assert {manifest["kind"] for manifest in found} == set(custom_resources.SCHEMAS)
+    for manifest in found:
+        custom_resources.validate(manifest)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("PodMonitor/demo-worker", ("spec", "podMetricsEndpoint"), []),
+        ("PodMonitor/demo-worker", ("spec", "podMetricsEndpoints", 0, "interval"), "15 s"),
+        ("PodMonitor/demo-worker", ("spec", "podMetricsEndpoints", 0, "relabelings", 0, "target_label"), "job"),
+        ("PrometheusRule/demo", ("spec", "groups", 1, "rules", 0, "severity"), "page"),
+        ("PrometheusRule/demo", ("spec", "groups", 1, "rules", 0, "labels"), {"page": True}),
+        ("ScaledObject/demo-worker", ("spec", "cooldownPeriodSeconds"), 300),
+        ("ScaledObject/demo-worker", ("spec", "triggers", 0, "metadata", "threshold"), 51),
+        ("ScaledObject/demo-worker", ("spec", "triggers", 0, "metadata", "ignoreNullValue"), "false"),
+    ],
+)
+def test_a_field_that_an_operator_does_not_know_is_refused(
+    manifests: dict[str, dict[str, Any]], name: str, path: tuple[Any, ...], value: Any
+) -> None:
+    changed: Any = manifests[name]
+    for key in path[:-1]:
+        changed = changed[key]
+    changed[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        custom_resources.validate(manifests[name])
 
 
 def test_a_pod_has_time_to_drain_and_begins_at_once(manifests: dict[str, dict[str, Any]]) -> None:
@@ -125,10 +159,23 @@ def test_a_pod_has_time_to_drain_and_begins_at_once(manifests: dict[str, dict[st
     assert "secret" not in json.dumps(pod).replace("secretKeyRef", "")  # the password is in the Secret alone
 
 
+def test_a_worker_gets_the_gpus_that_are_asked_for_and_keeps_its_other_limits(tmp_path: Path) -> None:
+    found = template(tmp_path, worker={"gpus": 2, "runtimeClassName": "nvidia"})
+    (pod,) = [
+        one["spec"]["template"]["spec"]
+        for one in found
+        if one["metadata"]["name"] == "demo-worker" and one["kind"] == "Deployment"
+    ]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "8Gi"}
+    assert pod["containers"][0]["resources"]["requests"] == {"cpu": "4", "memory": "8Gi"}
+
+
 def test_the_scaler_asks_for_messages_that_wait_or_run_and_does_not_take_silence_for_none(
     manifests: dict[str, dict[str, Any]],
 ) -> None:
     scaled = manifests["ScaledObject/demo-worker"]["spec"]
+    assert "nvidia.com/gpu" not in json.dumps(manifests["Deployment/demo-worker"])
     assert "replicas" not in manifests["Deployment/demo-worker"]["spec"]  # it is the scaler's
     (trigger,) = scaled["triggers"]
     assert 'headrace_queue_messages{model="tiny",state=~"ready|unacked"}' in trigger["metadata"]["query"]

@@ -38,3 +38,11 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
+
+{{- define "headrace.workerResources" -}}
+{{- $gpus := dict -}}
+{{- if .Values.worker.gpus -}}
+{{- $gpus = dict "limits" (dict "nvidia.com/gpu" .Values.worker.gpus) -}}
+{{- end -}}
+{{- toYaml (merge $gpus (deepCopy .Values.worker.resources)) -}}
+{{- end -}}

@@ -1,4 +1,4 @@
-"""Starts, drains, crashes and outages of a worker, its engine and its Redis."""
+"""Starts, drains and crashes of a worker and its engine."""
 
 import base64
 import json
@@ -85,19 +85,6 @@ def test_a_killed_engine_is_replaced_and_its_requests_go_on_in_the_same_attempt(
     metrics = worker.metrics()
     assert metrics['headrace_engine_restarts_total{reason="out_of_memory"}'] == 1
     assert metrics["headrace_requests_in_flight"] == 0
-
-
-def test_streams_go_on_after_redis_was_killed_and_came_back(make_service: Callable[..., Service]) -> None:
-    service = make_service(appendonly=True)
-    service.client.config_set("appendfsync", "always")
-    service.start_worker(lease_seconds=5).wait_ready()
-    expected = undisturbed(service)
-    handles = send_all(service)
-    service.wait_tokens([handle.id for handle in handles], at_least=3)
-    service.server.kill()
-    service.server.start()
-    assert content(service, handles) == expected
-    service.wait_settled(timeout=30)
 
 
 def test_two_workers_on_one_queue_share_its_requests(make_service: Callable[..., Service]) -> None:

@@ -74,6 +74,7 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "queue_order_strategy": "priority",
         "lease_seconds": settings.lease_seconds,
         "delivery_limit": settings.delivery_limit,
+        "tenant_weights": settings.weights,
         # kombu's timer for restoring messages drives our reaping
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,

@@ -8,9 +8,23 @@ DEAD_LETTERS_KEY: Final = "headrace:dead"
 
 # The worker's lease transport; one set of keys serves all queues of a Redis database.
 LEASES_KEY: Final = "headrace:lease:leases"  # sorted set: lease id -> when it expires, by Redis's clock
-LEASE_BODIES_KEY: Final = "headrace:lease:body"  # hash: lease id -> the message, byte for byte
+LEASE_BODIES_KEY: Final = "headrace:lease:body"  # hash: lease id -> the message, byte for byte, sorted or leased
+LEASE_RECORDS_KEY: Final = "headrace:lease:record"  # hash: lease id -> its place and charge, msgpack
 LEASE_META_KEY: Final = "headrace:lease:meta"  # hash: lease id -> "<owner>|<list it came from>"
 LEASE_DELIVERIES_KEY: Final = "headrace:lease:deliveries"  # hash: lease id -> how often it was handed out
+
+# Messages that wait, sorted by tenant; <level> is a list of a queue. The scripts build these names.
+READY_PREFIX: Final = "headrace:ready:"
+# ids:<level>             sorted set: lease id -> microseconds since when it counts there
+# of:<level>\x06<tenant>  the same, of one tenant
+# tenants:<level>         sorted set: tenant that has messages there -> its service, tokens by weight
+# waiting:<queue>         sorted set: tenant -> its messages at all levels
+# bell:<queue>            list: one token as long as sorted messages wait
+# What tenants have had, forgotten after a day without a message.
+SHARE_PREFIX: Final = "headrace:share:"
+# served:<level>  sorted set: tenant -> its service, waiting or not
+# costs:<queue>   sorted set: tenant -> mean tokens of its requests
+# clock, mean     hashes: level -> service at which the last message was taken; queue -> mean tokens of all requests
 
 PRIORITY_STEPS: Final = (0, 3, 6, 9)  # 0 is served first; kombu keeps one list a step
 PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its step
@@ -26,6 +40,21 @@ def queue_name(model: str) -> str:
 def queue_lists(queue: str) -> list[str]:
     """The Redis lists of a queue in the order in which they are served."""
     return [f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue for step in PRIORITY_STEPS]
+
+
+def sorted_ids_key(list_name: str) -> str:
+    """The lease ids of the messages that have been sorted out of this list, the longest there first."""
+    return f"{READY_PREFIX}ids:{list_name}"
+
+
+def waiting_key(queue: str) -> str:
+    """How many sorted messages of each tenant wait in this queue."""
+    return f"{READY_PREFIX}waiting:{queue}"
+
+
+def bell_key(queue: str) -> str:
+    """The list that is not empty as long as sorted messages wait in this queue."""
+    return f"{READY_PREFIX}bell:{queue}"
 
 
 def stream_key(request_id: str) -> str:

@@ -1,8 +1,9 @@
 """The messages that this process holds, and the right to hold them.
 
 A fetched message stays in Redis under a lease, which the holder renews. If the holder falls silent, any other worker
-puts the message back when the lease has run out by Redis's clock. Nothing here knows Celery or kombu; see
-`transport.py`.
+puts the message back when the lease has run out by Redis's clock. Which message is fetched is the scripts' choice: what
+has arrived is sorted by tenant, and tenants get equal shares of tokens, by weight; see `lua/ready_prelude.lua`. Nothing
+here knows Celery or kombu; see `transport.py`.
 """
 
 import logging
@@ -14,12 +15,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.dead_letters import DELIVERY_LIMIT, DeadLetter
+from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
     LEASE_META_KEY,
+    LEASE_RECORDS_KEY,
     LEASES_KEY,
+    READY_PREFIX,
+    SHARE_PREFIX,
 )
 from headrace_broker.scripts import lua
 
@@ -28,8 +33,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KEYS: Final = (LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, DEAD_LETTERS_KEY)
+_KEYS: Final = (
+    LEASES_KEY,
+    LEASE_BODIES_KEY,
+    LEASE_META_KEY,
+    LEASE_DELIVERIES_KEY,
+    DEAD_LETTERS_KEY,
+    LEASE_RECORDS_KEY,
+    READY_PREFIX,
+    SHARE_PREFIX,
+)
 _REAPED_AT_ONCE: Final = 100
+_PURGED_AT_ONCE: Final = 500
+_FETCH_ROUNDS: Final = 30
+"""Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +72,11 @@ class Leases:
         *,
         lease_seconds: float,
         delivery_limit: int,
+        fair_share: FairShare | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client: Final = client
+        self._policy: Final = (fair_share or FairShare()).packed()
         self.lease_seconds: Final = lease_seconds
         self.delivery_limit: Final = delivery_limit
         self.owner: Final = uuid.uuid4().hex
@@ -65,18 +84,20 @@ class Leases:
         self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
         self._held: Final[dict[str, Any]] = {}
         self._owed: Final[dict[str, Callable[[], None]]] = {}
+        self._tokens: Final[dict[str, int]] = {}
         self._clock: Final = clock
         self._renewed_at = clock()
         self._reap_from = clock()
         self._refused = False
         """Redis failed us, and has not taken a write since."""
         script = client.register_script
-        self._fetch: Final = script(lua("lease_fetch", prelude="lease_prelude"))
-        self._renew: Final = script(lua("lease_renew", prelude="lease_prelude"))
-        self._ack: Final = script(lua("lease_ack", prelude="lease_prelude"))
-        self._release: Final = script(lua("lease_release", prelude="lease_prelude"))
-        self._reap: Final = script(lua("lease_reap", prelude="lease_prelude"))
-        self._bury: Final = script(lua("lease_bury", prelude="lease_prelude"))
+        self._fetch: Final = script(_lease_lua("fetch"))
+        self._renew: Final = script(_lease_lua("renew"))
+        self._ack: Final = script(_lease_lua("ack"))
+        self._release: Final = script(_lease_lua("release"))
+        self._reap: Final = script(_lease_lua("reap"))
+        self._bury: Final = script(_lease_lua("bury"))
+        self._purge: Final = script(_lease_lua("purge"))
 
     def __len__(self) -> int:
         """How many messages are held."""
@@ -85,22 +106,35 @@ class Leases:
     def fetch(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
         """Leases up to `count` messages from the first lists that have any. Redis's errors pass through.
 
-        If the reply is lost, the messages come back when the lease has run out.
+        All that has arrived is sorted first, so that a tenant's message is seen behind any number of another's. If the
+        reply is lost, the messages come back when the lease has run out.
         """
         self._renew_if_late()
-        leased, exhausted = self._fetch(
-            keys=[*_KEYS, *lists], args=[count, self.owner, self.lease_seconds, self.delivery_limit]
-        )
-        for list_name, body, deliveries in exhausted:
-            self._report_dead(DeadLetter(DELIVERY_LIMIT, list_name.decode(), deliveries, body))
-        messages = [
-            LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries)
-            for lease_id, list_name, body, deliveries in leased
-        ]
+        messages: list[LeasedMessage] = []
+        for rounds_left in reversed(range(_FETCH_ROUNDS)):
+            leased, exhausted, unsorted = self._fetch(
+                keys=[*_KEYS, *lists],
+                args=[count, self.owner, self.lease_seconds, self.delivery_limit, self._policy, int(not rounds_left)],
+            )
+            for list_name, body, deliveries in exhausted:
+                self._report_dead(DeadLetter(DELIVERY_LIMIT, list_name.decode(), deliveries, body))
+            messages += [
+                LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries)
+                for lease_id, list_name, body, deliveries in leased
+            ]
+            if not unsorted:
+                break
         for message in messages:
             self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
             self._drop_lost(message.lease_id)
         return messages
+
+    def purge(self, lists: Sequence[str]) -> int:
+        """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""
+        purged = 0
+        while deleted := self._purge(keys=[*_KEYS, *lists], args=[_PURGED_AT_ONCE]):
+            purged += deleted
+        return purged
 
     def hold(self, lease_id: str, held: Any) -> None:
         """Renews this lease from now on; `held` is what `on_lost` gets."""
@@ -113,13 +147,20 @@ class Leases:
     def let_go(self, lease_id: str) -> None:
         """Renews this lease no more: the message comes back when it has run out, as one more delivery."""
         self._held.pop(lease_id, None)
+        self._tokens.pop(lease_id, None)
+
+    def cost(self, lease_id: str, tokens: int) -> None:
+        """So many tokens has the message cost its tenant, prompt and output; it pays when the message is done."""
+        if lease_id in self._held:
+            self._tokens[lease_id] = tokens
 
     def ack(self, lease_id: str) -> None:
         """The message is done. Owed if Redis cannot be reached."""
-        self._settle(lease_id, lambda: self._expect_owned(self._ack(keys=_KEYS, args=[self.owner, lease_id]), "ack"))
+        args = [self.owner, lease_id, self._tokens.get(lease_id, "")]
+        self._settle(lease_id, lambda: self._expect_owned(self._ack(keys=_KEYS, args=args), "ack"))
 
     def release(self, lease_id: str, *, strike: bool = False) -> None:
-        """Puts the message back, to be popped next. Owed if Redis cannot be reached.
+        """Puts the message back, to be its tenant's next. Owed if Redis cannot be reached.
 
         Unless it is a `strike`, the delivery does not count. To hand several back in their order, begin with the last.
         """
@@ -172,7 +213,7 @@ class Leases:
         self._reap_from = self._clock() + self.lease_seconds
 
     def _settle(self, lease_id: str, settle: Callable[[], None]) -> None:
-        self._held.pop(lease_id, None)
+        self.let_go(lease_id)
         try:
             settle()
         except REDIS_ERRORS as error:
@@ -197,8 +238,14 @@ class Leases:
     def _drop_lost(self, lease_id: str) -> None:
         if lease_id in self._held:
             logger.warning("lease %s was lost: another worker may have the message", lease_id)
-            self.on_lost(self._held.pop(lease_id))
+            held = self._held[lease_id]
+            self.let_go(lease_id)
+            self.on_lost(held)
 
     def _report_dead(self, letter: DeadLetter) -> None:
         logger.error("dead letter in %s after %d deliveries: %s", letter.queue, letter.deliveries, letter.reason)
         self.on_dead_letter(letter)
+
+
+def _lease_lua(name: str) -> str:
+    return lua(f"lease_{name}", prelude=("lease_prelude", "ready_prelude"))

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
+    LEASE_BODIES_KEY,
     LEASE_META_KEY,
     LEASES_KEY,
     PRIORITY_SEPARATOR,
     PRIORITY_STEPS,
     queue_lists,
+    sorted_ids_key,
 )
 from headrace_broker.scripts import lua
 
@@ -30,7 +32,8 @@ class QueueLevels:
     """One queue at one moment."""
 
     ready: Mapping[int, int]
-    """By priority step: messages that a worker may take."""
+    """By priority step: messages that a worker may take, sorted by tenant or not yet. One that has aged counts at the
+    better step."""
     leased: int
     """Messages in a worker's hands."""
     run_out: int
@@ -73,7 +76,8 @@ class QueueLevelReader:
             LEASES_KEY,
             LEASE_META_KEY,
             DEAD_LETTERS_KEY,
-            *(name for queue in queues for name in queue_lists(queue)),
+            LEASE_BODIES_KEY,
+            *(key for queue in queues for name in queue_lists(queue) for key in (name, sorted_ids_key(name))),
         ]
         # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
         reply: Any = self._client.eval_ro(lua("queue_levels", prelude=None), len(keys), *keys, self._dead.mark)
@@ -89,11 +93,14 @@ class QueueLevelReader:
         for position, queue in enumerate(queues):
             heads = lists[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
             levels[queue] = QueueLevels(
-                ready={step: length for step, (length, _) in zip(PRIORITY_STEPS, heads, strict=True)},
+                ready={
+                    step: arrived + num_sorted
+                    for step, (arrived, num_sorted, *_) in zip(PRIORITY_STEPS, heads, strict=True)
+                },
                 leased=held[queue],
                 run_out=run_out[queue],
                 dead=self._dead.by_queue.get(queue, Counter()),
-                oldest_age_seconds=_oldest_age(float(now), [enqueued_at for _, enqueued_at in heads]),
+                oldest_age_seconds=_oldest_age(float(now), [text for _, _, *texts in heads for text in texts]),
             )
         return levels
 

@@ -7,6 +7,7 @@ from typing import Final, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from headrace_broker.errors import SettingsError
+from headrace_broker.fair_share import parse_weights
 
 DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379/0"
 
@@ -27,6 +28,8 @@ class BrokerSettings:
     """A message is handed to workers so often before it becomes a dead letter."""
     max_queued_requests: int = 0
     """Clients refuse to submit to a queue that holds so many already; 0 sets no bound."""
+    tenant_weights: str = ""
+    """`acme=4,beta=0.5`: shares of a queue, in tokens, that workers give to these tenants; 1 to all others."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "redis_url", _normalised_url(self.redis_url))
@@ -34,6 +37,10 @@ class BrokerSettings:
         _check_range("result_ttl_seconds", self.result_ttl_seconds, 1, 30 * 86400)
         _check_range("delivery_limit", self.delivery_limit, 1, 1000)
         _check_range("max_queued_requests", self.max_queued_requests, 0, 10**9)
+        try:
+            parse_weights(self.tenant_weights)
+        except ValueError as error:
+            raise SettingsError(f"tenant_weights {error}") from None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
@@ -45,6 +52,11 @@ class BrokerSettings:
             if text:
                 values[setting.name] = _parse(variable, text, type(setting.default))
         return cls(**values)  # type: ignore[arg-type]  # _parse gave each its field's own type
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """`tenant_weights` by tenant."""
+        return parse_weights(self.tenant_weights)
 
     @property
     def safe_url(self) -> str:

@@ -1,8 +1,9 @@
 """kombu's Redis transport with leases: select it on the worker by `broker_transport`; producers stay stock.
 
 Stock kombu pops a message first and records it later, renews nothing, and restores by each worker's own clock. Here a
-queue is fetched with `leases.py` instead. Only queues whose name begins with `headrace.`, or that the transport option
-`lease_queues` names, are leased; replies and control messages keep kombu's own way, and are delivered at most once.
+queue is fetched with `leases.py` instead, by which tenants share it. Only queues whose name begins with `headrace.`, or
+that the transport option `lease_queues` names, are leased; replies and control messages keep kombu's own way, and are
+delivered at most once.
 
 Everything runs on the thread of kombu's event loop. Leases are renewed by a timer of that loop, so whatever blocks it
 for longer than the lease loses the messages.
@@ -11,7 +12,9 @@ for longer than the lease loses the messages.
 import logging
 import time
 import traceback
+from collections.abc import Mapping
 from queue import Empty
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import redis
@@ -25,7 +28,8 @@ from redis.retry import Retry
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.errors import TransportConfigurationError
-from headrace_broker.keys import QUEUE_PREFIX
+from headrace_broker.fair_share import FairShare
+from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
 from headrace_broker.leases import LeasedMessage, Leases
 
 logger = logging.getLogger(__name__)
@@ -51,7 +55,10 @@ class LeaseRegistry:
             parameters |= {"socket_timeout": _COMMAND_TIMEOUT, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
             client = redis.Redis(connection_pool=redis.ConnectionPool(**parameters))
             self._leases[database] = Leases(
-                client, lease_seconds=channel.lease_seconds, delivery_limit=channel.delivery_limit
+                client,
+                lease_seconds=channel.lease_seconds,
+                delivery_limit=channel.delivery_limit,
+                fair_share=FairShare(channel.tenant_weights),
             )
         return self._leases[database]
 
@@ -118,11 +125,13 @@ class Channel(kombu_redis.Channel):
     lease_seconds = 15.0
     delivery_limit = 5
     lease_queues: tuple[str, ...] = ()
+    tenant_weights: Mapping[str, float] = MappingProxyType({})
     from_transport_options = (
         *kombu_redis.Channel.from_transport_options,
         "lease_seconds",
         "delivery_limit",
         "lease_queues",
+        "tenant_weights",
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -162,6 +171,21 @@ class Channel(kombu_redis.Channel):
         if self._is_leased(queue):
             raise TransportConfigurationError(f"queue {queue} is leased: it is consumed, not asked for single messages")
         return super()._get(queue)
+
+    def _size(self, queue: str) -> int:
+        """Messages that wait, sorted or not."""
+        size: int = super()._size(queue)
+        if self._is_leased(queue):
+            with self.conn_or_acquire() as client:
+                size += sum(client.zcard(sorted_ids_key(name)) for name in self._lists_of(queue))
+        return size
+
+    def _purge(self, queue: str) -> int:
+        purged: int = super()._purge(queue)
+        return purged + (self.leases.purge(self._lists_of(queue)) if self._is_leased(queue) else 0)
+
+    def _lists_of(self, queue: str) -> list[str]:
+        return [self._q_for_pri(queue, step) for step in self.priority_steps]
 
     def close(self) -> None:
         if self.leased and self._in_poll:  # kombu would wait for a reply that may hold a message; ours holds none
@@ -205,14 +229,14 @@ class Channel(kombu_redis.Channel):
         return True
 
     def arm_doorbells(self, poller: DoorbellPoller) -> None:
-        """Wait for every list but the first, for which kombu's poller waits."""
+        """Wait for every list but the first, for which kombu's poller waits, and for sorted messages."""
         if self._is_refused():
             return
         try:
             for queue in self.active_queues:
-                for step in self.priority_steps:
-                    if step or queue != self.active_queues[0]:
-                        self._doorbell(self._q_for_pri(queue, step)).arm(poller)
+                for list_name in (*self._lists_of(queue), bell_key(queue)):
+                    if list_name != self.active_queues[0]:
+                        self._doorbell(list_name).arm(poller)
         except redis.ResponseError as error:
             self._was_refused(error)
 

@@ -222,6 +222,7 @@ class Dispatcher:
         task_reserved(celery_request)
         celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         if old.lease_id != celery_request.lease_id:  # the very same message has one lease, whoever fetches it
+            old.cost(0)  # the new one pays
             old.acknowledge()  # refused by Redis where the old lease was lost
 
     def _schedule_deadline(self, job: Job, incoming: Incoming) -> None:

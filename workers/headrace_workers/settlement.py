@@ -101,8 +101,7 @@ class Settlement:
     def revoke(self, job: Job) -> None:
         """Celery revoked a running job: its result is Celery's own."""
         self._publisher.add([job.end("cancelled", _CANCELLED)])
-        self._finish_metrics(job, "cancelled")
-        self._finish(job.celery_request, job.celery_request.announce_terminated, attempt=job.attempt)
+        self._finish_job(job, "cancelled", job.celery_request.announce_terminated)
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome]:
         """Write what is to be written, and settle the jobs whose end has been written or refused.
@@ -118,8 +117,7 @@ class Settlement:
             if key in refused:
                 self.refused(job, refused.pop(key))
             else:
-                self._finish_metrics(job, finish_reason)
-                self._finish(job.celery_request, partial(job.run_task, result.to_wire()), attempt=job.attempt)
+                self._finish_job(job, finish_reason, partial(job.run_task, result.to_wire()))
         return refused
 
     def refused(self, job: Job, outcome: WriteOutcome) -> None:
@@ -130,15 +128,12 @@ class Settlement:
             self._metrics.request_handed_back()
             self._tracing.end(job, None)
             task_ready(job.celery_request)
+            job.celery_request.cost(0)  # the other message pays
             job.celery_request.acknowledge()
             return
         gone = outcome is WriteOutcome.GONE
-        self._finish_metrics(job, "expired" if gone else "cancelled")
-        self._finish(
-            job.celery_request,
-            partial(job.run_task, job.result(_GONE if gone else _CANCELLED).to_wire()),
-            attempt=job.attempt,
-        )
+        result = job.result(_GONE if gone else _CANCELLED)
+        self._finish_job(job, "expired" if gone else "cancelled", partial(job.run_task, result.to_wire()))
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 
@@ -154,6 +149,8 @@ class Settlement:
         if claim.ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled")
         result = recorded_result(request_id, claim.entries, claim.ended)
+        usage = claim.ended.usage
+        celery_request.cost(0 if usage is None else usage.prompt_tokens + usage.completion_tokens)
         self._finish(celery_request, partial(run_task, result.to_wire()))
 
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: Any, run_task: RunTask) -> None:
@@ -162,6 +159,7 @@ class Settlement:
         self._metrics.request_refused("rejected", incoming.tenant)
         self.end_stream(incoming.request_id, "rejected", error)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
+        celery_request.cost(0)
 
         def finish() -> None:
             if incoming.is_well_formed:
@@ -192,6 +190,7 @@ class Settlement:
         expired = reason == "expired"
         self._metrics.request_refused("expired" if expired else "cancelled")
         self.end_stream(celery_request.id, "expired" if expired else "cancelled", _EXPIRED if expired else _CANCELLED)
+        celery_request.cost(0)
         self._finish(celery_request, announce)
 
     def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> bool:
@@ -216,6 +215,11 @@ class Settlement:
             request_id=celery_request.id,
             **about,
         )
+
+    def _finish_job(self, job: Job, outcome: Outcome, finish: Callable[[], None]) -> None:
+        self._finish_metrics(job, outcome)
+        job.celery_request.cost(len(job.request.prompt_token_ids) + job.num_tokens)
+        self._finish(job.celery_request, finish, attempt=job.attempt)
 
     def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
         self._tracing.end(job, outcome, None if outcome in SERVED else outcome)

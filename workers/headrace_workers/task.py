@@ -53,6 +53,10 @@ class EngineRequest(Request):
             leases = self._message.channel.leases
             self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, self.burial))
 
+    def cost(self, tokens: int) -> None:
+        """So many tokens, of prompt and output, the tenant pays when the message is acknowledged."""
+        self._message.channel.leases.cost(self.lease_id, tokens)
+
     def hand_back(self, *, strike: bool = False) -> None:
         """Put the message back into its queue, to be taken next; a `strike` counts as a failed delivery."""
         self._settled()

@@ -1,6 +1,10 @@
--- KEYS: the five lease keys. ARGV: owner, id. Returns 1, or 0 where the lease was no longer the owner's.
-local owner, id = ARGV[1], ARGV[2]
+-- KEYS: the lease keys. ARGV: owner, id, tokens that it has cost, or '' where that is not known.
+-- Returns 1, or 0 where the lease was no longer the owner's.
+local owner, id, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if not owned_list(id, owner) then return 0 end
+local record = record_of(id)
 revoke(id)
+forget(id)
 redis.call('HDEL', DELIVERIES, id)
+if record and tokens then settle(record, tokens) end
 return 1

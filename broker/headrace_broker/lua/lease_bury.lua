@@ -1,4 +1,4 @@
--- Moves one message to the dead letters. KEYS: the five lease keys. ARGV: owner, id, reason.
+-- Moves one message to the dead letters. KEYS: the lease keys. ARGV: owner, id, reason.
 -- Returns {list, body, deliveries}, or nothing where the lease was no longer the owner's.
 local owner, id, reason = ARGV[1], ARGV[2], ARGV[3]
 local list = owned_list(id, owner)
@@ -6,6 +6,7 @@ if not list then return false end
 local body = redis.call('HGET', BODIES, id)
 local deliveries = tonumber(redis.call('HGET', DELIVERIES, id)) or 0
 revoke(id)
+forget(id)
 redis.call('HDEL', DELIVERIES, id)
 bury(body, list, deliveries, reason)
 return {list, body, deliveries}

@@ -1,7 +1,7 @@
 -- Shared by the lease scripts. A lease id is the SHA-1 of its message, so a message keeps its id, and with it its
 -- count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
 
-local LEASES, BODIES, META, DELIVERIES, DEAD = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local LEASES, BODIES, META, DELIVERIES, DEAD, RECORDS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local DEAD_LETTERS_KEPT = 1000
 
 local function now()
@@ -15,23 +15,21 @@ local function owned_list(id, owner)
   if meta and string.sub(meta, 1, #owner + 1) == owner .. '|' then return string.sub(meta, #owner + 2) end
 end
 
-local function grant(id, owner, list, body, seconds)
+local function grant(id, owner, list, seconds)
   redis.call('ZADD', LEASES, now() + seconds, id)
-  redis.call('HSET', BODIES, id, body)
   redis.call('HSET', META, id, owner .. '|' .. list)
 end
 
+-- Nobody holds the message any more. It is still known, as one that waits.
 local function revoke(id)
   redis.call('ZREM', LEASES, id)
-  redis.call('HDEL', BODIES, id)
   redis.call('HDEL', META, id)
 end
 
--- Back to the end of the list that is popped next.
-local function put_back(id, list)
-  local body = redis.call('HGET', BODIES, id)
-  revoke(id)
-  if body then redis.call('RPUSH', list, body) end
+-- The message is known no more.
+local function forget(id)
+  redis.call('HDEL', BODIES, id)
+  redis.call('HDEL', RECORDS, id)
 end
 
 local function take_back_strike(id)

@@ -1,4 +1,4 @@
--- Puts back the messages of silent workers. KEYS: the five lease keys. ARGV: how many at most. Returns how many.
+-- Puts back the messages of silent workers. KEYS: the lease keys. ARGV: how many at most. Returns how many.
 -- A server that takes no writes must say so here: behind it the other workers cannot renew either.
 redis.call('ZREM', LEASES, '')
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, ARGV[1])
@@ -8,6 +8,7 @@ for i = #expired, 1, -1 do
     put_back(expired[i], string.sub(meta, string.find(meta, '|', 1, true) + 1))
   else
     revoke(expired[i])
+    forget(expired[i])
   end
 end
 return #expired

@@ -1,4 +1,4 @@
--- Hands one message back. KEYS: the five lease keys. ARGV: owner, id, 1 if the delivery counts as a strike.
+-- Hands one message back. KEYS: the lease keys. ARGV: owner, id, 1 if the delivery counts as a strike.
 -- Returns 1, or 0 where the lease was no longer the owner's.
 local owner, id, strike = ARGV[1], ARGV[2], ARGV[3] == '1'
 local list = owned_list(id, owner)

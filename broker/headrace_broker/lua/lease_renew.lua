@@ -1,4 +1,4 @@
--- KEYS: the five lease keys. ARGV: owner, seconds of the lease, ids. Returns the ids that the owner has lost.
+-- KEYS: the lease keys. ARGV: owner, seconds of the lease, ids. Returns the ids that the owner has lost.
 local owner, expires = ARGV[1], now() + tonumber(ARGV[2])
 local lost = {}
 -- A server out of memory refuses a script whose first write may need more. ZADD counts among these, though a renewal

@@ -1,22 +1,30 @@
--- What lies in the queues, read and nothing written. KEYS: leases, lease meta, dead letters, then every list asked for.
--- ARGV: the mark of the dead letters that the caller knows. Returns {now, per list {length, enqueue time of the next
--- message or ''}, leases as {list, held, run out, ...}, mark of the dead letters, the dead letters as
+-- What lies in the queues, read and nothing written. KEYS: leases, lease meta, dead letters, messages by lease id, then
+-- every list asked for, each with the sorted set of the ids that were sorted out of it. ARGV: the mark of the dead
+-- letters that the caller knows. Returns {now, per list {length, sorted, enqueue times of the longest there of both, or
+-- ''}, leases as {list, held, run out, ...}, mark of the dead letters, the dead letters as
 -- {list, reason, count, ...} or nothing where the mark is the caller's}.
-local LEASES, META, DEAD = KEYS[1], KEYS[2], KEYS[3]
+local LEASES, META, DEAD, BODIES = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 -- A dead letter carries its message, which may be large: a server must not be held up by counting them.
 local DEAD_BYTES_READ = 16 * 1024 * 1024
 
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 
+-- The pattern cannot match inside a string of the message: there its quotes would be escaped.
+local function enqueued_at(body)
+  return body and string.match(body, '"enqueued_at":%s*([%d.]+)') or ''
+end
+
 local lists = {}
-for i = 4, #KEYS do
-  local length, enqueued_at = redis.call('LLEN', KEYS[i]), ''
-  if length > 0 then
-    -- The pattern cannot match inside a string of the message: there its quotes would be escaped.
-    enqueued_at = string.match(redis.call('LINDEX', KEYS[i], -1), '"enqueued_at":%s*([%d.]+)') or ''
-  end
-  lists[#lists + 1] = {length, enqueued_at}
+for i = 5, #KEYS, 2 do
+  local list, sorted = KEYS[i], KEYS[i + 1]
+  local first = redis.call('ZRANGE', sorted, 0, 0)[1]
+  lists[#lists + 1] = {
+    redis.call('LLEN', list),
+    redis.call('ZCARD', sorted),
+    enqueued_at(redis.call('LINDEX', list, -1)),
+    enqueued_at(first and redis.call('HGET', BODIES, first)),
+  }
 end
 
 local function list_of(meta)

@@ -12,7 +12,7 @@ from kombu.asynchronous import Hub
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import LEASES_KEY
+from headrace_broker.keys import LEASES_KEY, SHARE_PREFIX, bell_key, queue_lists
 from headrace_broker.leases import Leases
 from headrace_broker.transport import Transport
 from service.servers import make_server
@@ -73,6 +73,14 @@ def send(redis_server: EmbeddedServer) -> Iterator[Callable[..., None]]:
         yield lambda body, priority=0: producer.publish(body, routing_key=QUEUE.name, exchange="", priority=priority)
 
 
+def turns_within(loop: Loop, seconds: float) -> int:
+    turns, ends = 0, time.monotonic() + seconds
+    while time.monotonic() < ends:
+        loop.hub.run_once()
+        turns += 1
+    return turns
+
+
 @pytest.mark.parametrize("priority", [0, 3, 9])
 def test_a_message_of_any_priority_is_found_while_the_worker_is_idle(
     loop: Loop, send: Callable[..., None], priority: int
@@ -89,13 +97,27 @@ def test_a_waiting_message_does_not_keep_a_loop_without_credit_turning(loop: Loo
     loop.credit = 0
     for priority in (0, 3, 6, 9):
         send("x", priority)
-    turns, ends = 0, time.monotonic() + 0.5
-    while time.monotonic() < ends:
-        loop.hub.run_once()
-        turns += 1
-    assert turns < 50  # a timer of this loop is due twenty times a second
+    assert turns_within(loop, 0.5) < 50  # a timer of this loop is due twenty times a second
     loop.credit = 10
     loop.run_until(lambda: len(loop.messages) == 4)
+
+
+def test_messages_that_another_worker_has_sorted_and_left_wake_an_idle_one(
+    loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
+) -> None:
+    loop.credit = 0
+    for _ in range(3):
+        loop.hub.run_once()
+    for _ in range(3):
+        send("x", 3)
+    other = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    (taken,) = other.fetch(queue_lists(QUEUE.name), 1)
+    assert turns_within(loop, 0.3) < 50  # what waits does not keep it turning
+    loop.credit = 10
+    loop.run_until(lambda: len(loop.messages) == 2)
+    assert turns_within(loop, 0.3) < 50  # nor does it turn when all is taken
+    other.release(taken.lease_id)  # while it waits for the bell
+    loop.run_until(lambda: len(loop.messages) == 3)
 
 
 def test_a_doorbell_whose_connection_is_closed_in_silence_is_hung_up_again(
@@ -106,6 +128,7 @@ def test_a_doorbell_whose_connection_is_closed_in_silence_is_hung_up_again(
     loop.credit = 0
     for step in (0, 3, 6, 9):
         send("x", step)
+    redis_client.lpush(bell_key(QUEUE.name), "1")
     for _ in range(10):
         loop.hub.run_once()  # each has rung, and waits for credit
     redis_client.client_kill_filter(_type="normal", skipme=True)
@@ -180,6 +203,6 @@ def test_work_goes_on_after_the_server_crashed() -> None:
         loop.disconnect()
         server.start()
         loop.connect()
-        assert client.keys("headrace*") == []
+        assert [key for key in client.keys("headrace*") if not key.startswith(SHARE_PREFIX.encode())] == []
         loop.messages.clear()
         loop.close()

@@ -159,7 +159,8 @@ class Service:
         return "\n".join(f"--- {worker.log.name}\n{worker.log_text()[-3000:]}" for worker in self.workers)
 
     def queued(self) -> int:
-        return sum(self.client.llen(name) for name in (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9))))
+        lists = (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9)))
+        return sum(self.client.llen(name) + self.client.zcard(f"headrace:ready:ids:{name}") for name in lists)
 
     def wait_settled(self, timeout: float = 60.0) -> None:
         """Wait until no message is queued or leased any more; acknowledgements come shortly after the results."""

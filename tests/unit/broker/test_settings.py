@@ -24,6 +24,11 @@ def test_the_environment_is_read() -> None:
     assert settings == BrokerSettings("redis://queue:6380/3", 2.5, 60, 2)
 
 
+def test_weights_of_tenants_are_read_from_one_line() -> None:
+    settings = BrokerSettings.from_env({"HEADRACE_TENANT_WEIGHTS": "acme=4, a=b=0.5,"})
+    assert settings.weights == {"acme": 4.0, "a=b": 0.5}
+
+
 @pytest.mark.parametrize(
     ("environ", "complaint"),
     [
@@ -33,6 +38,10 @@ def test_the_environment_is_read() -> None:
         ({"HEADRACE_LEASE_SECONDS": "0"}, "lease_seconds must be between"),
         ({"HEADRACE_RESULT_TTL_SECONDS": "0"}, "result_ttl_seconds must be between 1"),
         ({"HEADRACE_DELIVERY_LIMIT": "0"}, "delivery_limit must be between 1"),
+        ({"HEADRACE_TENANT_WEIGHTS": "acme"}, "tenant_weights must be tenant=weight pairs"),
+        ({"HEADRACE_TENANT_WEIGHTS": "acme=1,acme=2"}, "each tenant once"),
+        ({"HEADRACE_TENANT_WEIGHTS": "acme=0"}, "the weight of 'acme' must be a number from 0.001 to 1000, not '0'"),
+        ({"HEADRACE_TENANT_WEIGHTS": "acme=nan"}, "not 'nan'"),
         ({"HEADRACE_REDIS_URL": "http://queue"}, "redis_url must look like"),
         ({"HEADRACE_REDIS_URL": "queue:6379"}, "redis_url must look like"),
         ({"HEADRACE_REDIS_URL": "redis://"}, "redis_url must look like"),

@@ -200,6 +200,7 @@ class FakeCeleryRequest:
         self._payload = [self.args, self.kwargs, {}]
         self.fate: list[str] = []
         self.burial: str | None = None
+        self.tokens: int | None = None
 
     def on_accepted(self, pid: int, at: float) -> None:
         self.fate.append("accepted")
@@ -212,6 +213,9 @@ class FakeCeleryRequest:
 
     def let_go(self) -> None:
         self.fate.append("let go")
+
+    def cost(self, tokens: int) -> None:
+        self.tokens = tokens
 
     def on_success(self, outcome: tuple[bool, Any, float]) -> None:
         self.fate.append("announced")

@@ -55,6 +55,7 @@ from headrace_workers import default_model
 @click.option("--metrics-host", metavar="HOST", help="Address of metrics and health [default: 127.0.0.1].")
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
 @click.option("--tenants", metavar="A,B", help="Tenants with metrics of their own; all others count together.")
+@click.option("--tenant-weights", metavar="A=4,B=2", help="Shares of the queue, by tokens [default: 1 for everybody].")
 @click.option("--tracing", is_flag=True, default=None, help="Export a trace of each request by OpenTelemetry's OTLP.")
 @click.option("--grace-seconds", type=float, metavar="S", help="Time for running requests after SIGTERM [default: 30].")
 @click.option(

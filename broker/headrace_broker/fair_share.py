@@ -1,0 +1,41 @@
+"""`FairShare`: how a worker shares its queues among tenants. The scripts of `leases.py` do the sharing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgpack
+
+MAX_WEIGHT: Final = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class FairShare:
+    """What an operator says about tenants. A tenant without a weight has 1."""
+
+    weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def packed(self) -> bytes:
+        """For the scripts."""
+        policy: dict[str, Any] = {"weights": dict(self.weights)}
+        packed: bytes = msgpack.packb(policy)
+        return packed
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Reads `acme=4,beta=0.5`. Raises ValueError, which says what is wrong."""
+    weights: dict[str, float] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        tenant, separator, number = pair.rpartition("=")
+        tenant = tenant.strip()
+        if not separator or tenant in weights:
+            raise ValueError(f"must be tenant=weight pairs, each tenant once, with commas between them, not {text!r}")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
+            raise ValueError(f"the weight of {tenant!r} must be a number from 0.001 to 1000, not {number.strip()!r}")
+        weights[tenant] = weight
+    return weights

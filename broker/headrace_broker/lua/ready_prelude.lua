@@ -1,0 +1,141 @@
+-- Messages that wait, sorted by tenant, and the service that each tenant has had. Behind lease_prelude.
+--
+-- A message counts at a level: the list it came by, or a better one of its queue once it has aged. Each level is served
+-- by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens by its weight, the one with the
+-- least is next, and who comes back from idleness begins at the level's clock, so that nobody can save up.
+-- A record is what is known of a message, waiting or leased: list, level, tenant, since (microseconds: from when on it
+-- counts at its level, which is its place), and once it was taken charge and weight.
+
+local READY, SHARE = KEYS[7], KEYS[8]
+local SHARE_SECONDS = 86400
+local MOST_TENANTS = 1000
+local FIRST_ESTIMATE = 256 -- tokens of a request, where no request of the queue has ended yet
+local NEWEST_COST = 0.2 -- its part in the mean
+
+local function queue_of(list)
+  local at = string.find(list, '\6\22', 1, true)
+  return at and string.sub(list, 1, at - 1) or list
+end
+
+local function ids_at(level) return READY .. 'ids:' .. level end
+local function tenants_at(level) return READY .. 'tenants:' .. level end
+local function messages_of(level, tenant) return READY .. 'of:' .. level .. '\6' .. tenant end
+local function waiting_in(queue) return READY .. 'waiting:' .. queue end
+local function served_at(level) return SHARE .. 'served:' .. level end
+local function costs_in(queue) return SHARE .. 'costs:' .. queue end
+
+local function keep(id, record)
+  redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
+end
+
+-- What is known of a message; nil where nothing is.
+local function record_of(id)
+  local packed = redis.call('HGET', RECORDS, id)
+  return packed and cmsgpack.unpack(packed)
+end
+
+-- The least service of those that wait now. The clock is the service at which the last message was taken; a tenant may
+-- be behind it whose messages turned out to be cheap.
+local function floor_at(level)
+  local clock = tonumber(redis.call('HGET', SHARE .. 'clock', level) or 0)
+  local least = redis.call('ZRANGE', tenants_at(level), 0, 0, 'WITHSCORES')[2]
+  return least and math.min(clock, tonumber(least)) or clock
+end
+
+local function enter(id, record)
+  local level, tenant = record.level, record.tenant
+  redis.call('ZADD', messages_of(level, tenant), record.since, id)
+  redis.call('ZADD', ids_at(level), record.since, id)
+  redis.call('ZINCRBY', waiting_in(queue_of(level)), 1, tenant)
+  if not redis.call('ZSCORE', tenants_at(level), tenant) then
+    local served = tonumber(redis.call('ZSCORE', served_at(level), tenant) or 0)
+    redis.call('ZADD', tenants_at(level), math.max(served, floor_at(level)), tenant)
+  end
+end
+
+local function leave(id, record)
+  local level, tenant = record.level, record.tenant
+  redis.call('ZREM', messages_of(level, tenant), id)
+  redis.call('ZREM', ids_at(level), id)
+  local waiting = waiting_in(queue_of(level))
+  if tonumber(redis.call('ZINCRBY', waiting, -1, tenant)) <= 0 then redis.call('ZREM', waiting, tenant) end
+  if redis.call('EXISTS', messages_of(level, tenant)) == 0 then redis.call('ZREM', tenants_at(level), tenant) end
+end
+
+-- A worker without a message waits for this list: it holds a token as long as sorted messages wait.
+local function ring(queue)
+  local bell = READY .. 'bell:' .. queue
+  if redis.call('EXISTS', waiting_in(queue)) == 0 then
+    redis.call('DEL', bell)
+  elseif redis.call('EXISTS', bell) == 0 then
+    redis.call('LPUSH', bell, '1')
+  end
+end
+
+local function trim(key)
+  redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the least served begin at the floor anyway
+  redis.call('EXPIRE', key, SHARE_SECONDS)
+end
+
+-- What a request of the tenant will probably cost, in tokens.
+local function estimate(queue, tenant)
+  return tonumber(redis.call('ZSCORE', costs_in(queue), tenant)
+    or redis.call('HGET', SHARE .. 'mean', queue) or FIRST_ESTIMATE)
+end
+
+local function add_service(record, tokens)
+  local service = tokens / record.weight
+  redis.call('ZINCRBY', served_at(record.level), service, record.tenant)
+  if redis.call('ZSCORE', tenants_at(record.level), record.tenant) then
+    redis.call('ZINCRBY', tenants_at(record.level), service, record.tenant)
+  end
+end
+
+-- The message is taken: its tenant pays what it will probably cost, beginning at `start`.
+local function charge(id, record, start, weight)
+  local level, tenant = record.level, record.tenant
+  record.charge, record.weight = estimate(queue_of(level), tenant), weight
+  keep(id, record)
+  local service = start + record.charge / weight
+  redis.call('ZADD', served_at(level), service, tenant)
+  redis.call('ZADD', tenants_at(level), 'XX', service, tenant)
+  trim(served_at(level))
+  local clock = tonumber(redis.call('HGET', SHARE .. 'clock', level) or 0)
+  redis.call('HSET', SHARE .. 'clock', level, string.format('%.17g', math.max(clock, start)))
+  redis.call('EXPIRE', SHARE .. 'clock', SHARE_SECONDS)
+end
+
+-- The message has cost so many tokens.
+local function settle(record, tokens)
+  if not record.charge then return end
+  add_service(record, tokens - record.charge)
+  if tokens <= 0 then return end -- it never ran, which says nothing of its tenant's requests
+  local queue = queue_of(record.level)
+  local function mean(before) return before and before + NEWEST_COST * (tokens - before) or tokens end
+  local cost = mean(tonumber(redis.call('ZSCORE', costs_in(queue), record.tenant) or nil))
+  redis.call('ZADD', costs_in(queue), cost, record.tenant)
+  trim(costs_in(queue))
+  local of_all = mean(tonumber(redis.call('HGET', SHARE .. 'mean', queue) or nil))
+  redis.call('HSET', SHARE .. 'mean', queue, string.format('%.17g', of_all))
+  redis.call('EXPIRE', SHARE .. 'mean', SHARE_SECONDS)
+end
+
+-- Back to its place, which is before all that its tenant sent later, and to be paid for when it is taken again.
+-- The revocation comes first: a server out of memory refuses a script whose first write may need more.
+local function put_back(id, list)
+  revoke(id)
+  local record = record_of(id)
+  if record and not record.refused then
+    if record.charge then
+      add_service(record, -record.charge)
+      record.charge, record.weight = nil, nil
+      keep(id, record)
+    end
+    enter(id, record)
+    ring(queue_of(record.level))
+    return
+  end
+  local body = redis.call('HGET', BODIES, id)
+  forget(id)
+  if body then redis.call('RPUSH', list, body) end
+end

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla lint ops-tools check-ops bench fuzz schemas chaos venv clean
+.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench fuzz schemas chaos venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -34,6 +34,13 @@ $(XLA)/.installed: pyproject.toml constraints-xla.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-xla.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
+
+triton: $(STAMP) ## Triton in .venv, 700 MB: its kernels are checked in its interpreter
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]' \
+		|| echo "Triton could not be installed: the checks of its kernels are skipped"
+
+test-triton: triton ## the Triton kernels on 300 random problems; on the GPU where there is one
+	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py --timeout 3600 -rs
 
 lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
 	@$(BIN)/ruff check .

@@ -29,7 +29,7 @@ class ModelConfig:
     """Tokens of prompt and output together; None takes the model's own limit."""
     trust_remote_code: bool = False
     attention_backend: str = "auto"
-    """auto, native (compiled kernel) or torch (reference)."""
+    """auto, native (compiled kernel), torch (reference) or triton (GPU kernels; on the CPU to check them only)."""
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for at one position; -1 means no limit."""
     logits_processors: list[str] = field(default_factory=list)
@@ -190,7 +190,7 @@ class EngineArgs:
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
                 ("device", ("auto", "cpu", *STATIC_DEVICES)),
-                ("attention_backend", ("auto", "native", "torch")),
+                ("attention_backend", ("auto", "native", "torch", "triton")),
                 ("scheduling_policy", ("fcfs", "priority")),
             )
             if getattr(self, name) not in allowed
@@ -220,8 +220,8 @@ class EngineArgs:
             problems.append(f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras, which is {self.max_loras}")
         if not self.model:
             problems.append("model is empty, expected a model folder or a hub name")
-        if self.batch_invariant and self.attention_backend == "torch":
-            problems.append("batch_invariant needs attention_backend native or auto, not torch")
+        if self.batch_invariant and self.attention_backend not in ("auto", "native"):
+            problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
         if self.batch_invariant and self.enable_lora:
             problems.append(
                 "batch_invariant and enable_lora exclude each other: adapters' products have no fixed shape"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from transformers.utils import logging as transformers_logging
 from engine.tiny_models import TinyModel, save_model, save_tokenizer
 from headrace_engine.config import EngineArgs
 from headrace_engine.llm_engine import LLMEngine
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # has a meaning only before Triton is imported
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -194,6 +194,7 @@ class RequestBatch:
                 table_rows=torch.from_numpy(table_rows),
                 block_table=torch.from_numpy(self._table),
                 slot_mapping=torch.from_numpy(slots),
+                max_query_len=int(num_scheduled.max()),
             ),
             sampled_ids=sampled_ids,
             logits_indices=torch.tensor(logits_indices, dtype=torch.long),

@@ -20,19 +20,25 @@ from headrace_engine.runner.fused.fusion import fuse_decoder_layers
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.probe import ModelLayout
 
+_CPU = torch.device("cpu")
+
 
 class PagedModel:
-    """Loads the model in float32 or bfloat16 on the CPU; K/V memory is taken by `allocate`.
+    """Loads the model in float32 or bfloat16; K/V memory is taken by `allocate`.
 
     Args:
         fuse_layers: merge the projections of layers of the common kind; their own modules are then called no more.
+        device: where it computes. The model is read and looked at on the CPU, then moved there.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
         ConfigError: an option does not fit the model.
     """
 
-    def __init__(self, config: ModelConfig, block_size: int, *, fuse_layers: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, block_size: int, *, fuse_layers: bool = True, device: torch.device = _CPU
+    ) -> None:
+        self._device = device
         hf_config = models.load_config(config)
         dtype = models.resolve_dtype(config, hf_config)
         max_model_len = models.resolve_max_model_len(config, hf_config)
@@ -45,7 +51,8 @@ class PagedModel:
         with packed_linear.watch_weights(self._model) as read_weights:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
         self.spec = AttentionSpec(layers=self._layout.layers, block_size=block_size, dtype=dtype)
-        self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec)
+        self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
+        self._model.to(device)
         self._batch_invariant = config.batch_invariant
         if self._batch_invariant and self._backend.name != "native":
             raise ConfigError("batch_invariant needs the compiled attention kernel, which cannot serve this model here")
@@ -55,11 +62,11 @@ class PagedModel:
             eos_token_ids=models.eos_token_ids(self._model, hf_config),
             architecture=type(self._model).__name__,
             dtype=str(dtype).removeprefix("torch."),
-            device="cpu",
+            device=device.type,
             attention=self._backend.name,
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
-        packs = packed_linear.supports(dtype)
+        packs = device.type == "cpu" and packed_linear.supports(dtype)
         fuses = packs and fuse_layers
         self.num_fused = fuse_decoder_layers(self._model, max_model_len, read_weights) if fuses else 0
         self.num_packed = packed_linear.pack_linear_layers(self._model, read_weights) if packs else 0

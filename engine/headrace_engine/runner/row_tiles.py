@@ -57,6 +57,7 @@ def _part(whole: AttentionMetadata, start: int, end: int) -> AttentionMetadata:
         query_start=torch.cat(
             [begins[present] - start, torch.arange(end - start, TILE_ROWS + 1, dtype=whole.query_start.dtype)]
         ),
+        max_query_len=int((ends - begins).max()),
         seq_lens=torch.cat([whole.seq_lens[present] - cut, whole.seq_lens.new_ones(num_padding)]),
         table_rows=torch.cat([whole.table_rows[present], whole.table_rows.new_full((num_padding,), padding_row)]),
         block_table=whole.block_table,

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of one step belong. CPU tensors; int32 unless said otherwise."""
+    """Where the tokens of one step belong. Tensors lie where the model does; int32 unless said otherwise."""
 
     query_start: torch.Tensor
     """[sequences + 1]"""
@@ -27,6 +27,8 @@ class AttentionMetadata:
     """[rows, max blocks a sequence]; the last row is padding's and holds the null block only."""
     slot_mapping: torch.Tensor
     """[tokens] int64: block id * block size + offset, where each token's K/V go."""
+    max_query_len: int
+    """Most tokens of one sequence in this step: what a launch on a device is planned from without reading tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

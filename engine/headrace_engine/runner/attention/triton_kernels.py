@@ -1,0 +1,241 @@
+"""Triton kernels of paged attention: one family for prefill, decode and both in one step.
+
+After the unified kernel of vLLM (arXiv 2511.11581): queries of one K/V head are packed into the rows of one matrix
+(grouped-query attention costs no repeated keys), the softmax is online in float32, and few long sequences are split
+along their keys, with a second kernel that joins the parts. Grids depend on the shapes of tensors alone, so a launch
+can be captured in a CUDA graph.
+
+    rows of a program, 2 tokens of a sequence with 3 query heads a K/V head, BLOCK_M 8:
+        (t0 h0) (t0 h1) (t0 h2) (t1 h0) (t1 h1) (t1 h2)  -  -
+
+Scores are kept in units of log 2, as exp2 is what the hardware has.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _find_sequence(query_start_ptr, program, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence of a program: sequence i owns the programs from query_start[i] // BLOCK_Q + i on."""
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_ptr + middle) // BLOCK_Q + middle <= program:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def paged_attention_kernel(
+    output_ptr,  # [tokens, heads, V_DIM]; or, of SPLITS > 1, [tokens, heads, SPLITS, BLOCK_V] float32, not yet divided
+    max_ptr,  # [tokens, heads, SPLITS] float32: largest score of each split
+    sum_ptr,  # [tokens, heads, SPLITS] float32: sum of the weights against that largest score
+    query_ptr,  # [tokens, heads, K_DIM]
+    k_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, K_DIM]
+    v_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, V_DIM]
+    query_start_ptr,
+    seq_lens_ptr,
+    table_rows_ptr,
+    block_table_ptr,
+    sinks_ptr,
+    num_seqs,
+    scale,
+    softcap,
+    query_token_stride,
+    query_head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if ONE_TOKEN:  # each sequence has one token in this step: nothing to search
+        seq = program
+        query_block = 0
+    else:
+        seq = _find_sequence(query_start_ptr, program, num_seqs, BLOCK_Q)
+        query_block = program - (tl.load(query_start_ptr + seq) // BLOCK_Q + seq)
+    query_first = tl.load(query_start_ptr + seq)
+    num_queries = tl.load(query_start_ptr + seq + 1) - query_first
+    first_token = query_block * BLOCK_Q
+    if first_token >= num_queries:
+        return
+    past = tl.load(seq_lens_ptr + seq) - num_queries
+    table_ptr = block_table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * table_stride
+
+    rows = tl.arange(0, BLOCK_M)
+    token = first_token + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    row_ok = (rows < BLOCK_Q * GROUP) & (token < num_queries)
+    query_row = (query_first + token).to(tl.int64)
+    position = past + token
+    k_dims = tl.arange(0, BLOCK_K)
+    v_dims = tl.arange(0, BLOCK_V)
+    query = tl.load(
+        query_ptr + query_row[:, None] * query_token_stride + head[:, None] * query_head_stride + k_dims[None, :],
+        mask=row_ok[:, None] & (k_dims < K_DIM)[None, :],
+        other=0.0,
+    )
+    if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16; products of two such are exact in float32
+        query = query.to(tl.float32)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if HAS_SINKS:
+        if split == 0:
+            largest = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
+            total = total + 1.0
+
+    # Keys that any row of this program sees, in whole tiles; this split's share of them.
+    end = past + tl.minimum(first_token + BLOCK_Q, num_queries)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(past + first_token - WINDOW + 1, 0)
+    first_tile = begin // TILE
+    end_tile = (end + TILE - 1) // TILE
+    if SPLITS > 1:
+        share = (end_tile - first_tile + SPLITS - 1) // SPLITS
+        first_tile = first_tile + split * share
+        end_tile = tl.minimum(first_tile + share, end_tile)
+
+    for tile in range(first_tile, end_tile):
+        keys = tile * TILE + tl.arange(0, TILE)
+        key_ok = keys < end
+        if WINDOW > 0:
+            key_ok = key_ok & (keys >= begin)
+        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=key_ok, other=0).to(tl.int64)
+        cache_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        key = tl.load(
+            k_cache_ptr + cache_row[None, :] * K_DIM + k_dims[:, None],
+            mask=(k_dims < K_DIM)[:, None] & key_ok[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            key = key.to(tl.float32)
+        scores = tl.dot(query, key, input_precision="ieee")
+        if HAS_SOFTCAP:
+            # softcap * tanh(scores * scale / softcap), by an exp that cannot overflow
+            turned = scores * (scale / softcap)
+            small = tl.exp2(tl.abs(turned) * (-2.0 * _LOG2_E))
+            bounded = (1.0 - small) / (1.0 + small)
+            scores = tl.where(turned < 0, -bounded, bounded) * (softcap * _LOG2_E)
+        else:
+            scores = scores * (scale * _LOG2_E)
+        visible = keys[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible & row_ok[:, None], scores, float("-inf"))
+
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no key yet: minus infinity less itself would be no number.
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - reference[:, None])
+        faded = tl.exp2(largest - reference)
+        total = total * faded + tl.sum(weights, 1)
+        value = tl.load(
+            v_cache_ptr + cache_row[:, None] * V_DIM + v_dims[None, :],
+            mask=key_ok[:, None] & (v_dims < V_DIM)[None, :],
+            other=0.0,
+        )
+        weights = weights.to(value.dtype)
+        if WIDEN:
+            weights = weights.to(tl.float32)
+            value = value.to(tl.float32)
+        mixed = tl.dot(weights, value, mixed * faded[:, None], input_precision="ieee")
+        largest = new_largest
+
+    place = query_row * (NUM_KV_HEADS * GROUP) + head
+    if SPLITS > 1:
+        place = place * SPLITS + split
+        tl.store(output_ptr + place[:, None] * BLOCK_V + v_dims[None, :], mixed, mask=row_ok[:, None])
+        tl.store(max_ptr + place, largest, mask=row_ok)
+        tl.store(sum_ptr + place, total, mask=row_ok)
+    else:
+        # A padding row has seen no key: it becomes 0, not 0 / 0.
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            output_ptr + place[:, None] * V_DIM + v_dims[None, :],
+            mixed.to(output_ptr.dtype.element_ty),
+            mask=row_ok[:, None] & (v_dims < V_DIM)[None, :],
+        )
+
+
+@triton.jit
+def join_splits_kernel(
+    output_ptr,  # [tokens, heads, V_DIM]
+    mixed_ptr,  # [tokens, heads, SPLITS, BLOCK_V]
+    max_ptr,  # [tokens, heads, SPLITS]
+    sum_ptr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One program a token and head: weigh the splits by their largest scores, and divide."""
+    place = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    v_dims = tl.arange(0, BLOCK_V)
+    largest = tl.load(max_ptr + place * SPLITS + splits)
+    best = tl.max(largest, 0)
+    weights = tl.exp2(largest - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(tl.load(sum_ptr + place * SPLITS + splits) * weights, 0)
+    mixed = tl.load(mixed_ptr + (place * SPLITS + splits)[:, None] * BLOCK_V + v_dims[None, :])
+    joined = tl.sum(mixed * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(output_ptr + place * V_DIM + v_dims, joined.to(output_ptr.dtype.element_ty), mask=v_dims < V_DIM)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def write_kv_kernel(
+    key_ptr,  # [tokens, kv_heads, K_DIM]
+    value_ptr,  # [tokens, kv_heads, V_DIM]
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    num_tokens,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """One program for BLOCK_TOKENS tokens of one head; a token with a negative slot is padding."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    head = tl.program_id(1)
+    slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1)
+    is_kept = (slot >= 0)[:, None]
+    cache_row = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    k_dims = tl.arange(0, BLOCK_K)[None, :]
+    v_dims = tl.arange(0, BLOCK_V)[None, :]
+    k_ok = is_kept & (k_dims < K_DIM)
+    v_ok = is_kept & (v_dims < V_DIM)
+    key = tl.load(key_ptr + token[:, None] * key_token_stride + head * key_head_stride + k_dims, mask=k_ok)
+    value = tl.load(value_ptr + token[:, None] * value_token_stride + head * value_head_stride + v_dims, mask=v_ok)
+    tl.store(k_cache_ptr + cache_row[:, None] * K_DIM + k_dims, key, mask=k_ok)
+    tl.store(v_cache_ptr + cache_row[:, None] * V_DIM + v_dims, value, mask=v_ok)

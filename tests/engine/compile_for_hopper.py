@@ -1,0 +1,88 @@
+"""Compiles the Triton kernels for compute capability 9.0, as the backend launches them; needs no GPU.
+
+Prints a line for each: its name, and the bytes of shared memory that it takes. The kernels' calls are recorded on the
+CPU, so what is compiled here has the very constants that a launch has.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.attention_cases import Case, Problem
+from headrace_engine.runner.attention import triton_kernels
+from headrace_engine.runner.attention.triton_backend import TritonBackend
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER_PROCESSORS = 132
+_LAUNCH_OPTIONS = ("num_warps", "num_stages")
+_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+
+LLAMA_8B = {"kv_heads": 8, "group": 4, "k_dim": 128, "v_dim": 128, "block_size": 32}
+CASES = {
+    "decode_split": Problem(((40, 1),), **LLAMA_8B),
+    "decode": Problem(((40, 1),) * 64, **LLAMA_8B),
+    "prefill": Problem(((0, 70), (40, 1)), **LLAMA_8B),
+    "prefill_with_everything": Problem(
+        ((0, 70),), kv_heads=1, group=7, k_dim=80, v_dim=256, window=33, softcap=50.0, sinks=True
+    ),
+}
+
+
+class Recorder:
+    """Stands in for a kernel: takes the launch and computes nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.launches.append((args, options))
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What Triton would make of the launch on the device: its types, and which numbers are multiples of 16."""
+    signature: dict[str, str] = {}
+    constants = {name: value for name, value in options.items() if name not in _LAUNCH_OPTIONS}
+    attributes = {}
+    for index, name in enumerate(kernel.arg_names):
+        value = constants.get(name, args[index] if index < len(args) else None)
+        if name in constants:
+            signature[name] = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if signature[name] != "constexpr" and aligned and not kernel.params[index].do_not_specialize:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    launch = {name: options[name] for name in _LAUNCH_OPTIONS if name in options}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=HOPPER, options=launch)
+
+
+def main() -> None:
+    names = ("paged_attention_kernel", "join_splits_kernel", "write_kv_kernel")
+    done = set()
+    for case_name, problem in CASES.items():
+        recorders = {name: Recorder(getattr(triton_kernels, name)) for name in names}
+        for name, recorder in recorders.items():
+            setattr(triton_kernels, name, recorder)
+        case = Case(problem, torch.bfloat16)
+        case.compute(TritonBackend(case.spec(), torch.device("cpu"), HOPPER_PROCESSORS))
+        for name, recorder in recorders.items():
+            setattr(triton_kernels, name, recorder.kernel)
+            if recorder.launches and (name == names[0] or name not in done):
+                compiled = compile_launch(recorder.kernel, *recorder.launches[-1])
+                assert compiled.asm["cubin"]
+                sys.stdout.write(f"{case_name if name == names[0] else name} {compiled.metadata.shared}\n")
+                done.add(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,11 +10,15 @@ HeadraceEngineError
 ├── DuplicateRequestError    the request id is in use
 ├── QueueFullError           the engine's own waiting queue is at its limit
 ├── EngineDrainingError      the engine finishes what it has and takes nothing more
+├── RecompilationError       a step asked for a shape that was not compiled at the start
 └── EngineDeadError          the core failed and cannot serve any more
 """
 
 import traceback
 from collections.abc import Sequence
+from typing import Literal
+
+EngineDeathCause = Literal["crash", "out_of_memory", "recompilation"]
 
 
 class HeadraceEngineError(Exception):
@@ -70,16 +74,21 @@ class EngineDrainingError(HeadraceEngineError):
     """The engine was told to drain and refuses new requests."""
 
 
+class RecompilationError(HeadraceEngineError):
+    """A device with static shapes was given a shape that it would have to compile while requests wait."""
+
+
 class EngineDeadError(HeadraceEngineError):
     """The engine core stopped on a failure; its requests were not finished.
 
-    `out_of_memory` says that memory, of the device or of the machine, was the reason, as far as can be told. `summary`
-    is the message without the text of the error behind it, which may quote a request: what a log may show.
+    `cause` is the reason as far as can be told: memory, of the device or of the machine; a `RecompilationError`; or
+    anything else. `summary` is the message without the text of the error behind it, which may quote a request: what a
+    log may show.
     """
 
-    def __init__(self, message: str, *, out_of_memory: bool = False, summary: str | None = None) -> None:
+    def __init__(self, message: str, *, cause: EngineDeathCause = "crash", summary: str | None = None) -> None:
         super().__init__(message)
-        self.out_of_memory = out_of_memory
+        self.cause = cause
         self.summary = message if summary is None else summary
 
 

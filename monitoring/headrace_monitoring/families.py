@@ -229,6 +229,9 @@ class EngineFamilies:
         self.compiled_graphs = make.gauge(
             "engine_compiled_graphs", "Graphs the engine has compiled for static shapes; constant while it serves."
         )
+        self.fallback_operators = make.gauge(
+            "engine_fallback_operators", "Operators that were computed on the CPU instead of the device; 0 is right."
+        )
         self.warm_up_seconds = make.gauge(
             "engine_warm_up_seconds", "Time the engine took to compile its graphs before the first request."
         )

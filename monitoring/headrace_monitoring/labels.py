@@ -53,7 +53,7 @@ class LabelSets:
         "delivery_limit",
         "poison",
     )
-    restart_reasons: tuple[str, ...] = ("crash", "stall", "out_of_memory")
+    restart_reasons: tuple[str, ...] = ("crash", "stall", "out_of_memory", "recompilation")
     redis_commands: tuple[str, ...] = ("claim", "publish", "depth")
     tenants: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()

@@ -245,8 +245,8 @@ class Metrics:
         Keys: step_seconds, kind ("prefill" | "decode" | "mixed"), num_tokens, num_requests, running, waiting,
         kv_blocks_used, kv_blocks_cached, kv_blocks_free, kv_blocks_total, prefix_queried_tokens, prefix_hit_tokens,
         preemptions, lora_requests (by adapter: how many run and wait), drafted_per_position and accepted_per_position
-        (lists, empty without speculative decoding), num_padded_tokens, compiled_graphs and warm_up_seconds (0 unless
-        the device has static shapes),
+        (lists, empty without speculative decoding), num_padded_tokens, compiled_graphs, fallback_operators and
+        warm_up_seconds (0 unless the device has static shapes),
         phase_seconds (map of schedule, prepare, forward, sample, draft, update).
         """
         engine = self._engine
@@ -268,6 +268,7 @@ class Metrics:
         engine.preemptions.inc(stats["preemptions"])
         engine.padded_tokens.inc(stats["num_padded_tokens"])
         engine.compiled_graphs.set(stats["compiled_graphs"])
+        engine.fallback_operators.set(stats["fallback_operators"])
         engine.warm_up_seconds.set(stats["warm_up_seconds"])
         for children, counts in (
             (engine.drafted, stats["drafted_per_position"]),

@@ -22,7 +22,7 @@ FIRST_BACK_OFF_SECONDS = 0.5
 LONGEST_BACK_OFF_SECONDS = 30.0
 
 
-DeathCause = Literal["crash", "stall", "out_of_memory"]
+DeathCause = Literal["crash", "stall", "out_of_memory", "recompilation"]
 
 
 class EngineEvents(Protocol):
@@ -163,7 +163,7 @@ class EngineSupervisor:
         except EngineDeadError as error:
             was_ready = self._ready
             self._bury(process)
-            self._on_death(error.summary, "out_of_memory" if error.out_of_memory else "crash", was_ready=was_ready)
+            self._on_death(error.summary, error.cause, was_ready=was_ready)
         except Exception as error:  # noqa: BLE001
             # Some tokens of this step are lost to us: to go on would leave a hole in a stream. Another worker, or the
             # next start of this one, continues every request from what is published.

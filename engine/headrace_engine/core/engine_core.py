@@ -178,6 +178,7 @@ class EngineCore:
         }
         stats.num_padded_tokens = output.num_padded_tokens
         stats.compiled_graphs, stats.warm_up_seconds = output.compiled_graphs, output.warm_up_seconds
+        stats.fallback_operators = output.fallback_operators
         answers, self._answers = self._answers, []
         return EngineCoreOutputs(outputs=answers + news, stats=stats)
 

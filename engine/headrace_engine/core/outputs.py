@@ -53,6 +53,8 @@ class StepStats:
     num_padded_tokens: int = 0
     """Tokens computed only to fill a static shape; not in num_tokens."""
     compiled_graphs: int = 0
+    fallback_operators: int = 0
+    """Operators that were computed on the CPU instead of the device."""
     warm_up_seconds: float = 0.0
     admitted_choice_ids: list[str] = field(default_factory=list)
     """Choices of which this step was the first."""

@@ -37,7 +37,14 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.errors import ConfigError, EngineDeadError, HeadraceEngineError, ModelLoadError, raised_at
+from headrace_engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineDeathCause,
+    HeadraceEngineError,
+    ModelLoadError,
+    raised_at,
+)
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
@@ -181,7 +188,8 @@ class EngineCoreProcess:
             how = self._exit_description()
             # Nobody but the kernel, short of memory, kills a process that its parent did not end.
             killed = self._process.returncode == -signal.SIGKILL and not self._stopping
-            self._failure = EngineDeadError(f"the engine process {self.pid} ended, {how}", out_of_memory=killed)
+            cause: EngineDeathCause = "out_of_memory" if killed else "crash"
+            self._failure = EngineDeadError(f"the engine process {self.pid} ended, {how}", cause=cause)
             self._fail_calls(self._failure)
             raise self._failure from None
         except HeadraceEngineError as error:
@@ -210,7 +218,7 @@ class EngineCoreProcess:
                     if name in _STARTUP_ERRORS
                     else EngineDeadError(
                         sentence,
-                        out_of_memory=name in _OUT_OF_MEMORY,
+                        cause=_CAUSES.get(name, "crash"),
                         summary=f"the engine process {self.pid} failed with {name}" if self.is_ready else None,
                     )
                 )
@@ -272,7 +280,11 @@ class EngineCoreProcess:
         return f"exit status {status}"
 
 
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")  # Python's, and torch's for a device
+_CAUSES: dict[str, EngineDeathCause] = {
+    "MemoryError": "out_of_memory",
+    "OutOfMemoryError": "out_of_memory",  # torch's, for a device
+    "RecompilationError": "recompilation",
+}
 _STARTUP_ERRORS: dict[str, type[HeadraceEngineError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 
 

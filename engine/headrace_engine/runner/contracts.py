@@ -103,6 +103,8 @@ class StepOutput:
     """Tokens computed only to fill a static shape."""
     compiled_graphs: int = 0
     """How many graphs the runner has compiled since it was made."""
+    fallback_operators: int = 0
+    """How many kinds of operators were computed on the CPU instead of the device since then."""
     warm_up_seconds: float = 0.0
     """What their compilation took before the first request."""
 

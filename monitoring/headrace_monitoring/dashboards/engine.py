@@ -152,10 +152,12 @@ def _model() -> list[Panel]:
         ),
         graph(
             "Compiled graphs",
-            "Devices with static shapes only: graphs by worker, constant while it serves; and how long they took.",
+            "Devices with static shapes only: graphs by worker, constant while it serves; how long they took; and how "
+            "many operators ran on the CPU instead of the device, which must be 0.",
             "none",
             [
                 ("headrace_engine_compiled_graphs{@}", "{{instance}} graphs"),
+                ("headrace_engine_fallback_operators{@}", "{{instance}} operators on the CPU"),
                 ("headrace_engine_warm_up_seconds{@}", "{{instance}} seconds"),
             ],
         ),

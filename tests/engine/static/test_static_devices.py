@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS, register_backend
 
-from engine.test_parity import references, workload
-from engine.tiny_models import TinyModel, generate_greedily
+from engine.static.fake_neuron import NeuronOnCPU, fake_backend
+from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError
+from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
+from headrace_engine.runner.static.flavour import EagerCPU, Flavour
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
+from headrace_engine.runner.static.tracing import Graph
 from headrace_engine.runner.static.xla import XLA
+from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
 
@@ -35,18 +38,10 @@ def devices(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def neuron_backend() -> Iterator[list[torch.fx.GraphModule]]:
+def neuron_backend() -> Iterator[list[Graph]]:
     """A Dynamo backend of TorchNeuron's name; collects what it compiles."""
-    compiled: list[torch.fx.GraphModule] = []
-
-    def compile_graph(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        compiled.append(module)
-        return module.forward
-
-    register_backend(aot_autograd(fw_compiler=compile_graph), name="neuron")
-    yield compiled
-    for registry in (_BACKENDS, _COMPILER_FNS):
-        registry.pop("neuron", None)
+    with fake_backend() as graphs:
+        yield graphs
 
 
 def test_a_machine_without_neuron_devices_is_refused(llama: TinyModel) -> None:
@@ -71,12 +66,72 @@ def test_a_device_that_does_not_answer_is_refused(devices: Path) -> None:
         Neuron(devices, load=lambda name: SimpleNamespace()).probe()
 
 
-def test_operators_that_ran_on_the_cpu_instead_end_the_start(devices: Path) -> None:
-    flavour = Neuron(devices, load=lambda name: SimpleNamespace(get_fallback_ops=lambda: {"aten::sort", "aten::abs"}))
+def test_operators_that_torchneuron_ran_on_the_cpu_are_known_by_name(devices: Path) -> None:
+    ran = {"aten::sort", "aten::abs"}
+    library = SimpleNamespace(get_fallback_ops=lambda: ran, clear_op_tracking=ran.clear)
+    flavour = Neuron(devices, load=lambda name: library)
     with pytest.raises(ConfigError):
         flavour.probe()
-    with pytest.raises(ConfigError, match="on the CPU instead of the device: aten::abs, aten::sort"):
-        flavour.after_warm_up()
+    assert flavour.fallback_operators() == ["aten::abs", "aten::sort"]
+    flavour.compile(torch.nn.Identity(), 1)
+    assert flavour.fallback_operators() == []  # loading is no part of a step
+
+
+class FallingBack(EagerCPU):
+    """Computes some operators elsewhere."""
+
+    found: list[str]
+
+    def __init__(self, *found: str) -> None:
+        self.found = list(found)
+
+    def fallback_operators(self) -> list[str]:
+        return self.found
+
+
+def serve(model: TinyModel, flavour: Flavour) -> EngineCore:
+    buckets = {"prefill_buckets": [64], "decode_buckets": [4], "context_buckets": [112]}
+    args = {"dtype": "float32", "num_blocks": 40, "max_num_seqs": 4, "max_model_len": 112, **buckets}
+    config = EngineArgs(model=model.folder, device="static-cpu", **args).create_engine_config()  # type: ignore[arg-type]
+    return EngineCore(config, StaticPagedRunner(config, flavour))
+
+
+def test_operators_that_ran_on_the_cpu_instead_end_the_start(llama: TinyModel) -> None:
+    with pytest.raises(ConfigError, match="static-cpu ran operators on the CPU instead: aten::abs, aten::sort"):
+        serve(llama, FallingBack("aten::abs", "aten::sort"))
+
+
+def test_operators_that_run_on_the_cpu_while_serving_are_counted(llama: TinyModel) -> None:
+    flavour = FallingBack()
+    core = serve(llama, flavour)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[5, 6], sampling_params=params, seed=0))
+    assert core.step().stats.fallback_operators == 0
+    flavour.found.append("aten::sort")
+    assert core.step().stats.fallback_operators == 1
+
+
+def test_compilation_shows_a_bar_where_somebody_watches(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    serve(llama, EagerCPU())
+    assert "Compiling: 100%" in terminal.getvalue()
+    assert "2/2" in terminal.getvalue()
+
+
+def test_compilation_says_how_many_shapes_and_how_long_they_took(
+    llama: TinyModel, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO", "headrace_engine")
+    serve(llama, EagerCPU())
+    lines = "\n".join(caplog.messages)
+    assert "compiling 2 shapes for static-cpu" in lines
+    assert re.search(r"compiled 2 of 2: decode of 4 x 1 tokens over 4 blocks, \d+\.\d s", lines)
+    assert re.search(r"2 shapes, 0 graphs compiled in \d+\.\d s", lines)
+    assert "Compiling" not in capsys.readouterr().err
 
 
 def test_a_device_that_is_there_is_used(devices: Path) -> None:
@@ -87,6 +142,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from torch._dynamo.backends.registry import register_backend
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from headrace_engine.runner.static.flavour import EagerCPU, Flavour
 from headrace_engine.runner.static.neuron import Neuron
 _setup_privateuseone_for_python_backend("neuron")
 library = torch.library.Library("aten", "IMPL")
@@ -96,30 +152,9 @@ flavour = Neuron(Path({str(devices)!r}), load=lambda name: SimpleNamespace())
 flavour.probe()
 assert flavour.device.type == "neuron", flavour.device
 assert flavour.free_memory() is None
-flavour.after_warm_up()
+assert flavour.fallback_operators() == []
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-class NeuronOnCPU(Neuron):
-    """Everything of the real one but its device."""
-
-    def probe(self) -> None:
-        """The CPU is always there."""
-
-
-def test_steps_go_through_the_backend_of_that_name(
-    tiny_model: Callable[[str], TinyModel], neuron_backend: list[torch.fx.GraphModule]
-) -> None:
-    model = tiny_model("qwen3")
-    buckets = {"prefill_buckets": [64], "decode_buckets": [4], "context_buckets": [112]}
-    args = {"dtype": "float32", "num_blocks": 40, "max_num_seqs": 4, "max_model_len": 112, **buckets}
-    config = EngineArgs(model=model.folder, device="neuron", **args).create_engine_config()  # type: ignore[arg-type]
-    flavour = NeuronOnCPU()
-    core = EngineCore(config, StaticPagedRunner(config, flavour))
-    assert flavour.num_graphs() == len(neuron_backend) == 2
-    assert generate_greedily(core, workload()[:8]) == references(model)[:8]
-    assert flavour.num_graphs() == len(neuron_backend) == 2
 
 
 def test_a_device_that_tells_no_memory_wants_to_be_told(llama: TinyModel) -> None:

@@ -5,38 +5,42 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.model_families import VOCAB_SIZE
+from engine.model_families import VOCAB_SIZE, WINDOW
+from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.errors import RecompilationError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.static.group import Kind
 from headrace_engine.runner.static.inputs import empty_inputs
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.shapes import Shape
-from headrace_engine.runner.static.tracing import BANNED, Graph, TracingCPU
+from headrace_engine.runner.static.tracing import BANNED, Graph, keep_graphs
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
 
 
 class Traced:
-    """A core on the static runner, compiled by the backend that keeps what it is given."""
+    """A core on the static runner, compiled by a backend that keeps what it is given."""
 
-    def __init__(self, model: TinyModel, **options: Any) -> None:
+    def __init__(self, model: TinyModel, compiled: list[Graph], **options: Any) -> None:
         args: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_model_len": 112, **options}
-        config = EngineArgs(model=model.folder, device="static-cpu", **args).create_engine_config()
-        self.flavour = TracingCPU()
+        config = EngineArgs(model=model.folder, device="neuron", **args).create_engine_config()
+        self.flavour = NeuronOnCPU()
         self.runner = StaticPagedRunner(config, self.flavour)
+        before = len(compiled)
         self.core = EngineCore(config, self.runner)
+        self.graphs = compiled[before:]
         self.tokens: dict[str, list[int]] = {}
         self.padding: list[tuple[int, int]] = []
         """Of each step: tokens, and those that only fill the shape."""
@@ -62,34 +66,49 @@ class Traced:
 
 
 @pytest.fixture(scope="module")
-def llama_traced(llama: TinyModel) -> Traced:
-    buckets = {"prefill_buckets": [16, 64], "decode_buckets": [1, 8], "context_buckets": [48, 112]}
-    return Traced(llama, num_blocks=30, max_num_seqs=8, **buckets)
+def compiled() -> Iterator[list[Graph]]:
+    """All that TorchNeuron would have been given in this file."""
+    with fake_backend() as graphs:
+        yield graphs
 
 
 @pytest.fixture(scope="module")
-def mistral_traced(tiny_model: Callable[[str], TinyModel]) -> Traced:
-    buckets = {"prefill_buckets": [32], "decode_buckets": [8], "context_buckets": [112]}
-    return Traced(tiny_model("mistral"), num_blocks=80, max_num_seqs=8, **buckets)
+def llama_traced(llama: TinyModel, compiled: list[Graph]) -> Traced:
+    buckets = {"prefill_buckets": [16, 64], "decode_buckets": [1, 8], "context_buckets": [48, 112]}
+    return Traced(llama, compiled, num_blocks=30, max_num_seqs=8, **buckets)
 
 
-@pytest.mark.parametrize(("name", "num_shapes"), [("llama", 8), ("mistral", 2)])
-def test_every_bucket_is_one_graph_and_compiled_tokens_are_those_of_transformers(
+@pytest.fixture(scope="module")
+def mistral_traced(tiny_model: Callable[[str], TinyModel], compiled: list[Graph]) -> Traced:
+    """With a sliding window that the prompts exceed."""
+    buckets = {"prefill_buckets": [32], "decode_buckets": [2, 8], "context_buckets": [112]}
+    return Traced(tiny_model("mistral"), compiled, num_blocks=30, max_num_seqs=8, **buckets)
+
+
+@pytest.mark.parametrize(("name", "num_shapes"), [("llama", 8), ("mistral", 3)])
+def test_every_bucket_is_one_static_graph_and_compiled_tokens_are_those_of_transformers(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel], name: str, num_shapes: int
 ) -> None:
     traced: Traced = request.getfixturevalue(f"{name}_traced")
-    assert traced.flavour.num_graphs() == len(traced.flavour.graphs) == num_shapes
+    assert len(traced.runner._grid.shapes()) == num_shapes
+    assert traced.flavour.num_graphs() == len(traced.graphs) == num_shapes
+    assert [problem for graph in traced.graphs for problem in graph.problems()] == []
     for index, (prompt, max_tokens) in enumerate(workload()):
         traced.add(str(index), prompt, temperature=0, max_tokens=max_tokens)
     traced.finish()
     assert [traced.tokens[str(index)] for index in range(len(workload()))] == references(tiny_model(name))
     assert traced.flavour.num_graphs() == num_shapes
-    shapes = {1, 8, 16, 64} if name == "llama" else {8, 32}
+    shapes = {1, 8, 16, 64} if name == "llama" else {2, 8, 32}
     assert {tokens + padded for tokens, padded in traced.padding if tokens} <= shapes
+    assert max(len(prompt) for prompt, _ in workload()) > 3 * WINDOW
 
 
-def test_two_hundred_random_requests_compile_nothing(llama_traced: Traced) -> None:
-    before = llama_traced.flavour.num_graphs()
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_two_hundred_random_requests_compile_nothing(
+    request: pytest.FixtureRequest, compiled: list[Graph], name: str
+) -> None:
+    traced: Traced = request.getfixturevalue(f"{name}_traced")
+    before, compiled_before = traced.flavour.num_graphs(), len(compiled)
     draw = random.Random(8)
     stem = [draw.randrange(3, VOCAB_SIZE) for _ in range(50)]
     for number in range(200):
@@ -99,44 +118,57 @@ def test_two_hundred_random_requests_compile_nothing(llama_traced: Traced) -> No
         ]
         params: dict[str, Any] = {"temperature": draw.choice([0.0, 0.7, 1.3]), "max_tokens": draw.randint(1, 6)}
         params |= draw.choice([{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"logprobs": 2}, {"min_tokens": 1}])
-        llama_traced.add(f"random {number}", prompt, seed=number, **params)
+        traced.add(f"random {number}", prompt, seed=number, **params)
         if number % 3 == 0:
-            llama_traced.step()
+            traced.step()
         if number % 40 == 7:
-            llama_traced.core.abort_requests([f"random {number}"])
-    llama_traced.finish()
-    llama_traced.core.check_integrity()
-    assert llama_traced.flavour.num_graphs() == before == len(llama_traced.flavour.graphs)
+            traced.core.abort_requests([f"random {number}"])
+    traced.finish()
+    traced.core.check_integrity()
+    assert traced.flavour.num_graphs() == before == len(traced.graphs)
+    assert len(compiled) == compiled_before
 
 
 def test_a_shape_that_was_not_warmed_up_is_an_error_and_not_a_compilation(llama_traced: Traced) -> None:
     before = llama_traced.flavour.num_graphs()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="fail_on_recompile"):
+    with torch.no_grad(), pytest.raises(RecompilationError, match="neuron met a shape that was not compiled"):
         llama_traced.runner._run(empty_inputs(Shape(3, 1, 7)), Kind.STEP)
     assert llama_traced.flavour.num_graphs() == before
 
 
-def test_graphs_hold_nothing_that_neuron_refuses(llama_traced: Traced, mistral_traced: Traced) -> None:
-    graphs = [*llama_traced.flavour.graphs, *mistral_traced.flavour.graphs]
-    assert [problem for graph in graphs for problem in graph.problems()] == []
-    operators = sum((graph.operators() for graph in graphs), Counter[str]())
-    assert operators["aten.index_put.default"] == operators["aten.copy_.default"] == 2 * 3 * len(graphs)
-    assert operators["aten.topk.default"] == len(graphs)
+def test_graphs_hold_the_operators_that_are_listed_and_none_that_neuron_refuses(
+    llama_traced: Traced, mistral_traced: Traced, tiny_model: Callable[[str], TinyModel], compiled: list[Graph]
+) -> None:
+    # what other models and precisions add is in each of their graphs: one is enough
+    buckets = {"prefill_buckets": [1], "decode_buckets": [4], "context_buckets": [112], "max_num_seqs": 4}
+    others = [
+        Traced(tiny_model(name), compiled, num_blocks=30, dtype=dtype, **buckets)
+        for name, dtype in (("qwen2", "float32"), ("qwen3", "float32"), ("llama", "bfloat16"))
+    ]
+    operators: Counter[str] = Counter()
+    for traced in (llama_traced, mistral_traced, *others):
+        assert [problem for graph in traced.graphs for problem in graph.problems()] == []
+        found = sum((graph.operators() for graph in traced.graphs), Counter[str]())
+        num_layers = len(traced.runner._part.decoder.model.layers)
+        # K/V memory is written in place, once a layer for keys and once for values
+        assert found["aten.index_put.default"] == found["aten.copy_.default"] == 2 * num_layers * len(traced.graphs)
+        assert found["aten.topk.default"] == len(traced.graphs)
+        operators += found
+    names = {name.split(".")[1] for name in operators if name.startswith("aten.")}
     text = (Path(__file__).parents[3] / "docs" / "neuron.md").read_text()
     listed = set(re.findall(r"`(\w+)`", text[text.index("## Operators") : text.index("None of `sort`")]))
-    assert {name.split(".")[1] for name in operators if name.startswith("aten.")} == listed - {"all_reduce"}
-    assert not {name.split(".")[1] for name in operators if name.startswith("aten.")} & set(BANNED) - {"topk"}
+    assert names == listed - {"all_reduce"}
+    assert not names & set(BANNED) - {"topk"}
 
 
 def test_the_check_of_operators_finds_what_it_looks_for() -> None:
-    flavour = TracingCPU()
+    graphs: list[Graph] = []
 
     def step(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return x.sort().values[index] + torch.rand_like(x)[0] + x.double().index_select(0, index)
 
-    torch.compile(step, backend=flavour._build, fullgraph=True)(torch.rand(4), torch.tensor([1, 2]))
-    (graph,) = flavour.graphs
-    assert isinstance(graph, Graph)
+    torch.compile(step, backend=keep_graphs(graphs), fullgraph=True)(torch.rand(4), torch.tensor([1, 2]))
+    (graph,) = graphs
     problems = "\n".join(graph.problems())
     for sentence in (
         "aten.sort.default: sort is not supported",

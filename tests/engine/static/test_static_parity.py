@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_families import FAMILIES, WINDOW, Family
+from engine.model_families import FAMILIES, VOCAB_SIZE, WINDOW, Family
 from engine.test_parity import MAX_MODEL_LEN, Run, references, workload
 from engine.tiny_models import TinyModel, save_model, save_tokenizer
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.config import EngineArgs
+from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
 
 pytestmark = pytest.mark.torch
@@ -53,6 +55,40 @@ def test_buckets_and_arrival_order_do_not_matter(tiny_model: MakeModel, name: st
     )
     assert found.in_order() == references(tiny_model(name))
     assert max(len(prompt) for prompt, _ in workload()) > 3 * WINDOW
+
+
+def test_requests_that_fill_the_context_are_computed_to_its_end_beside_aborted_and_preempted_ones(
+    llama: TinyModel,
+) -> None:
+    buckets = {"prefill_buckets": [7, 16], "decode_buckets": [3], "context_buckets": [48, MAX_MODEL_LEN]}
+    args: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_blocks": 10, "max_num_seqs": 3, **buckets}
+    config = EngineArgs(
+        model=llama.folder, device="static-cpu", max_model_len=MAX_MODEL_LEN, **args
+    ).create_engine_config()
+    core = EngineCore(config, create_runner(config))
+    draw = random.Random(5)
+    lengths = {"full": MAX_MODEL_LEN - 1, "nearly": 97, "aborted": 100, "half": 60, "gone": 90, "short": 3}
+    prompts = {name: [draw.randrange(3, VOCAB_SIZE) for _ in range(count)] for name, count in lengths.items()}
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    for name, prompt in prompts.items():
+        params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+        core.add_request(EngineCoreRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params, seed=0))
+    preemptions = 0
+    was_aborted = False
+    while core.has_work():
+        result = core.step()
+        core.check_integrity()
+        preemptions += result.stats.preemptions
+        for news in result.outputs:
+            tokens[news.request_id] += news.new_token_ids
+        if not was_aborted and 0 < core.scheduler.requests["aborted"].num_computed_tokens < lengths["aborted"]:
+            core.abort_requests(["aborted", "gone"])
+            was_aborted = True
+    assert was_aborted
+    assert tokens["aborted"] == []
+    assert preemptions >= 1
+    for name in ("full", "nearly", "half", "short"):
+        assert tokens[name] == llama.generate(prompts[name], MAX_MODEL_LEN - lengths[name]), name
 
 
 @pytest.mark.parametrize(

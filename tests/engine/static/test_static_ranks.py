@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel, generate_greedily
 from headrace_engine.config import EngineArgs, EngineConfig
@@ -16,7 +17,6 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
-from headrace_engine.runner.static.tracing import TracingCPU
 from headrace_engine.runner.static.xla import XLA
 from headrace_engine.sampling_params import SamplingParams
 
@@ -47,13 +47,14 @@ def _command(folder: Path) -> str:
 
 def test_two_ranks_generate_what_one_does(llama: TinyModel) -> None:
     config = config_of(llama, tensor_parallel_size=2)
-    flavour = TracingCPU()  # rank 0 compiles, so that its graphs show the collectives
+    flavour = NeuronOnCPU()  # rank 0 compiles, so that its graphs show the collectives
     before = set(children())
-    core = EngineCore(config, StaticPagedRunner(config, flavour))
-    assert len(set(children()) - before) == 1
-    assert generate_greedily(core, workload()[4:12]) == references(llama)[4:12]
-    assert flavour.num_graphs() == len(flavour.graphs) == 2
-    for graph in flavour.graphs:
+    with fake_backend() as graphs:
+        core = EngineCore(config, StaticPagedRunner(config, flavour))
+        assert len(set(children()) - before) == 1
+        assert generate_greedily(core, workload()[4:12]) == references(llama)[4:12]
+    assert flavour.num_graphs() == len(graphs) == 2
+    for graph in graphs:
         assert list(graph.problems()) == []
         assert graph.operators()["_c10d_functional.all_reduce.default"] == 2 * 3
     core.shutdown()

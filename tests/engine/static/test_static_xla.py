@@ -20,7 +20,7 @@ from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.errors import ConfigError
+from headrace_engine.errors import ConfigError, RecompilationError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.static.flavour import EagerCPU, Flavour
 from headrace_engine.runner.static.group import Kind
@@ -86,8 +86,8 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_while_serving(
     ]
     assert served.generate(sampled) == Served(model, EagerCPU()).generate(sampled)
     assert flavour.num_graphs() == 4
-    flavour.after_warm_up()
-    with pytest.raises(RuntimeError, match="a shape that was not warmed up"):
+    assert flavour.fallback_operators() == []
+    with pytest.raises(RecompilationError, match="a shape that was not compiled at the start"):
         served.runner._run(empty_inputs(Shape(3, 1, 7)), Kind.STEP)
 
 

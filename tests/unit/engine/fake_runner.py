@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_engine.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
-from headrace_engine.errors import LoRAError, ModelLoadError
+from headrace_engine.errors import LoRAError, ModelLoadError, RecompilationError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import (
@@ -116,6 +116,7 @@ class FakeRunner:
     max_requests: int = 1 << 30
     fail_on_token: int | None = None
     """Raise when a request with this token in its prompt arrives."""
+    failure: type[Exception] = RuntimeError
     num_drafts: int = 0
     """Tokens that the runner's own draft model guesses; about three of four are right."""
     refuse_token: int | None = None
@@ -230,7 +231,7 @@ class FakeRunner:
             assert arrival.request_id not in self.known, f"{arrival.request_id} arrives twice"
             assert arrival.request_id in batch.num_scheduled_tokens, "arrives without anything to compute"
             if self.fail_on_token is not None and self.fail_on_token in arrival.token_ids:
-                raise RuntimeError(f"the fake device failed on {list(arrival.token_ids)}")
+                raise self.failure(f"the fake device failed on {list(arrival.token_ids)}")
             self.known[arrival.request_id] = Known(
                 arrival,
                 list(arrival.token_ids),
@@ -359,6 +360,8 @@ def create_runner(config: EngineConfig) -> FakeRunner:
         raise ModelLoadError("model 'missing' cannot be read")
     if name == "dies":
         os._exit(3)
+    if name == "recompiles":
+        return FakeRunner(fail_on_token=13, failure=RecompilationError)
     return FakeRunner(
         caps=Capabilities(lora=config.lora is not None),
         max_model_len=1 << 20 if name == "long" else MAX_MODEL_LEN,

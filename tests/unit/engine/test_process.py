@@ -79,8 +79,9 @@ def test_a_killed_child_is_a_dead_engine_that_says_by_what(start: Start) -> None
     core = start()
     core.wait_ready(20)
     os.kill(core.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=f"engine process {core.pid} ended, killed by SIGKILL"):
+    with pytest.raises(EngineDeadError, match=f"engine process {core.pid} ended, killed by SIGKILL") as failure:
         core.get_outputs()
+    assert failure.value.cause == "out_of_memory"  # nobody else kills so
     with pytest.raises(EngineDeadError):
         core.add_request(core_request())
     core.shutdown()  # harmless
@@ -105,8 +106,18 @@ def test_a_child_whose_runner_fails_says_so_and_ends(start: Start) -> None:
     core = start(model="fails")
     core.wait_ready(20)
     core.add_request(core_request("a", [13]))
-    with pytest.raises(EngineDeadError, match="RuntimeError: the fake device failed"):
+    with pytest.raises(EngineDeadError, match="RuntimeError: the fake device failed") as failure:
         core.get_outputs()
+    assert failure.value.cause == "crash"
+
+
+def test_a_shape_that_would_have_to_be_compiled_is_a_cause_of_its_own(start: Start) -> None:
+    core = start(model="recompiles")
+    core.wait_ready(20)
+    core.add_request(core_request("a", [13]))
+    with pytest.raises(EngineDeadError, match="RecompilationError: the fake device failed") as failure:
+        core.get_outputs()
+    assert failure.value.cause == "recompilation"
 
 
 def test_what_a_failing_runner_says_is_in_the_error_and_in_no_log(

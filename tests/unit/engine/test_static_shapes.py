@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.config import EngineArgs
-from headrace_engine.errors import ConfigError
+from headrace_engine.errors import ConfigError, RecompilationError
 from headrace_engine.runner.static.shapes import Shape, ShapeGrid
 
 
@@ -85,6 +85,13 @@ def test_buckets_that_do_not_fit_are_all_named() -> None:
     )
 
 
+def test_a_step_for_which_nothing_was_compiled_is_an_error() -> None:
+    found = grid(100, max_num_seqs=4, max_num_batched_tokens=64, context_buckets=[128])
+    for rows, tokens, context in ((5, 1, 10), (1, 65, 65), (1, 1, 129)):
+        with pytest.raises(RecompilationError, match="the largest bucket that is compiled holds"):
+            found.choose(rows, tokens, context)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -92,6 +99,11 @@ def test_buckets_that_do_not_fit_are_all_named() -> None:
         ({"device": "neuron", "decode_buckets": []}, "decode_buckets is [], must be a list of integers"),
         ({"device": "cpu", "prefill_buckets": [4]}, "prefill_buckets is set, but only the devices neuron, xla"),
         ({"device": "static-cpu", "compile_cache_dir": "/x"}, "static-cpu compiles nothing that could be kept"),
+        ({"device": "neuron", "compile_cache_dir": "s3://x"}, "compile_cache_dir is 's3://x', must be a folder"),
+        (
+            {"device": "neuron", "tensor_parallel_size": 0},
+            "tensor_parallel_size is 0, must be an integer",
+        ),
         ({"device": "xla", "attention_backend": "native"}, "attention_backend is 'native', but device xla has its own"),
         ({"device": "neuron", "batch_invariant": True}, "batch_invariant is set, which device neuron cannot do"),
         ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, neuron, xla, static-cpu"),

@@ -24,6 +24,7 @@ STEP = {
     "preemptions": 1,
     "num_padded_tokens": 11,
     "compiled_graphs": 8,
+    "fallback_operators": 1,
     "warm_up_seconds": 2.5,
     "lora_requests": {"sql": [2, 1], "unheard-of": [1, 0], "another": [0, 3]},
     "drafted_per_position": [4, 3, 3],

@@ -23,7 +23,7 @@ def test_every_family_has_its_children_before_anything_happened(metrics: Metrics
     assert [family.name for family in scrape.families if not family.samples] == []
     for outcome in OUTCOMES:
         assert scrape.value("headrace_requests_total", model="tiny", outcome=outcome) == 0
-    for reason in ("crash", "stall", "out_of_memory", "other"):
+    for reason in ("crash", "stall", "out_of_memory", "recompilation", "other"):
         assert scrape.value("headrace_engine_restarts_total", reason=reason) == 0
 
 
@@ -152,6 +152,7 @@ def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clo
     assert scrape.value("headrace_engine_preemptions_total") == 2
     assert scrape.value("headrace_engine_padded_tokens_total") == 22
     assert scrape.value("headrace_engine_compiled_graphs") == 8
+    assert scrape.value("headrace_engine_fallback_operators") == 1
     assert scrape.value("headrace_engine_warm_up_seconds") == 2.5
     assert [scrape.value("headrace_draft_tokens_total", position=place) for place in "1234"] == [8, 6, 6, 0]
     assert [scrape.value("headrace_draft_accepted_tokens_total", position=place) for place in "1234"] == [6, 2, 0, 0]

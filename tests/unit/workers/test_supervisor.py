@@ -260,10 +260,10 @@ def test_a_worker_that_was_stopped_itself_reads_what_the_engine_said_before_it_j
     assert engine.events.told == ["ready", "outputs"]
 
 
-@pytest.mark.parametrize(("out_of_memory", "cause"), [(True, "out_of_memory"), (False, "crash")])
-def test_the_cause_of_a_death_is_told(engine: Engine, out_of_memory: bool, cause: str) -> None:
+@pytest.mark.parametrize("cause", ["crash", "out_of_memory", "recompilation"])
+def test_the_cause_of_a_death_is_told(engine: Engine, cause: Any) -> None:
     engine.ready()
-    engine.die(EngineDeadError("gone", out_of_memory=out_of_memory))
+    engine.die(EngineDeadError("gone", cause=cause))
     assert engine.events.causes == [cause]
 
 

@@ -1,6 +1,7 @@
 """Flavours that go through `torch.compile`: Dynamo traces the step once a shape, and a backend makes a graph of it."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -8,7 +9,10 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
+from headrace_engine.errors import RecompilationError
 from headrace_engine.runner.static.flavour import Step
+
+_SEALED = "fail_on_recompile"
 
 
 class Compiled:
@@ -41,4 +45,14 @@ class Compiled:
         return self._num_graphs
 
     def sealed(self) -> AbstractContextManager[object]:
-        return torch.compiler.set_stance("fail_on_recompile")
+        return self._refuse_recompilation()
+
+    @contextmanager
+    def _refuse_recompilation(self) -> Iterator[None]:
+        try:
+            with torch.compiler.set_stance(_SEALED):
+                yield
+        except RuntimeError as error:
+            if _SEALED not in str(error):  # torch has no type of its own for it
+                raise
+            raise RecompilationError(f"{self.name} met a shape that was not compiled at the start: {error}") from error

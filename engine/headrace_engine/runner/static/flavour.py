@@ -33,10 +33,10 @@ class Flavour(Protocol):
         """Graphs compiled so far for this runner."""
 
     def sealed(self) -> AbstractContextManager[object]:
-        """Inside, a shape that was not compiled before raises RuntimeError instead of being compiled."""
+        """Inside, a shape that was not compiled before raises RecompilationError."""
 
-    def after_warm_up(self) -> None:
-        """Raises ConfigError: something was computed elsewhere than on the device."""
+    def fallback_operators(self) -> list[str]:
+        """The operators that were computed elsewhere than on the device, by name."""
 
     def free_memory(self) -> int | None:
         """Bytes free for K/V memory; None where the device does not tell."""
@@ -67,8 +67,8 @@ class EagerCPU:
     def sealed(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def after_warm_up(self) -> None:
-        """There is nowhere else to compute."""
+    def fallback_operators(self) -> list[str]:
+        return []  # there is nowhere else to compute
 
     def free_memory(self) -> int | None:
         return 1 << 30  # a debugging aid needs no more

@@ -13,6 +13,7 @@ from torch._dynamo.backends.registry import list_backends
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.static.compiled import Compiled
+from headrace_engine.runner.static.flavour import Step
 
 # What is left of the device's memory after the weights, for K/V; graphs and their scratch memory need the rest.
 _KV_SHARE = 0.7
@@ -62,12 +63,17 @@ class Neuron(Compiled):
             raise ConfigError(f"device neuron does not answer: {error}") from error
         self.device = device
 
-    def after_warm_up(self) -> None:
-        """Raises ConfigError: TorchNeuron computed operators on the CPU instead, which it does without a word."""
+    def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:
+        # what loading had to compute elsewhere is no part of a step
+        forget = getattr(self._module, "clear_op_tracking", None)
+        if forget is not None:
+            forget()
+        return super().compile(step, num_shapes)
+
+    def fallback_operators(self) -> list[str]:
+        """What TorchNeuron computed on the CPU instead, which it does without a word."""
         fallbacks = getattr(self._module, "get_fallback_ops", None)
-        found = sorted(map(str, fallbacks())) if fallbacks is not None else []
-        if found:
-            raise ConfigError(f"TorchNeuron ran operators on the CPU instead of the device: {', '.join(found)}")
+        return sorted(map(str, fallbacks())) if fallbacks is not None else []
 
     def free_memory(self) -> int | None:
         try:

@@ -56,7 +56,7 @@ class ModelPart:
         self._step = self._flavour.compile(self.decoder, num_shapes)
 
     def run(self, inputs: StaticInputs, *, sealed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step. Raises RuntimeError: it is sealed, and its shape is not compiled."""
+        """One step. Raises RecompilationError: it is sealed, and its shape is not compiled."""
         device = self._flavour.device
         arguments = (inputs.tokens.to(device), inputs.rows.to(device), inputs.knobs.to(device))
         with self._flavour.sealed() if sealed else nullcontext():

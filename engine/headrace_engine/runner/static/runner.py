@@ -8,6 +8,7 @@ import logging
 import time
 
 import torch
+from tqdm.auto import tqdm
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
@@ -120,12 +121,15 @@ class StaticPagedRunner:
         self._part.compile(len(shapes))
         logger.info("compiling %d shapes for %s", len(shapes), self._flavour.name)
         started = time.perf_counter()
-        for number, shape in enumerate(shapes, 1):
+        # a bar where somebody watches, lines in the log everywhere
+        bar = tqdm(shapes, desc="Compiling", unit="shape", disable=None)
+        for number, shape in enumerate(bar, 1):
             begun = time.perf_counter()
             choice, _ = self._run(empty_inputs(shape), Kind.WARM_UP)
             self._flavour.to_host(choice)
             logger.info("compiled %d of %d: %s, %.1f s", number, len(shapes), shape, time.perf_counter() - begun)
-        self._flavour.after_warm_up()
+        if fallbacks := self._flavour.fallback_operators():
+            raise ConfigError(f"{self._flavour.name} ran operators on the CPU instead: {', '.join(fallbacks)}")
         self.warm_up_seconds = time.perf_counter() - started
         logger.info(
             "%d shapes, %d graphs compiled in %.1f s", len(shapes), self._flavour.num_graphs(), self.warm_up_seconds
@@ -139,6 +143,7 @@ class StaticPagedRunner:
             return StepOutput(
                 sampled_token_ids={},
                 compiled_graphs=self._flavour.num_graphs(),
+                fallback_operators=len(self._flavour.fallback_operators()),
                 warm_up_seconds=self.warm_up_seconds,
             )
         packed = self._batch.prepare(batch)
@@ -168,6 +173,7 @@ class StaticPagedRunner:
             errors=errors,
             num_padded_tokens=shape.rows * shape.tokens - batch.num_tokens,
             compiled_graphs=self._flavour.num_graphs(),
+            fallback_operators=len(self._flavour.fallback_operators()),
             warm_up_seconds=self.warm_up_seconds,
             phase_seconds={
                 "prepare": prepared - started,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace_engine.config import EngineConfig
-from headrace_engine.errors import ConfigError
+from headrace_engine.errors import ConfigError, RecompilationError
 
 _PREFILL_BUCKETS = (128, 512, 2048)
 _CONTEXT_BUCKETS = (512, 2048, 8192)
@@ -86,7 +86,11 @@ class ShapeGrid:
         return found + [Shape(rows, 1, blocks) for rows in self.decode for blocks in self.blocks]
 
     def choose(self, num_rows: int, num_tokens: int, context: int) -> Shape:
-        """The smallest shape for `num_rows` requests of up to `num_tokens` tokens, the longest at `context`."""
+        """The smallest shape for `num_rows` requests of up to `num_tokens` tokens, the longest at `context`.
+
+        Raises:
+            RecompilationError: none is large enough, since the scheduler does not keep to `Capabilities`.
+        """
         assert num_rows == 1 or num_tokens == 1, "prefill and decode share a step"
         blocks = _smallest(self.blocks, -(-context // self._block_size))
         if num_tokens == 1:
@@ -99,4 +103,7 @@ def _up_to(buckets: Sequence[int], limit: int) -> list[int]:
 
 
 def _smallest(buckets: Sequence[int], needed: int) -> int:
-    return next(bucket for bucket in buckets if bucket >= needed)
+    for bucket in buckets:
+        if bucket >= needed:
+            return bucket
+    raise RecompilationError(f"a step asks for {needed}, the largest bucket that is compiled holds {buckets[-1]}")

@@ -5,7 +5,7 @@ takes it is known only once it has.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,6 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule, Node
-
-from headrace_engine.runner.static.compiled import Compiled
 
 BANNED = {
     "sort": "sort is not supported, or becomes a top-k over the whole vocabulary",
@@ -68,35 +66,15 @@ class Graph:
         return (node for node in self.module.graph.nodes if node.op == "call_function")
 
 
-class TracingCPU(Compiled):
-    """The CPU behind `torch.compile`; keeps every graph in `graphs`."""
+def keep_graphs(graphs: list[Graph]) -> Callable[..., Any]:
+    """A backend for `torch.compile` that appends what it is given to `graphs`, and computes it on the CPU."""
 
-    name = "static-cpu"
-    backend = "none"
-    collectives: str | None = "gloo"
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs: list[Graph] = []
-        self._compiler = aot_autograd(fw_compiler=self._keep, keep_inference_input_mutations=True)
-
-    def _build(self, module: GraphModule, inputs: list[torch.Tensor]) -> Any:
-        self._num_graphs += 1
-        return self._compiler(module, inputs)
-
-    def _keep(self, module: GraphModule, inputs: list[torch.Tensor]) -> Any:  # noqa: ARG002
-        self.graphs.append(Graph(module))
+    def compile_graph(module: GraphModule, inputs: list[torch.Tensor]) -> Any:  # noqa: ARG001
+        graphs.append(Graph(module))
         return make_boxed_func(module.forward)
 
-    def probe(self) -> None:
-        """The CPU is always there."""
-
-    def after_warm_up(self) -> None:
-        """There is nowhere else to compute."""
-
-    def free_memory(self) -> int | None:
-        return 1 << 30
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)
+    return backend
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from headrace_engine.errors import ConfigError
@@ -57,6 +58,8 @@ class StaticConfig:
             elif name == "compile_cache_dir":
                 if device not in CACHE_VARIABLES:
                     yield f"compile_cache_dir is set, but device {device} compiles nothing that could be kept"
+                elif "://" in value:
+                    yield f"compile_cache_dir is {value!r}, must be a folder"
             elif name in _BUCKETS and not _are_buckets(value):
                 yield f"{name} is {value!r}, must be a list of integers of at least 1 in rising order"
 
@@ -66,11 +69,11 @@ class StaticConfig:
         """Tell the device's runtime which core is this rank's, and its compiler where the rank's graphs are kept.
 
         Raises:
-            ConfigError: it would not hear of it any more.
+            ConfigError: it would not hear of it any more, has too few cores, or cannot write there.
         """
         wanted = {}
         if self.compile_cache_dir is not None:
-            wanted[CACHE_VARIABLES[device]] = str(Path(self.compile_cache_dir) / f"rank{rank}")
+            wanted[CACHE_VARIABLES[device]] = str(_made(Path(self.compile_cache_dir) / f"rank{rank}"))
         if self.tensor_parallel_size > 1 and device == "neuron":
             wanted[_CORES] = str(self._core(rank, environ.get(_ALL_CORES, environ.get(_CORES))))
             # the other ranks inherit this environment, in which the first has named its own core already
@@ -91,12 +94,26 @@ class StaticConfig:
         cores: list[int] = []
         for part in visible.split(","):
             first, _, last = part.partition("-")
-            cores += range(int(first), int(last or first) + 1)
+            try:
+                cores += range(int(first), int(last or first) + 1)
+            except ValueError:
+                raise ConfigError(f"{_CORES}={visible} names no cores, must be as 0-3 or 0,2") from None
         if len(cores) < self.tensor_parallel_size:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, but {_CORES}={visible} names {len(cores)} cores"
             )
         return cores[rank]
+
+
+def _made(folder: Path) -> Path:
+    """The folder; it is told now if nothing can be kept in it, and not by a compilation at each start."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"compile_cache_dir is {str(folder.parent)!r}, which cannot be written: {error}") from error
+    return folder
 
 
 def _are_buckets(value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace_engine.errors import ConfigError
@@ -11,18 +13,27 @@ from headrace_engine.static_config import StaticConfig
 @pytest.mark.parametrize(
     ("device", "variable"), [("neuron", "TORCH_NEURONX_NEFF_CACHE_DIR"), ("xla", "NEURON_COMPILE_CACHE_URL")]
 )
-def test_each_rank_keeps_its_graphs_in_a_folder_of_its_own(device: str, variable: str) -> None:
+def test_each_rank_keeps_its_graphs_in_a_folder_of_its_own(device: str, variable: str, tmp_path: Path) -> None:
     environ: dict[str, str] = {}
-    config = StaticConfig(compile_cache_dir="/cache")
-    config.prepare_environment(device, 3, environ, is_torch_imported=False)
-    assert environ == {variable: "/cache/rank3"}
+    config = StaticConfig(compile_cache_dir=str(tmp_path / "cache"))
+    for _ in range(2):  # as two workers do that share a folder
+        config.prepare_environment(device, 3, environ, is_torch_imported=False)
+    assert environ == {variable: str(tmp_path / "cache" / "rank3")}
+    assert list((tmp_path / "cache" / "rank3").iterdir()) == []
 
 
-def test_a_cache_that_comes_too_late_is_refused() -> None:
-    config = StaticConfig(compile_cache_dir="/cache")
-    with pytest.raises(ConfigError, match="set TORCH_NEURONX_NEFF_CACHE_DIR=/cache/rank0 in the"):
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = StaticConfig(compile_cache_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"compile_cache_dir is '.*/file', which cannot be written: .*rank0"):
+        config.prepare_environment("neuron", 0, {}, is_torch_imported=False)
+
+
+def test_a_cache_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    config = StaticConfig(compile_cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=f"set TORCH_NEURONX_NEFF_CACHE_DIR={tmp_path}/rank0 in the"):
         config.prepare_environment("neuron", 0, {}, is_torch_imported=True)
-    environ = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/cache/rank0"}
+    environ = {"TORCH_NEURONX_NEFF_CACHE_DIR": f"{tmp_path}/rank0"}
     config.prepare_environment("neuron", 0, environ, is_torch_imported=True)
 
 
@@ -47,4 +58,11 @@ def test_too_few_cores_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 4, but NEURON_RT_VISIBLE_CORES=0-2 names 3 cores"):
         StaticConfig(tensor_parallel_size=4).prepare_environment(
             "neuron", 0, {"NEURON_RT_VISIBLE_CORES": "0-2"}, is_torch_imported=False
+        )
+
+
+def test_cores_that_cannot_be_read_are_refused() -> None:
+    with pytest.raises(ConfigError, match="NEURON_RT_VISIBLE_CORES=all names no cores, must be as 0-3 or 0,2"):
+        StaticConfig(tensor_parallel_size=2).prepare_environment(
+            "neuron", 0, {"NEURON_RT_VISIBLE_CORES": "all"}, is_torch_imported=False
         )

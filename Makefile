@@ -25,7 +25,7 @@ demo: $(STAMP) ## eight streams from a real model through a real queue
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 6 GB
+test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 7 GB
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py --timeout 1800
 
 # PyTorch/XLA for Neuron ends with torch 2.9, older than what Headrace asks for elsewhere

@@ -17,14 +17,14 @@ KILLER = """
 import sys
 if "headrace_engine.core.process" in sys.orig_argv:
     import os
-    from headrace_engine.runner.cpu import CPURunner
-    execute_model = CPURunner.execute_model
-    def execute_or_die(self, batch):
+    from headrace_engine.runner.batch import RequestBatch
+    update = RequestBatch.update
+    def update_or_die(self, batch):
         if any(request.token_ids[:3] == [13, 13, 13] for request in batch.new_requests):
             open({deaths!r}, "a").write("x")
             os._exit(3)
-        return execute_model(self, batch)
-    CPURunner.execute_model = execute_or_die
+        return update(self, batch)
+    RequestBatch.update = update_or_die
 """
 
 

@@ -22,6 +22,8 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
 _MARKER = "HEADRACE_TEST_MARKER"
+DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
+"""Names the device of every worker whose test asks for none, to run all service tests on another runner."""
 PATIENCE = 150.0
 """Seconds that only a failure takes in full; a slow machine may need much of it."""
 
@@ -44,6 +46,7 @@ class WorkerProcess:
             "max_num_seqs": 32,
             "kv_cache_memory": "64MiB",
             "metrics_port": 0,
+            "device": os.environ.get(DEVICE_VARIABLE, "cpu"),
         }
         for name, value in (defaults | settings).items():
             environ[f"HEADRACE_{name.upper()}"] = str(value)

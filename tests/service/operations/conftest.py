@@ -1,4 +1,4 @@
-"""A real worker under some load, an exporter beside it, and a Prometheus that scrapes both."""
+"""A real worker under some load, an exporter and a machine's counters beside it, and a Prometheus that scrapes all."""
 
 import threading
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from prometheus_client import start_http_server
 
 from headrace_broker.connections import connect
 from headrace_workers.exporter import Exporter
@@ -15,6 +16,7 @@ from service.operations.prometheus import Prometheus, prometheus_or_skip
 from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
+from unit.monitoring import neuron_monitor
 
 __all__ = ["model_folder"]
 
@@ -33,7 +35,15 @@ class Watched:
         stack.callback(self.exporter.stop)
         while self.exporter.server.url.endswith(":0"):
             time.sleep(0.01)
-        jobs = {"headrace-worker": self.worker.url, "headrace-exporter": self.exporter.server.url}
+        devices, serving = start_http_server(0, addr="127.0.0.1", registry=neuron_monitor.registry())
+        stack.callback(serving.join, 10)
+        stack.callback(devices.server_close)
+        stack.callback(devices.shutdown)
+        jobs = {
+            "headrace-worker": self.worker.url,
+            "headrace-exporter": self.exporter.server.url,
+            "neuron-monitor": f"http://127.0.0.1:{devices.server_port}",
+        }
         self.prometheus = stack.enter_context(
             Prometheus(folder, {job: urlsplit(url).netloc for job, url in jobs.items()})
         )

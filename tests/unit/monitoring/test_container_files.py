@@ -109,6 +109,26 @@ def test_the_neuron_worker_has_its_device_and_time_to_compile(services: dict[str
     assert f"neuron-compile-cache:{neuron['environment']['HEADRACE_COMPILE_CACHE_DIR']}" in neuron["volumes"]
 
 
+def test_the_counters_of_the_neuron_devices_are_collected(services: dict[str, Any]) -> None:
+    worker, monitor = services["worker-neuron"], services["neuron-monitor"]
+    assert {key: monitor[key] for key in ("profiles", "build", "devices")} == {
+        key: worker[key] for key in ("profiles", "build", "devices")
+    }
+    assert monitor["entrypoint"][-1].endswith("neuron-monitor | neuron-monitor-prometheus.py --port 8000")
+
+
+def test_prometheus_scrapes_every_service_that_has_metrics(services: dict[str, Any]) -> None:
+    config = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    scraped = {
+        (name, found["port"])
+        for scrape in config["scrape_configs"]
+        for found in scrape["dns_sd_configs"]
+        for name in found["names"]
+    }
+    workers = {name for name in services if name.startswith("worker")}
+    assert scraped == {*((name, 9464) for name in workers), ("exporter", 9465), ("neuron-monitor", 8000)}
+
+
 def test_the_worker_runs_without_privileges(services: dict[str, Any]) -> None:
     for path in DOCKERFILES:
         dockerfile = path.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ import pytest
 
 from headrace_monitoring import dashboards
 from headrace_monitoring.metrics import Metrics
+from unit.monitoring.neuron_monitor import FAMILIES
 from unit.monitoring.scrape import EXPORTER, Scrape
 
 METRIC = re.compile(r"\b(?:headrace|process)_[a-z_]+\b")
@@ -137,8 +138,19 @@ def test_every_family_exposed_is_shown(samples: set[tuple[str, Any]]) -> None:
     assert exposed - shown == set()
 
 
+def test_every_counter_of_neuron_devices_is_shown_by_its_labels() -> None:
+    expressions = [target["expr"] for panel in panels_of(BUILT["neuron.json"]) for target in panel["targets"]]
+    text = " ".join(expressions)
+    for name, labels in FAMILIES.items():
+        assert re.search(rf"\b{name}\b", text), name
+        if len(labels) == 1 and "memory_usage" not in name:
+            assert any(name in found and f"{next(iter(labels))})" in found for found in expressions), name
+    assert all('job="neuron-monitor"' in expression for expression in expressions)
+
+
 def test_labels_in_queries_exist(samples: set[tuple[str, Any]]) -> None:
     known = {label for _, have in samples for label, _ in have} | {"instance", "job"}  # Prometheus adds these
+    known |= {label for labels in FAMILIES.values() for label in labels}
     for expression in EXPRESSIONS:
         for name, label, value in re.findall(r'(headrace_\w+)\{[^}]*?,(le|state|kind)="([^"]+)"\}', expression):
             assert any(found == name and (label, value) in labels for found, labels in samples), expression

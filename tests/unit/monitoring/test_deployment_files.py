@@ -28,6 +28,15 @@ VALUES = {
     "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
     "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
 }
+NEURON_WORKER = {
+    "device": "neuron",
+    "resources": {"requests": {"cpu": "4"}, "limits": {"memory": "64Gi", "aws.amazon.com/neuron": 1}},
+    "startupSeconds": 7200,
+    "compileCache": {"persistentVolumeClaim": {"claimName": "graphs"}},
+    "extraEnv": [{"name": "HEADRACE_KV_CACHE_MEMORY", "value": "8GiB"}],
+    "nodeSelector": {"node.kubernetes.io/instance-type": "trn2.3xlarge"},
+    "tolerations": [{"key": "aws.amazon.com/neuron", "operator": "Exists", "effect": "NoSchedule"}],
+}
 
 
 def unit(name: str) -> configparser.ConfigParser:
@@ -107,7 +116,7 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
 
     hpa = template(tmp_path, autoscaling={"kind": "hpa", "minReplicas": 1}, monitoring={})
     checked = []
-    for manifest in [*template(tmp_path), *hpa]:
+    for manifest in [*template(tmp_path), *hpa, *template(tmp_path, worker=NEURON_WORKER)]:
         if manifest["kind"] not in custom_resources.SCHEMAS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
             checked.append(manifest["kind"])
@@ -145,6 +154,24 @@ def test_a_field_that_an_operator_does_not_know_is_refused(
     changed[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         custom_resources.validate(manifests[name])
+
+
+def test_a_neuron_worker_has_its_device_time_to_compile_and_a_place_for_what_it_compiled(tmp_path: Path) -> None:
+    (pod,) = [
+        found["spec"]["template"]["spec"]
+        for found in template(tmp_path, worker=NEURON_WORKER)
+        if found["kind"] == "Deployment" and found["metadata"]["name"] == "demo-worker"
+    ]
+    (worker,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    assert environment["HEADRACE_DEVICE"] == "neuron"
+    assert worker["resources"]["limits"]["aws.amazon.com/neuron"] == 1
+    assert worker["startupProbe"]["failureThreshold"] * worker["startupProbe"]["periodSeconds"] == 7200
+    mounts = {mount["mountPath"]: mount["name"] for mount in worker["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    cache = volumes[mounts[environment["HEADRACE_COMPILE_CACHE_DIR"]]]
+    assert cache["persistentVolumeClaim"] == {"claimName": "graphs"}
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]  # or it could not write there
 
 
 def test_a_pod_has_time_to_drain_and_begins_at_once(manifests: dict[str, dict[str, Any]]) -> None:

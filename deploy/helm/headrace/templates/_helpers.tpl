@@ -30,6 +30,8 @@ sum(max by (queue, state) (headrace_queue_messages{model={{ .Values.model.served
 runAsNonRoot: true
 runAsUser: 10001
 runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 

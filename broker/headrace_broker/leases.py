@@ -43,7 +43,7 @@ _KEYS: Final = (
     READY_PREFIX,
     SHARE_PREFIX,
 )
-_REAPED_AT_ONCE: Final = 100
+_REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
 _FETCH_ROUNDS: Final = 30
 """Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
@@ -95,6 +95,7 @@ class Leases:
         self._renew: Final = script(_lease_lua("renew"))
         self._ack: Final = script(_lease_lua("ack"))
         self._release: Final = script(_lease_lua("release"))
+        self._postpone: Final = script(_lease_lua("postpone"))
         self._reap: Final = script(_lease_lua("reap"))
         self._bury: Final = script(_lease_lua("bury"))
         self._purge: Final = script(_lease_lua("purge"))
@@ -166,6 +167,14 @@ class Leases:
         """
         args: list[str | int] = [self.owner, lease_id, int(strike)]
         self._settle(lease_id, lambda: self._expect_owned(self._release(keys=_KEYS, args=args), "release"))
+
+    def postpone(self, lease_id: str, seconds: float) -> None:
+        """Nobody holds the message until then; whoever reaps puts it back, late by a second at most. No delivery.
+
+        Owed if Redis cannot be reached.
+        """
+        args: list[str | float] = [self.owner, lease_id, seconds]
+        self._settle(lease_id, lambda: self._expect_owned(self._postpone(keys=_KEYS, args=args), "postponement"))
 
     def bury(self, lease_id: str, reason: str) -> None:
         """Makes the message a dead letter. Owed if Redis cannot be reached."""

@@ -80,6 +80,7 @@ class EngineStep(bootsteps.StartStopStep):
             worker_name=name,
             tokenizer=lambda: ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code),
             max_num_seqs=config.scheduler.max_num_seqs,
+            max_delay_seconds=settings.max_delay_seconds,
             metrics=self.metrics,
             tracer_provider=self._tracer_provider,
             health=self._health,
@@ -119,7 +120,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel.leases.on_dead_letter = self.dispatcher.settlement.dead_letter
         self._leases = channel.leases
         for lease_id, message in self._leases.held().items():
-            # Celery forgets the messages that wait for their time when it loses its connection.
+            # Celery forgets what passes through its timer, as messages with an ETA do, when it loses its connection.
             if message.headers.get("id") not in worker_state.requests:
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)

@@ -52,6 +52,7 @@ class Dispatcher:
         client: Redis for streams and registry.
         served_name: the model's name in the queue.
         max_num_seqs: choices that the engine runs at once.
+        max_delay_seconds: how far ahead a message's ETA may lie.
         store_result: as `Settlement` says.
         logits_processors: import paths of the engine's, which say what `extra_args` a request may have.
         on_given_up: called with the reason when the engine cannot be kept alive.
@@ -70,6 +71,7 @@ class Dispatcher:
         worker_name: str,
         tokenizer: Callable[[], ModelTokenizer],
         max_num_seqs: int,
+        max_delay_seconds: float,
         metrics: Metrics,
         health: WorkerHealth,
         store_result: Callable[[str, dict[str, Any]], None],
@@ -87,6 +89,7 @@ class Dispatcher:
         self._load_tokenizer = tokenizer
         self._logits_processors = load_logits_processors(logits_processors)
         self._max_num_seqs = max_num_seqs
+        self._max_delay_seconds = max_delay_seconds
         self._metrics = metrics
         self._health = health
         self._on_given_up = on_given_up
@@ -156,9 +159,12 @@ class Dispatcher:
         if known is not None:
             self._adopt(known, celery_request, run_task)
             return
-        # A delayed message comes when its time has come, whether there is room for it or not.
+        # A message with an ETA passes through Celery's timer, and meanwhile there may be no room for it any more.
         if self._intake is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
             celery_request.hand_back()
+            return
+        if 0 < incoming.delay <= self._max_delay_seconds:
+            celery_request.postpone(incoming.delay)
             return
         try:
             self._start(incoming, self._intake, celery_request, run_task)
@@ -289,7 +295,7 @@ class Dispatcher:
         if self._intake is None:
             tokenizer = self._load_tokenizer()
             processor = InputProcessor(model_info, tokenizer, logits_processors=self._logits_processors)
-            self._intake = Intake(processor, self._served_name, self._adapters)
+            self._intake = Intake(processor, self._served_name, self._adapters, self._max_delay_seconds)
             self._output_processor = OutputProcessor(tokenizer)
         assert self._output_processor is not None
         self._model_info = model_info

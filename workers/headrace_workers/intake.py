@@ -49,6 +49,8 @@ class Incoming:
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
+    delay: float = 0.0
+    """Seconds until the ETA that the producer named, by this machine's clock; 0 where it has come."""
 
     @classmethod
     def read(cls, celery_request: Any) -> "Incoming":
@@ -67,6 +69,7 @@ class Incoming:
             trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
             tenant=headers["tenant"] if isinstance(headers.get("tenant"), str) else None,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
+            delay=_delay(celery_request.eta),
         )
 
     @property
@@ -82,15 +85,24 @@ class Intake:
         RefusedError: from `process`, with the code and the sentence that the client gets.
     """
 
-    def __init__(self, processor: InputProcessor, served_name: str, adapters: Adapters) -> None:
+    def __init__(
+        self, processor: InputProcessor, served_name: str, adapters: Adapters, max_delay_seconds: float
+    ) -> None:
         self._processor = processor
         self._served_name = served_name
         self._adapters = adapters
+        self._max_delay_seconds = max_delay_seconds
 
     def process(self, incoming: Incoming) -> ProcessedRequest:
         """Check the message and tokenise its prompt."""
         if not incoming.is_well_formed:
             raise RefusedError("invalid_request", MALFORMED)
+        if incoming.delay > self._max_delay_seconds:
+            raise RefusedError(
+                "invalid_request",
+                f"eta or countdown must lie within the next {self._max_delay_seconds:g} s,"
+                f" not {incoming.delay:.0f} s ahead",
+            )
         if incoming.args:
             raise RefusedError("invalid_request", "positional arguments are not allowed; use keyword arguments")
         try:
@@ -180,6 +192,10 @@ def _deadline(expires: Any, time_limits: Any) -> float | None:
         if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < _LATEST_UNIX_TIME
     ]
     return min(moments, default=None)
+
+
+def _delay(eta: Any) -> float:
+    return max(0.0, eta.timestamp() - time.time()) if isinstance(eta, datetime) else 0.0
 
 
 def _unix_time(value: Any) -> float | None:

@@ -81,6 +81,8 @@ class WorkerSettings(BaseSettings):
     """Export a trace of each request by OTLP; needs the extra headrace[tracing]."""
     grace_seconds: float = Field(30.0, ge=0)
     """How long running requests may go on after SIGTERM."""
+    max_delay_seconds: float = Field(86_400.0, ge=0)
+    """A message whose ETA or countdown lies further ahead is refused; a cancellation waits no longer for it."""
     stall_seconds: float = Field(60.0, gt=0)
     """An engine that has work and makes no step for so long is killed and started again."""
     log_level: str = "INFO"

@@ -44,12 +44,26 @@ class EnginePool:
         self._dispatcher.accept(celery_request, run_task)
 
 
+class NoDelayTimer:
+    """Celery's timer, whose every time has come.
+
+    Celery would hold a delayed message, and any number of them, until its ETA. The dispatcher gives it back to Redis.
+    """
+
+    def __init__(self, timer: Any) -> None:
+        self._timer = timer
+
+    def call_at(self, _eta: float, callback: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+        return self._timer.call_after(0, callback, args, **options)
+
+
 class ConsumerProxy:
-    """Celery's consumer with another pool."""
+    """Celery's consumer with another pool and timer."""
 
     def __init__(self, consumer: Any, pool: EnginePool) -> None:
         self._consumer = consumer
         self.pool = pool
+        self.timer = NoDelayTimer(consumer.timer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)

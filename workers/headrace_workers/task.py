@@ -63,6 +63,12 @@ class EngineRequest(Request):
         self._message.channel.leases.release(self.lease_id, strike=strike)
         self.send_event("task-rejected", requeue=True)
 
+    def postpone(self, seconds: float) -> None:
+        """Put the message back when its time has come; until then it is in no worker's hands."""
+        self._settled()
+        self._message.channel.leases.postpone(self.lease_id, seconds)
+        self.send_event("task-rejected", requeue=True)
+
     def let_go(self) -> None:
         """Hold the message no longer: it is delivered again when its lease has run out."""
         self._settled()

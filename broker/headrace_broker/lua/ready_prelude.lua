@@ -120,17 +120,21 @@ local function settle(record, tokens)
   redis.call('EXPIRE', SHARE .. 'mean', SHARE_SECONDS)
 end
 
+-- The message is not run now, and costs nothing.
+local function refund(id, record)
+  if not record.charge then return end
+  add_service(record, -record.charge)
+  record.charge, record.weight = nil, nil
+  keep(id, record)
+end
+
 -- Back to its place, which is before all that its tenant sent later, and to be paid for when it is taken again.
 -- The revocation comes first: a server out of memory refuses a script whose first write may need more.
 local function put_back(id, list)
   revoke(id)
   local record = record_of(id)
   if record and not record.refused then
-    if record.charge then
-      add_service(record, -record.charge)
-      record.charge, record.weight = nil, nil
-      keep(id, record)
-    end
+    refund(id, record)
     enter(id, record)
     ring(queue_of(record.level))
     return

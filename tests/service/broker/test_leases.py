@@ -363,3 +363,37 @@ def test_after_refusals_nobody_is_reaped_before_the_others_had_time_to_renew(
     assert other.reap() == 0
     redis_client.zadd(LEASES_KEY, {message.lease_id: 1})
     assert other.reap() == 1
+
+
+def test_a_postponed_message_is_nobodys_until_its_time_and_that_was_no_delivery(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(lease_seconds=1)
+    push(redis_client, "later", "now")
+    later, _ = take(leases)
+    leases.postpone(later.lease_id, 3000)
+    assert len(leases) == 1
+    now = redis_client.time()[0]
+    assert now + 2990 < redis_client.zscore(LEASES_KEY, later.lease_id) < now + 3010
+    leases.tick()  # whoever had it renews it no more, and has no say
+    leases.ack(later.lease_id)
+    assert leases.reap() == 0
+    redis_client.zadd(LEASES_KEY, {later.lease_id: 1})
+    other = make_leases()
+    assert other.reap() == 1
+    [message] = take(other)
+    assert (message.body, message.deliveries) == (b"later", 1)
+
+
+def test_a_postponement_that_redis_did_not_take_is_owed(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+    leases = make_leases()
+    push(redis_client, "later")
+    [later] = take(leases)
+    redis_client.config_set("maxmemory", 1)
+    try:
+        leases.postpone(later.lease_id, 3000)
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(leases.owner.encode())
+    leases.tick()
+    assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(b"delayed|")

@@ -145,16 +145,33 @@ def test_a_result_that_could_not_be_stored_is_stored_when_its_message_comes_back
     assert service.stream(handle.id) == log
 
 
-def test_a_delayed_message_survives_a_lost_connection_and_runs_once(service: Service) -> None:
+def test_delayed_messages_wait_in_redis_for_their_time_and_run_once(service: Service) -> None:
     worker = service.workers[0]
-    params = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
-    handle = service.send({"prompt": "later", "sampling_params": params}, countdown=2)
-    service.wait_until(lambda: service.leased() == 1)
+    kwargs = {"prompt": "later", "sampling_params": {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}}
+    for _ in range(40):  # more than the worker has slots
+        service.send(kwargs, countdown=3000)
+    handle = service.send(kwargs, countdown=2)
+    service.wait_until(lambda: service.client.hvals("headrace:lease:meta").count(b"delayed|headrace.tiny") >= 40)
     lost = worker.log_text().count("Connection to broker lost")
     service.client.client_kill_filter(_type="normal", skipme=True)
     worker.wait_for_log("Connection to broker lost", count=lost + 1)
-    assert handle.get(timeout=60)["usage"]["completion_tokens"] == 5
+    assert handle.get(timeout=150)["usage"]["completion_tokens"] == 5
     assert service.stream(handle.id).attempts == [1]
+    service.wait_until(lambda: service.leased() == 40)
+    assert ask(service, "engine_stats")["leases"] == 0
+    service.client.delete(*service.client.keys("headrace:lease:*"))
+
+
+def ask(service: Service, command: str) -> dict[str, Any]:
+    [reply] = service.app.control.broadcast(command, reply=True, timeout=60, limit=1)
+    [answer] = reply.values()
+    return dict(answer)
+
+
+def test_a_message_whose_eta_is_too_far_ahead_is_refused(service: Service) -> None:
+    error = service.send({"prompt": "x"}, countdown=10 * 86400).get(timeout=150)["error"]
+    assert error["code"] == "invalid_request"
+    assert "within the next 86400 s" in error["message"]
 
 
 def test_running_requests_can_be_revoked_after_a_lost_connection(service: Service) -> None:

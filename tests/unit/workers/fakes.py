@@ -211,6 +211,9 @@ class FakeCeleryRequest:
     def hand_back(self, *, strike: bool = False) -> None:
         self.fate.append("handed back with a strike" if strike else "handed back")
 
+    def postpone(self, seconds: float) -> None:
+        self.fate.append(f"postponed by {seconds:.0f} s")
+
     def let_go(self) -> None:
         self.fate.append("let go")
 
@@ -305,8 +308,8 @@ class FakeRedis:
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1
         failed: list[Any] = []
-        for position, key in enumerate(keys):
-            entry_id, kind, data = args[1 + 3 * position : 4 + 3 * position]
+        for position, key in enumerate(keys[: (len(args) - 2) // 3]):
+            entry_id, kind, data = args[2 + 3 * position : 5 + 3 * position]
             attempt, offset = map(int, entry_id.split("-"))
             entries = self.streams.get(key)
             if entries is None:

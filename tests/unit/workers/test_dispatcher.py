@@ -52,6 +52,7 @@ class Desk:
             worker_name="w",
             tokenizer=FakeTokenizer,  # type: ignore[arg-type]
             max_num_seqs=max_num_seqs,
+            max_delay_seconds=3600,
             metrics=self.metrics,
             health=WorkerHealth(),
             store_result=self.results.__setitem__,
@@ -522,6 +523,22 @@ def test_a_delayed_message_whose_time_comes_while_the_engine_restarts_waits_in_t
     desk.engine.is_ready = True
     desk.dispatcher.on_engine_ready(MODEL)
     desk.assert_idle()
+
+
+def test_a_message_whose_time_has_not_come_is_left_to_redis_until_then(desk: Desk) -> None:
+    later = desk.accept(FakeCeleryRequest(eta=datetime.now(UTC) + timedelta(seconds=3000)))
+    [fate] = later.fate
+    assert fate in ("postponed by 2999 s", "postponed by 3000 s")
+    assert desk.redis.entries("r1") == []
+    desk.assert_idle()
+
+
+def test_a_message_whose_time_is_too_far_ahead_is_refused(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest(eta=datetime.now(UTC) + timedelta(days=900)))
+    desk.assert_idle()
+    assert desk.results["r1"]["error"]["code"] == "invalid_request"
+    assert "must lie within the next 3600 s, not 777" in desk.results["r1"]["error"]["message"]
+    assert desk.redis.end("r1")["finish_reason"] == "rejected"
 
 
 def test_an_error_that_quotes_a_prompt_is_logged_without_its_text(

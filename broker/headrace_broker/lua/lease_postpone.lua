@@ -1,0 +1,15 @@
+-- Leaves one message in nobody's hands until its time: its lease then runs out, and whoever reaps first puts it back.
+-- KEYS: the lease keys. ARGV: owner, id, seconds. Returns 1, or 0 where the lease was no longer the owner's.
+local owner, id, seconds = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local list = owned_list(id, owner)
+if not list then return 0 end
+redis.call('ZADD', LEASES, now() + seconds, id)
+redis.call('HSET', META, id, 'delayed|' .. list)
+take_back_strike(id)
+local record = record_of(id)
+if record then
+  record.since = math.floor((now() + seconds) * 1000000) -- it does not wait before its time
+  keep(id, record)
+  refund(id, record)
+end
+return 1

@@ -13,6 +13,7 @@ Nothing here needs torch. What only a worker needs (`leases`, `transport`) is no
 from headrace_broker.app import make_app
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import (
     EmbeddedServerError,
     HeadraceBrokerError,
@@ -23,7 +24,7 @@ from headrace_broker.errors import (
     RequestFailedError,
     ResultTimeoutError,
     SettingsError,
-    StreamGoneError,
+    StreamExpiredError,
     TransportConfigurationError,
     UnknownModelError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "ChunkEvent",
     "Client",
     "CompletionOutput",
+    "DeadLetter",
     "EmbeddedServerError",
     "EndEvent",
     "ErrorInfo",
@@ -58,7 +60,7 @@ __all__ = [
     "SettingsError",
     "StartEvent",
     "StreamEvent",
-    "StreamGoneError",
+    "StreamExpiredError",
     "SubmitOptions",
     "SubmitRequest",
     "TransportConfigurationError",

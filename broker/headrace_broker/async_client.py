@@ -8,6 +8,7 @@ from typing import Any, Final, Self, Unpack
 
 from headrace_broker.client import READ_RETRIES, Client, last_ids, unavailable
 from headrace_broker.connections import BLOCK_SECONDS, connect_async
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import ResultTimeoutError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import MODELS_KEY, result_key, stream_key
@@ -16,11 +17,10 @@ from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.submission import (
-    QUEUED_CANCEL_TTL_SECONDS,
     RequestStatus,
     SubmitOptions,
     SubmitRequest,
-    cancel_data,
+    cancel_call,
     chunk_of,
     read_result,
     read_status,
@@ -40,7 +40,7 @@ class AsyncClient:
         check_model: bool = True,
         tracer_provider: Any = None,
     ) -> None:
-        # kombu cannot publish asynchronously, so the submitting is done by a Client in a thread
+        # kombu cannot publish asynchronously, so a Client in a thread submits; it does what nobody waits for, too
         self._client: Final = Client(broker, model=model, check_model=check_model, tracer_provider=tracer_provider)
         self.settings: Final = self._client.settings
         self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
@@ -123,17 +123,24 @@ class AsyncClient:
     async def cancel(self, request_id: str) -> bool:
         """See `Client.cancel`."""
         with unavailable(self.settings, "cancel a request"):
-            return was_cancelled(
-                await self._end(
-                    keys=[stream_key(request_id)],
-                    args=[cancel_data(), self.settings.result_ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
-                )
-            )
+            return was_cancelled(await self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
 
     async def status(self, request_id: str) -> RequestStatus:
         """See `Client.status`."""
         with unavailable(self.settings, "look at a request"):
             return read_status(await self._status(keys=[stream_key(request_id)]))
+
+    async def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
+        """See `Client.dead_letters`."""
+        return await asyncio.to_thread(self._client.dead_letters, limit)
+
+    async def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
+        """See `Client.requeue_dead_letters`."""
+        return await asyncio.to_thread(self._client.requeue_dead_letters, letters)
+
+    async def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
+        """See `Client.purge_dead_letters`."""
+        return await asyncio.to_thread(self._client.purge_dead_letters, letters)
 
     async def models(self) -> dict[str, RegisteredModel]:
         """See `Client.models`."""

@@ -32,12 +32,11 @@ from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.submission import (
-    QUEUED_CANCEL_TTL_SECONDS,
     RequestStatus,
     Submission,
     SubmitOptions,
     SubmitRequest,
-    cancel_data,
+    cancel_call,
     chunk_of,
     prepare,
     prepare_all,
@@ -142,9 +141,9 @@ class Client:
     ) -> Iterator[ChunkEvent]:
         """Yields the chunks after the entry `last_id`, each once and in order, until the request has ended.
 
-        To leave and come back, keep the `entry_id` of the last chunk. Raises RequestFailedError at the end of a
-        request that did not succeed, ResultTimeoutError if nothing comes for `timeout` seconds, StreamGoneError if the
-        stream has expired.
+        To leave and come back, keep the `entry_id` of the last chunk. A stream that does not exist yet is waited for.
+        Raises RequestFailedError at the end of a request that did not succeed, ResultTimeoutError if nothing comes for
+        `timeout` seconds, StreamExpiredError for whoever comes too late.
         """
         for event in self.events(request_id, last_id=last_id, timeout=timeout):
             chunk = chunk_of(request_id, event)
@@ -197,12 +196,7 @@ class Client:
         False if it had already ended otherwise.
         """
         with unavailable(self.settings, "cancel a request"):
-            return was_cancelled(
-                self._end(
-                    keys=[stream_key(request_id)],
-                    args=[cancel_data(), self.settings.result_ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
-                )
-            )
+            return was_cancelled(self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
 
     def status(self, request_id: str) -> RequestStatus:
         """Where the request is now."""

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.keys import DEAD_LETTERS_KEY, PRIORITY_SEPARATOR, engine_losses_key, result_key, stream_key
+from headrace_broker.keys import (
+    DEAD_LETTERS_KEY,
+    PRIORITY_SEPARATOR,
+    ended_key,
+    engine_losses_key,
+    result_key,
+    stream_key,
+)
 from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
@@ -81,7 +88,7 @@ def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLe
     sent = []
     for letter in ordered:
         request_id = letter.request_id or ""
-        forgotten = [key(request_id) for key in (stream_key, result_key, engine_losses_key)]
+        forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key)]
         if script(keys=[DEAD_LETTERS_KEY, letter.list_name, *forgotten], args=[letter.packed, letter.body]):
             sent.append(letter)
     return sent

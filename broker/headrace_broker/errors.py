@@ -76,11 +76,14 @@ class ResultTimeoutError(HeadraceBrokerError, TimeoutError):
         self.request_id = request_id
 
 
-class StreamGoneError(HeadraceBrokerError, LookupError):
-    """The stream that a subscriber was reading, or wants to resume, has expired or was deleted."""
+class StreamExpiredError(HeadraceBrokerError, LookupError):
+    """The subscriber comes too late: the stream has expired, or was deleted while it was read.
+
+    `last_id` is the entry that was read last; 0-0 where none was.
+    """
 
     def __init__(self, request_id: str, last_id: str) -> None:
-        super().__init__(f"the stream of request {request_id} no longer exists; the last entry read was {last_id}")
+        super().__init__(f"the stream of request {request_id} has expired; the last entry read was {last_id}")
         self.request_id = request_id
         self.last_id = last_id
 

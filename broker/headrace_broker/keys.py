@@ -62,6 +62,11 @@ def stream_key(request_id: str) -> str:
     return _STREAM_PREFIX + request_id
 
 
+def ended_key(request_id: str) -> str:
+    """Exists for a while after the stream of an ended request has expired, for subscribers that come too late."""
+    return f"headrace:ended:{request_id}"
+
+
 def engine_losses_key(request_id: str) -> str:
     """How many engine processes died with the request in them; only where some did."""
     return f"headrace:losses:{request_id}"

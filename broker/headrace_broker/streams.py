@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
-from headrace_broker.keys import engine_losses_key, stream_key
+from headrace_broker.keys import ended_key, engine_losses_key, stream_key
 from headrace_broker.results import (
     ErrorInfo,
     PromptLogprobs,
@@ -25,6 +25,9 @@ from headrace_broker.scripts import lua
 if TYPE_CHECKING:
     import redis
 
+
+ENDED_SECONDS: Final = 3600
+"""So long after its stream has expired is it known that a request has ended."""
 
 Attempt: TypeAlias = tuple[str, int]
 """A request's id and the number of one attempt at it: the same worker may make more than one."""
@@ -153,14 +156,17 @@ class StreamWriter:
         """
         attempts: list[Attempt] = []
         keys: list[str] = []
-        args: list[Any] = [self._ttl_seconds]
+        marks: list[str] = []
+        args: list[Any] = [self._ttl_seconds, ENDED_SECONDS]
         for write in writes:
             attempts.append(write.key)
             keys.append(stream_key(write.request_id))
             args += (f"{write.attempt}-{write.offset}", write.type, pack(write.data))
+            if write.type == "end":
+                marks.append(ended_key(write.request_id))
         if not keys:
             return {}
-        failed = self._publish(keys=keys, args=args)
+        failed = self._publish(keys=[*keys, *marks], args=args)
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
             outcomes.setdefault(attempts[position], WriteOutcome(outcome.decode()))
@@ -169,5 +175,6 @@ class StreamWriter:
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None) -> bool:
         """Ends a stream that this worker never claimed, or that is no longer its own. False where it had ended."""
         data = pack(end_data(finish_reason, None, error))
-        found = self._end(keys=[stream_key(request_id)], args=[data, self._ttl_seconds, self._ttl_seconds])
+        keys = [stream_key(request_id), ended_key(request_id)]
+        found = self._end(keys=keys, args=[data, self._ttl_seconds, self._ttl_seconds, ENDED_SECONDS])
         return found is None

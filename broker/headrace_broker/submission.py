@@ -11,9 +11,10 @@ from typing import Any, Final, Literal, TypedDict
 
 from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
+from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.messages import GenerateRequest, name_problems
 from headrace_broker.results import ErrorInfo, GenerateResult
-from headrace_broker.streams import end_data
+from headrace_broker.streams import ENDED_SECONDS, end_data
 from headrace_broker.value_rules import is_integer, shown
 
 LOWEST_PRIORITY: Final = 9
@@ -136,9 +137,13 @@ def _deadline(expires: float | datetime | None, now: float, problems: list[str])
     return datetime.fromtimestamp(now + seconds, UTC)
 
 
-def cancel_data() -> bytes:
-    """The end entry with which a client cancels."""
-    return pack(end_data("cancelled", None, ErrorInfo("cancelled", "the client cancelled the request")))
+def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
+    """Keys and arguments with which a client calls `stream_end.lua`."""
+    end = end_data("cancelled", None, ErrorInfo("cancelled", "the client cancelled the request"))
+    return {
+        "keys": [stream_key(request_id), ended_key(request_id)],
+        "args": [pack(end), ttl_seconds, QUEUED_CANCEL_TTL_SECONDS, ENDED_SECONDS],
+    }
 
 
 def was_cancelled(found: bytes | None) -> bool:

@@ -2,13 +2,13 @@
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.connections import BLOCK_SECONDS
-from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamGoneError
+from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StreamEvent, read_entry
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import ended_key, stream_key
 
 if TYPE_CHECKING:
     import redis
@@ -25,7 +25,8 @@ def read_stream(
     """Yields the events after `last_id`, waits for more, and stops after the end event.
 
     A stream that does not exist yet is waited for. `client` comes from `connections.connect`. Raises
-    ResultTimeoutError if no entry arrives for `timeout` seconds, StreamGoneError if the stream has vanished.
+    ResultTimeoutError if no entry arrives for `timeout` seconds, StreamExpiredError if the stream existed and does not
+    any more.
     """
     for _request_id, event in read_streams(client, {request_id: last_id}, timeout=timeout):
         yield event
@@ -38,8 +39,10 @@ def read_streams(
     readers = _Readers(last_ids, timeout)
     while readers:
         yield from readers.received(client.xread(readers.streams, _ENTRIES_AT_ONCE, readers.block_ms()))
-        for reader in readers.silent():
-            reader.found_nothing(client.xrevrange(reader.key, count=1))
+        if readers.has_questions():
+            with client.pipeline(transaction=False) as pipe:
+                readers.ask(pipe)
+                readers.answered(pipe.execute())
 
 
 async def read_stream_async(
@@ -58,8 +61,10 @@ async def read_streams_async(
     while readers:
         for event in readers.received(await client.xread(readers.streams, _ENTRIES_AT_ONCE, readers.block_ms())):
             yield event
-        for reader in readers.silent():
-            reader.found_nothing(await client.xrevrange(reader.key, count=1))
+        if readers.has_questions():
+            async with client.pipeline(transaction=False) as pipe:
+                readers.ask(pipe)
+                readers.answered(await pipe.execute())
 
 
 class _Readers:
@@ -69,6 +74,7 @@ class _Readers:
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
         self._nothing_came = False
+        self._asking: list[_Reader] = []
 
     def __bool__(self) -> bool:
         return any(not reader.ended for reader in self._open.values())
@@ -91,13 +97,22 @@ class _Readers:
                 yield reader.request_id, event
         self._close_ended()
 
-    def silent(self) -> list["_Reader"]:
-        """The streams to look at closer: whether they still exist, or ended before they were read."""
+    def has_questions(self) -> bool:
+        """Whether `ask` has anything to ask: of streams that are silent, whether they exist, or ended before."""
         self._close_ended()
-        waiting = [reader for reader in self._open.values() if self._nothing_came or reader.wants_look()]
-        for reader in waiting:
-            reader.looked()
-        return waiting
+        self._asking = [reader for reader in self._open.values() if self._nothing_came or reader.wants_look()]
+        return bool(self._asking)
+
+    def ask(self, pipe: Any) -> None:
+        """Puts the questions into a pipeline of either kind of client."""
+        for reader in self._asking:
+            reader.ask(pipe)
+
+    def answered(self, replies: Sequence[Any]) -> None:
+        """What the pipeline brought."""
+        for reader, ended, newest in zip(self._asking, replies[0::2], replies[1::2], strict=True):
+            reader.found(bool(ended), newest)
+        self._close_ended()
 
     def _close_ended(self) -> None:
         for key in [key for key, reader in self._open.items() if reader.ended]:
@@ -120,8 +135,8 @@ class _Reader:
         self._clock: Final = clock
         self._heard_at = clock()
         self._looked_at = clock()
-        # Whoever resumes may find a stream that is over or gone: it looks once before it waits.
-        self._may_block = last_id == BEGINNING
+        # The stream may be over or gone: whoever comes looks once before it waits.
+        self._may_block = False
 
     def block_ms(self) -> int | None:
         """How long the next read may wait; None is not at all."""
@@ -134,7 +149,7 @@ class _Reader:
 
     def received(self, entries: Any) -> list[StreamEvent]:
         """The events in what an XREAD brought of this stream."""
-        self._may_block = True
+        self._may_block = True  # what brings entries exists
         events = [read_entry(entry_id, fields) for entry_id, fields in entries]
         if events:
             self.last_id = events[-1].entry_id
@@ -143,18 +158,20 @@ class _Reader:
         return events
 
     def wants_look(self) -> bool:
-        """Not looked at since it was resumed, or silent for long while other streams of the same read were not."""
+        """Never looked at, or silent for long while other streams of the same read were not."""
         return not self._may_block or self._clock() - max(self._heard_at, self._looked_at) >= BLOCK_SECONDS
 
-    def looked(self) -> None:
-        """The stream is about to be looked at, by `found_nothing`."""
+    def ask(self, pipe: Any) -> None:
+        """First whether the request has ended: if it has, and then there is no stream, there will be none."""
         self._looked_at = self._clock()
         self._may_block = True
+        pipe.exists(ended_key(self.request_id))
+        pipe.xrevrange(self.key, count=1)
 
-    def found_nothing(self, newest: Any) -> None:
-        """Takes the reply of an XREVRANGE for the newest entry, after a read that brought none."""
-        if not newest and self.last_id != BEGINNING:
-            raise StreamGoneError(self.request_id, self.last_id)
+    def found(self, has_ended: bool, newest: Any) -> None:
+        """The answers, after a read that brought nothing."""
+        if not newest and (has_ended or self.last_id != BEGINNING):
+            raise StreamExpiredError(self.request_id, self.last_id)
         if newest:
             event = read_entry(*newest[0])
             # it may also have arrived just now, and then the next read brings it

@@ -1,8 +1,11 @@
 -- Ends a stream from outside: whoever writes to it is fenced, and a claim finds it ended.
--- KEYS: stream. ARGV: data of the end entry, seconds to live, seconds to live of a stream that did not exist.
+-- KEYS: stream, mark of its end. ARGV: data of the end entry, seconds to live, seconds to live of a stream that did not
+-- exist, seconds that the mark outlives the stream.
 -- Returns nothing, or the data of the end entry that was there already.
 local last, attempt, tokens = tail(KEYS[1])
 if last and field(last, 'type') == 'end' then return field(last, 'data') end
+local seconds = last and ARGV[2] or ARGV[3]
 append(KEYS[1], attempt + 1, tokens + 1, 'end', ARGV[1])
-redis.call('EXPIRE', KEYS[1], last and ARGV[2] or ARGV[3])
+redis.call('EXPIRE', KEYS[1], seconds)
+redis.call('SET', KEYS[2], '1', 'EX', seconds + ARGV[4])
 return false

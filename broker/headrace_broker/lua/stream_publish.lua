@@ -1,5 +1,6 @@
 -- Appends entries to many streams in one call. Redis itself rejects every id that is not above the stream's last.
--- KEYS: the stream of each write. ARGV: seconds to live; then id, type, data of each write.
+-- KEYS: the stream of each write; then, for each write that is an end, the mark of it.
+-- ARGV: seconds to live, seconds that a mark outlives its stream; then id, type, data of each write.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
 -- Why an id was rejected: false where this very attempt wrote it before and only the reply was lost.
@@ -16,8 +17,11 @@ local function rejection(key, id)
 end
 
 local failed = {}
-for i, key in ipairs(KEYS) do
-  local id, kind, data = ARGV[3 * i - 1], ARGV[3 * i], ARGV[3 * i + 1]
+local num_writes = (#ARGV - 2) / 3
+local mark = num_writes
+for i = 1, num_writes do
+  local key, id, kind, data = KEYS[i], ARGV[3 * i], ARGV[3 * i + 1], ARGV[3 * i + 2]
+  if kind == 'end' then mark = mark + 1 end
   local reply = redis.pcall('XADD', key, 'NOMKSTREAM', id, 'type', kind, 'data', data)
   local outcome = false
   if not reply then
@@ -32,6 +36,7 @@ for i, key in ipairs(KEYS) do
     end
   else
     redis.call('EXPIRE', key, ARGV[1])
+    if kind == 'end' then redis.call('SET', KEYS[mark], '1', 'EX', ARGV[1] + ARGV[2]) end
   end
   if outcome then
     failed[#failed + 1] = i - 1

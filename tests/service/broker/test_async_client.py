@@ -8,14 +8,18 @@ import redis
 
 from headrace_broker import (
     AsyncClient,
+    Client,
     GenerateResult,
     QueueUnavailableError,
     RequestFailedError,
     RequestStatus,
     ResultTimeoutError,
+    StreamExpiredError,
     make_app,
 )
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import queue_lists, queue_name, stream_key
+from headrace_broker.leases import Leases
 from headrace_broker.registry import register_model
 from headrace_broker.results import CompletionOutput
 from headrace_broker.streams import StreamWrite, StreamWriter
@@ -74,6 +78,36 @@ async def test_a_result_that_comes_later_is_waited_for(client: AsyncClient) -> N
     worker.close()
     with pytest.raises(ResultTimeoutError):
         await client.result("unknown", timeout=0.01)
+
+
+def test_it_has_every_method_of_the_other_client() -> None:
+    def methods(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert methods(AsyncClient) - {"aclose"} == methods(Client) - {"close"}
+
+
+async def test_dead_letters_are_listed_sent_again_and_purged(client: AsyncClient, redis_client: "redis.Redis") -> None:
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    for request_id in "ab":
+        await client.submit("x", request_id=request_id)
+        [message] = leases.fetch(queue_lists(queue_name("m")), 1)
+        leases.bury(message.lease_id, "poison: killed")
+    newest, oldest = await client.dead_letters()
+    assert [(letter.request_id, letter.reason) for letter in (newest, oldest)] == [
+        ("b", "poison: killed"),
+        ("a", "poison: killed"),
+    ]
+    assert await client.requeue_dead_letters([newest]) == [newest]
+    assert await client.purge_dead_letters([newest, oldest]) == 1
+    assert await client.dead_letters() == []
+
+
+async def test_whoever_comes_too_late_is_told(client: AsyncClient, redis_client: "redis.Redis") -> None:
+    await client.cancel("r")
+    redis_client.delete(stream_key("r"))
+    with pytest.raises(StreamExpiredError):
+        _ = [chunk async for chunk in client.stream("r")]
 
 
 async def test_models_are_listed(client: AsyncClient, redis_client: "redis.Redis") -> None:

@@ -21,7 +21,7 @@ from headrace_broker import (
     RequestFailedError,
     RequestStatus,
     ResultTimeoutError,
-    StreamGoneError,
+    StreamExpiredError,
     UnknownModelError,
     Usage,
     make_app,
@@ -195,7 +195,7 @@ def test_a_stream_that_failed_raises_after_its_chunks(client: Client, writer: St
 def test_a_stream_that_says_nothing_or_is_gone_is_not_waited_for_for_ever(client: Client) -> None:
     with pytest.raises(ResultTimeoutError, match=r"no stream entry within 0\.01 s"):
         next(client.stream("r", timeout=0.01))
-    with pytest.raises(StreamGoneError):
+    with pytest.raises(StreamExpiredError):
         next(client.stream("r", last_id="1-5"))
 
 

@@ -3,13 +3,14 @@
 import pytest
 import redis
 
+from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.scripts import lua
-from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
-from headrace_broker.submission import QUEUED_CANCEL_TTL_SECONDS, cancel_data
-from headrace_broker.subscriber import read_stream
+from headrace_broker.streams import ENDED_SECONDS, StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.submission import cancel_call
+from headrace_broker.subscriber import read_stream, read_streams
 
 pytestmark = pytest.mark.redis
 TTL = 60
@@ -30,7 +31,7 @@ def end(attempt: int, tokens: int, request_id: str = "r") -> StreamWrite:
 
 def cancel(client: "redis.Redis", request_id: str = "r") -> bytes | None:
     script = client.register_script(lua("stream_end", prelude="stream_prelude"))
-    reply: bytes | None = script(keys=[stream_key(request_id)], args=[cancel_data(), TTL, QUEUED_CANCEL_TTL_SECONDS])
+    reply: bytes | None = script(**cancel_call(request_id, TTL))
     return reply
 
 
@@ -118,7 +119,7 @@ def test_a_running_request_learns_at_its_next_write_that_it_is_cancelled(
     assert cancel(redis_client) is None
     assert writer.publish([chunk(1, 6)]) == {("r", 1): WriteOutcome.CANCELLED}
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
-    assert cancel(redis_client) == cancel_data()  # a second time it changes nothing
+    assert cancel(redis_client) == cancel_call("r", TTL)["args"][0]  # a second time it changes nothing
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
 
 
@@ -217,3 +218,46 @@ def test_a_subscriber_that_left_resumes_across_a_takeover(writer: StreamWriter, 
     events = list(read_stream(redis_client, "r", last_id=left_at))
     assert [event.entry_id for event in events] == ["1-2", "2-0", "2-3", "2-4"]
     assert list(read_stream(redis_client, "r", last_id="2-4")) == []
+
+
+def expire(client: "redis.Redis", request_id: str = "r") -> None:
+    assert client.ttl(ended_key(request_id)) >= client.ttl(stream_key(request_id)) + ENDED_SECONDS
+    client.delete(stream_key(request_id))
+
+
+@pytest.mark.parametrize("how", ["by its worker", "from outside", "in the queue"])
+def test_a_subscriber_that_comes_too_late_is_told_and_one_that_comes_early_waits(
+    writer: StreamWriter, redis_client: "redis.Redis", how: str
+) -> None:
+    with pytest.raises(ResultTimeoutError):
+        next(read_stream(redis_client, "r", timeout=0))
+    if how != "in the queue":
+        writer.claim("r", "w")
+        writer.publish([chunk(1, 1)])
+    if how == "by its worker":
+        writer.publish([chunk(1, 2), end(1, 2), chunk(1, 9, "unknown")])
+    else:
+        cancel(redis_client)
+    expire(redis_client)
+    with pytest.raises(StreamExpiredError, match="the last entry read was 0-0"):
+        next(read_stream(redis_client, "r"))
+    with pytest.raises(StreamExpiredError):
+        list(read_streams(redis_client, {"early": "0-0", "r": "0-0"}))
+
+
+def test_a_stream_that_expired_without_an_end_may_still_go_on(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    redis_client.delete(stream_key("r"))
+    with pytest.raises(ResultTimeoutError):
+        next(read_stream(redis_client, "r", timeout=0))
+
+
+def test_the_end_that_a_zombie_is_refused_marks_nothing(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "zombie")
+    writer.claim("r", "successor")
+    writer.claim("other", "w")
+    writer.publish([end(1, 5), end(1, 0, "other")])
+    assert not redis_client.exists(ended_key("r"))
+    assert redis_client.exists(ended_key("other"))

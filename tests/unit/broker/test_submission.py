@@ -13,7 +13,7 @@ from headrace_broker.submission import (
     RequestStatus,
     Submission,
     SubmitRequest,
-    cancel_data,
+    cancel_call,
     prepare,
     prepare_all,
     read_result,
@@ -94,7 +94,7 @@ def test_many_requests_are_refused_together_with_their_positions() -> None:
 
 def test_a_cancellation_counts_whoever_made_it() -> None:
     assert was_cancelled(None)
-    assert was_cancelled(cancel_data())
+    assert was_cancelled(cancel_call("r", 60)["args"][0])
     assert not was_cancelled(pack({"finish_reason": "stop"}))
 
 

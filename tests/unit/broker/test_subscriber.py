@@ -1,10 +1,12 @@
 """A subscriber's position in a stream, with a scripted server in place of Redis."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 import pytest
 
-from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamGoneError
+from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StreamEvent, pack
 from headrace_broker.streams import StreamWrite, end_data
 from headrace_broker.subscriber import read_stream
@@ -24,7 +26,8 @@ def end(attempt: int, offset: int) -> Entry:
 class ScriptedServer:
     """Answers each XREAD with the next batch; remembers what it was asked."""
 
-    def __init__(self, batches: list[list[Entry]], newest: list[Entry]) -> None:
+    def __init__(self, batches: list[list[Entry]], newest: list[Entry], *, ended: bool = False) -> None:
+        self.ended = ended
         self.batches = batches
         self.newest = newest
         self.asked: list[tuple[str, int | None]] = []
@@ -34,8 +37,20 @@ class ScriptedServer:
         batch = self.batches.pop(0)
         return [[b"headrace:stream:r", batch]] if batch else []
 
-    def xrevrange(self, key: str, count: int) -> list[Entry]:
-        return self.newest
+    @contextmanager
+    def pipeline(self, transaction: bool) -> Iterator[Self]:
+        assert not transaction
+        self.replies: list[Any] = []
+        yield self
+
+    def exists(self, key: str) -> None:
+        self.replies.append(int(self.ended))
+
+    def xrevrange(self, key: str, count: int) -> None:
+        self.replies.append(self.newest)
+
+    def execute(self) -> list[Any]:
+        return self.replies
 
 
 def read(server: ScriptedServer, **options: Any) -> list[StreamEvent]:
@@ -55,10 +70,11 @@ def test_nothing_is_read_after_the_end() -> None:
     assert server.batches == []
 
 
-def test_whoever_resumes_looks_before_waiting() -> None:
-    server = ScriptedServer([[end(1, 2)]], [])
-    read(server, last_id="1-1")
-    assert server.asked == [("1-1", None)]
+@pytest.mark.parametrize("last_id", ["0-0", "1-1"])
+def test_whoever_comes_looks_before_waiting(last_id: str) -> None:
+    server = ScriptedServer([[], [end(1, 2)]], [chunk(1, 1)])
+    read(server, last_id=last_id)
+    assert [block is None for _, block in server.asked] == [True, False]
 
 
 def test_resuming_after_the_end_yields_nothing_more() -> None:
@@ -71,10 +87,15 @@ def test_an_end_that_arrives_just_after_an_empty_read_is_not_swallowed() -> None
 
 
 def test_a_stream_that_vanished_is_not_waited_for() -> None:
-    with pytest.raises(StreamGoneError, match="the last entry read was 1-1"):
+    with pytest.raises(StreamExpiredError, match="the last entry read was 1-1"):
         read(ScriptedServer([[chunk(1, 1)], []], []))
-    with pytest.raises(StreamGoneError):
+    with pytest.raises(StreamExpiredError):
         read(ScriptedServer([[]], []), last_id="1-1")
+
+
+def test_a_stream_that_has_expired_is_not_waited_for() -> None:
+    with pytest.raises(StreamExpiredError, match="the last entry read was 0-0"):
+        read(ScriptedServer([[]], [], ended=True))
 
 
 def test_a_stream_that_nobody_began_is_waited_for() -> None:
@@ -87,9 +108,9 @@ def test_silence_ends_after_the_timeout() -> None:
 
 
 def test_a_single_wait_is_never_longer_than_what_is_left() -> None:
-    server = ScriptedServer([[end(1, 1)]], [])
+    server = ScriptedServer([[], [end(1, 1)]], [])
     read(server, timeout=0.5)
-    (wait,) = (block for _, block in server.asked)
+    _, wait = (block for _, block in server.asked)
     assert wait is not None
     assert 0 < wait <= 500
 

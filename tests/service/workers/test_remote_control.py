@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from headrace_workers.cli.control import control
+from headrace_workers.cli.worker import worker
 from service.workers.service import DEADLINE, Service, results
 
 LONG = 1500
@@ -66,6 +68,32 @@ def test_a_drain_hands_back_what_runs_after_its_grace(make_service: Callable[...
     assert ask(service, "drain", grace_seconds=0) == {"ok": "draining"}
     assert worker.wait() == 0
     assert (service.queued(), service.leased()) in ((1, 0), (0, 0))
+
+
+def test_the_workers_own_command_drains_those_that_run(
+    make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = make_service()
+    monkeypatch.setenv("HEADRACE_REDIS_URL", service.server.url)
+    nobody = CliRunner().invoke(worker, ["--drain", "--worker", "nobody@nowhere"])
+    assert nobody.exit_code == 1
+    assert "no worker answered" in nobody.output
+    running = service.start_worker(lease_seconds=60).wait_ready()
+    handle = service.generate(max_tokens=2000, n=16, temperature=1.0)
+    service.wait_tokens([handle.id], at_least=3)
+    [name] = service.app.control.broadcast("engine_stats", reply=True, timeout=60, limit=1)[0]
+    assert CliRunner().invoke(worker, ["--drain", "--worker", name]).output == f"{name}: draining\n"
+    status, body = running.health("ready")
+    assert status == 503
+    assert "draining" in body
+    assert CliRunner().invoke(worker, ["--drain", "--grace-seconds", "0"]).output == f"{name}: draining\n"
+    assert running.wait() == 0
+    assert (service.queued(), service.leased()) in ((1, 0), (0, 0))
+
+
+@pytest.mark.parametrize("flags", [["--drain", "--model", "x"], ["--worker", "x"]])
+def test_what_starts_a_worker_and_what_drains_one_do_not_mix(flags: list[str]) -> None:
+    assert CliRunner().invoke(worker, flags).exit_code == 2
 
 
 def test_a_control_command_that_nobody_hears_fails(make_service: Callable[..., Service]) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import click
 
 from headrace_broker.app import make_app
+from headrace_broker.client import unavailable
 from headrace_broker.settings import BrokerSettings
 from headrace_monitoring.logging import LEVELS
 from headrace_workers.cli import options
 
 _COMMANDS = {"stats": "engine_stats", "pause": "pause", "resume": "resume", "drain": "drain", "log-level": "log_level"}
+
+ANSWER_SECONDS = 2.0
 
 
 @click.command()
@@ -22,7 +25,9 @@ _COMMANDS = {"stats": "engine_stats", "pause": "pause", "resume": "resume", "dra
     "--grace-seconds", type=click.FloatRange(min=0), metavar="S", help="With drain: hand back the rest after it."
 )
 @click.option("--level", type=click.Choice(LEVELS, case_sensitive=False), help="With log-level: the new one.")
-@click.option("--timeout", type=float, default=2.0, show_default=True, metavar="S", help="How long answers may take.")
+@click.option(
+    "--timeout", type=float, default=ANSWER_SECONDS, show_default=True, metavar="S", help="How long answers may take."
+)
 @options.redis_url
 @options.as_json
 def control(
@@ -51,7 +56,20 @@ def control(
         raise click.UsageError("--level goes with log-level, and log-level needs it")
     arguments = {"grace_seconds": grace_seconds, "level": level}
     given = {name: value for name, value in arguments.items() if value is not None}
-    answers = ask_workers(redis_url, command, workers, timeout, given)
+    tell_workers(BrokerSettings(redis_url=redis_url), command, workers, timeout, given, as_json=as_json)
+
+
+def tell_workers(
+    settings: BrokerSettings,
+    command: str,
+    workers: tuple[str, ...],
+    timeout: float,
+    arguments: Mapping[str, float | str] = MappingProxyType({}),
+    *,
+    as_json: bool = False,
+) -> None:
+    """Prints the answers; exit code 1 when no worker answers, or one refuses."""
+    answers = ask_workers(settings, command, workers, timeout, arguments)
     if as_json:
         click.echo(json.dumps(answers))
     else:
@@ -64,23 +82,24 @@ def control(
 
 
 def ask_workers(
-    redis_url: str,
+    settings: BrokerSettings,
     command: str,
     workers: tuple[str, ...],
     timeout: float,
     arguments: Mapping[str, float | str] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
-    """The answers by worker's name."""
-    app = make_app(BrokerSettings(redis_url=redis_url))
+    """The answers by worker's name. Raises QueueUnavailableError."""
+    app = make_app(settings)
     try:
-        replies = app.control.broadcast(
-            _COMMANDS[command],
-            arguments=dict(arguments),
-            destination=list(workers) or None,
-            reply=True,
-            timeout=timeout,
-            limit=len(workers) or None,
-        )
+        with unavailable(settings, "ask the workers"):
+            replies = app.control.broadcast(
+                _COMMANDS[command],
+                arguments=dict(arguments),
+                destination=list(workers) or None,
+                reply=True,
+                timeout=timeout,
+                limit=len(workers) or None,
+            )
     finally:
         app.close()
     return {name: answer for reply in replies for name, answer in reply.items()}

@@ -64,17 +64,28 @@ from headrace_workers import default_model
 @click.option(
     "--stall-seconds", type=float, metavar="S", help="An engine without a step for so long is restarted [default: 60]."
 )
+@click.option("--max-delay-seconds", type=float, metavar="S", help="Refuse an ETA further ahead [default: 86400].")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="[default: INFO]")
-def worker(**flags: Any) -> None:
+@click.option("--drain", is_flag=True, help="Start nothing: tell running workers to take no more, and end when done.")
+@click.option(
+    "--worker", "workers", multiple=True, metavar="NAME", help="With --drain: only this one; may be repeated."
+)
+def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
     """Serve a model: take requests from its queue, generate, stream back.
 
     Every flag can also be given as an environment variable HEADRACE_<FLAG>, e.g. HEADRACE_REDIS_URL. SIGTERM lets
-    running requests finish within the grace time and hands the rest to other workers; SIGQUIT hands back at once.
+    running requests finish within the grace time and hands the rest to other workers; SIGQUIT hands back at once. With
+    --drain no worker is started: all running ones, or those named, drain as `headrace control drain` has them do.
 
     \b
     Example:
         headrace worker --model smollm2-135m-instruct --redis-url redis://127.0.0.1:6379/0
     """
+    if drain:
+        _drain(workers, flags)
+        return
+    if workers:
+        raise click.UsageError("--worker goes with --drain")
     for name, value in flags.items():
         if value is not None:
             os.environ[f"HEADRACE_{name.upper()}"] = str(value)
@@ -95,3 +106,17 @@ def worker(**flags: Any) -> None:
 
     app.worker_main(["worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"])
     sys.exit(max(exit_codes, default=1))
+
+
+def _drain(workers: tuple[str, ...], flags: dict[str, Any]) -> None:
+    from headrace_broker.settings import BrokerSettings
+    from headrace_workers.cli.control import ANSWER_SECONDS, tell_workers
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    redis_url, grace_seconds = given.pop("redis_url", None), given.pop("grace_seconds", None)
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{names}: with --drain no worker is started")
+    settings = BrokerSettings.from_env(os.environ) if redis_url is None else BrokerSettings(redis_url=redis_url)
+    arguments = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
+    tell_workers(settings, "drain", workers, ANSWER_SECONDS, arguments)

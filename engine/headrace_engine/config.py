@@ -22,7 +22,7 @@ class ModelConfig:
     model: str
     """Folder in Hugging Face layout, a hub name, or a GGUF file, which is dequantised."""
     dtype: str = "auto"
-    """auto (the checkpoint's own), float32 or bfloat16."""
+    """float32, bfloat16, or auto: the checkpoint's own, float32 on a CPU that computes bfloat16 more slowly."""
     device: str = "auto"
     """auto, cpu, or one of `STATIC_DEVICES`."""
     max_model_len: int | None = None
@@ -34,6 +34,8 @@ class ModelConfig:
     """Most log-probabilities a request may ask for at one position; -1 means no limit."""
     logits_processors: list[str] = field(default_factory=list)
     """Import paths of `LogitsProcessor` subclasses, applied in this order."""
+    quantization: str | None = None
+    """int8: round the weights of the decoder's linear layers to 8 bits at load, and their inputs at each step. CPU."""
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, whatever is computed beside it; slower."""
 
@@ -129,6 +131,7 @@ class EngineArgs:
     attention_backend: str = "auto"
     max_logprobs: int = 20
     logits_processors: Sequence[str | type[LogitsProcessor]] = ()
+    quantization: str | None = None
     batch_invariant: bool = False
     block_size: int = 32
     kv_cache_memory: int | None = None
@@ -186,12 +189,13 @@ class EngineArgs:
 
     def _problems(self) -> list[str]:
         problems = [
-            f"{name} is {getattr(self, name)!r}, allowed are {', '.join(allowed)}"
+            f"{name} is {getattr(self, name)!r}, allowed are {', '.join(map(str, allowed))}"
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
                 ("device", ("auto", "cpu", *STATIC_DEVICES)),
                 ("attention_backend", ("auto", "native", "torch", "triton")),
                 ("scheduling_policy", ("fcfs", "priority")),
+                ("quantization", (None, "int8")),
             )
             if getattr(self, name) not in allowed
         ]
@@ -222,6 +226,8 @@ class EngineArgs:
             problems.append("model is empty, expected a model folder or a hub name")
         if self.batch_invariant and self.attention_backend not in ("auto", "native"):
             problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
+        if self.quantization is not None and self.device not in ("auto", "cpu"):
+            problems.append(f"quantization is set, which device {self.device} cannot do")
         if self.batch_invariant and self.enable_lora:
             problems.append(
                 "batch_invariant and enable_lora exclude each other: adapters' products have no fixed shape"

@@ -39,7 +39,7 @@ def load_config(config: ModelConfig) -> Any:
         raise ModelLoadError(f"model {config.model!r} cannot be read: {error}") from error
 
 
-def load_weights(config: ModelConfig, hf_config: Any, attention: Any) -> PreTrainedModel:
+def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any) -> PreTrainedModel:
     """The model with its attention function registered under a name of its own.
 
     Args:
@@ -53,7 +53,7 @@ def load_weights(config: ModelConfig, hf_config: Any, attention: Any) -> PreTrai
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source,
             config=hf_config,
-            dtype=resolve_dtype(config, hf_config),
+            dtype=dtype,
             attn_implementation=name,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
@@ -133,9 +133,16 @@ def _without_holding(method: Any) -> Any:
     return attend
 
 
-def resolve_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
+def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: bool = True) -> torch.dtype:
+    """The option where it is given, else the checkpoint's own, bfloat16 for one that has neither of the two.
+
+    Args:
+        computes_bfloat16: whether the device computes bfloat16 faster than float32, which then is taken by itself.
+    """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
+    if not computes_bfloat16:
+        return torch.float32
     own = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
     if isinstance(own, str):
         own = getattr(torch, own, None)

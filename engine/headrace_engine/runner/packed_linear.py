@@ -6,7 +6,7 @@ product itself.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,20 @@ _ROWS_HINT = 64
 _RELEASE_AFTER = 64 << 20
 
 
-class PackedLinear(nn.Module):
+class LinearKind(Protocol):
+    """A class that stands for linear layers; made of a weight and a bias, both given up by their owner."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "PreparedLinear": ...
+
+
+class PreparedLinear(nn.Module):
+    """A linear layer whose weight lies in a form of its own."""
+
+    num_bytes: int
+    """Of the weight as it was read."""
+
+
+class PackedLinear(PreparedLinear):
     """Drop-in for `nn.Linear` in inference; the unpacked weight is gone."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -40,6 +53,17 @@ def supports(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def computes_bfloat16() -> bool:
+    """Whether products in bfloat16 are faster here than in float32.
+
+    An x86 processor without instructions for them takes three to four times as long as for float32.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    if capabilities.get("architecture") != "x86_64":
+        return supports(torch.bfloat16)
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("avx_ne_convert"))
 
 
 class _Watched(nn.Linear):
@@ -83,10 +107,13 @@ def watch_weights(model: nn.Module) -> Iterator[set[nn.Module]]:
             layer.__class__ = nn.Linear
 
 
-def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = ()) -> int:
+def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = (), linear: LinearKind = PackedLinear) -> int:
     """Replace every plain linear layer of the model but those of `keep`; returns how many.
 
     Subclasses of nn.Linear are left alone.
+
+    Args:
+        linear: what takes a layer's place.
     """
     count = 0
     copied = _RELEASE_AFTER  # what was read before, to look at the model, goes first
@@ -99,9 +126,9 @@ def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = ()) -> in
                 copied = 0
                 release_unused()
             if type(child) is nn.Linear:
-                packed = PackedLinear(child.weight, child.bias)
+                packed = linear(child.weight, child.bias)
             elif type(child) is Conv1D:  # GPT-2 keeps its weights transposed
-                packed = PackedLinear(cast(torch.Tensor, child.weight).t(), cast(torch.Tensor, child.bias))
+                packed = linear(cast(torch.Tensor, child.weight).t(), cast(torch.Tensor, child.bias))
             else:
                 continue
             setattr(parent, name, packed)

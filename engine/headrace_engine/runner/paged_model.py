@@ -4,6 +4,7 @@ One runner may hold several: the model that it serves and, with speculative deco
 block ids, not memory.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from transformers import PreTrainedModel
 
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner import memory, models, packed_linear, probe, rope, row_tiles
+from headrace_engine.runner import int8_linear, memory, models, packed_linear, probe, rope, row_tiles
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.fused.fusion import fuse_decoder_layers
 from headrace_engine.runner.lora.layers import LoRALayers
+from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 from headrace_engine.runner.probe import ModelLayout
 
 _CPU = torch.device("cpu")
@@ -40,13 +42,14 @@ class PagedModel:
     ) -> None:
         self._device = device
         hf_config = models.load_config(config)
-        dtype = models.resolve_dtype(config, hf_config)
+        computes_bfloat16 = device.type != "cpu" or packed_linear.computes_bfloat16()
+        dtype = models.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = models.resolve_max_model_len(config, hf_config)
         models.check_architecture(config, hf_config)
         memory.check_weights_fit(config.model, dtype)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
-        self._model: PreTrainedModel = models.load_weights(config, hf_config, self._attention)
+        self._model: PreTrainedModel = models.load_weights(config, hf_config, dtype, self._attention)
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
         with packed_linear.watch_weights(self._model) as read_weights:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
@@ -66,15 +69,27 @@ class PagedModel:
             attention=self._backend.name,
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
-        packs = device.type == "cpu" and packed_linear.supports(dtype)
-        fuses = packs and fuse_layers
-        self.num_fused = fuse_decoder_layers(self._model, max_model_len, read_weights) if fuses else 0
-        self.num_packed = packed_linear.pack_linear_layers(self._model, read_weights) if packs else 0
+        self.num_fused = self.num_packed = 0
+        if device.type == "cpu" and (config.quantization == "int8" or packed_linear.supports(dtype)):
+            self._prepare_products(config, read_weights, fuse_layers=fuse_layers)
         self._lora: LoRALayers | None = None
 
     @property
     def bytes_per_block(self) -> int:
         return self._backend.bytes_per_block
+
+    def _prepare_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
+        """Bring the linear layers into the form in which they are computed, all but those of `keep`."""
+        linear: LinearKind = PackedLinear
+        if config.quantization == "int8":
+            int8_linear.check_supported()
+            linear = int8_linear.Int8Linear
+        if fuse_layers:
+            self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
+        head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together
+        self.num_packed = packed_linear.pack_linear_layers(self._model, {*keep, head}, linear)
+        if packed_linear.supports(self.spec.dtype):
+            self.num_packed += packed_linear.pack_linear_layers(self._model, keep)
 
     def enable_lora(self, max_rank: int) -> LoRALayers:
         """Let requests run with adapters of at most this rank.

@@ -17,6 +17,7 @@ from headrace_workers import default_model
 @click.option("--redis-url", metavar="URL", help="redis://host:port/db or rediss://... [default: local Redis].")
 @click.option("--device", type=click.Choice(["auto", "cpu", *STATIC_DEVICES]), help="Where the model runs.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of weights and KV cache.")
+@click.option("--quantization", type=click.Choice(["int8"]), help="Matrix products in 8 bits, on CPUs [default: off].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
 @click.option("--max-num-batched-tokens", type=int, metavar="N", help="Token budget of a step [default: 2048].")
 @click.option(

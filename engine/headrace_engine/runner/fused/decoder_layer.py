@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headrace_engine.runner.fused.elementwise import MOST_FEATURES, MOST_HEAD_DIM, add_rms_norm, norm_rope, silu_mul
-from headrace_engine.runner.packed_linear import PackedLinear
+from headrace_engine.runner.packed_linear import LinearKind, PackedLinear, PreparedLinear
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers' attention function: (module, query, key, value, mask, **options)."""
@@ -53,11 +53,20 @@ class FusedDecoderLayer(nn.Module):
     options: what the layer passes to its attention function.
     with_rope: whether it turns queries and keys.
     with_gate: whether its MLP is a gated SiLU, to be fused; otherwise the layer's own module is called.
+    linear: what the projections become.
     """
 
     attend: Attend
 
-    def __init__(self, layer: nn.Module, options: dict[str, Any], *, with_rope: bool, with_gate: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        options: dict[str, Any],
+        *,
+        with_rope: bool,
+        with_gate: bool,
+        linear: LinearKind = PackedLinear,
+    ) -> None:
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -65,16 +74,16 @@ class FusedDecoderLayer(nn.Module):
         self._options = options
         self._with_rope = with_rope
         self._shape = attention_shape(attention)
-        self._qkv = _merged(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._o = _merged(attention.o_proj)
+        self._qkv = _merged(linear, attention.q_proj, attention.k_proj, attention.v_proj)
+        self._o = _merged(linear, attention.o_proj)
         self._input_norm = Norm.of(layer.input_layernorm)
         self._output_norm = Norm.of(layer.post_attention_layernorm)
         self._q_norm = Norm.of(getattr(attention, "q_norm", None))
         self._k_norm = Norm.of(getattr(attention, "k_norm", None))
         self._mlp = None if with_gate else mlp
         if with_gate:
-            self._gate_up = _merged(mlp.gate_proj, mlp.up_proj)
-            self._down = _merged(mlp.down_proj)
+            self._gate_up = _merged(linear, mlp.gate_proj, mlp.up_proj)
+            self._down = _merged(linear, mlp.down_proj)
 
     def forward(
         self,
@@ -171,15 +180,15 @@ def is_gated(mlp: nn.Module) -> bool:
     return parts == set(_GATED)
 
 
-def _merged(*linears: nn.Linear) -> PackedLinear:
+def _merged(linear: LinearKind, *layers: nn.Linear) -> PreparedLinear:
     """One layer whose output is those of all, side by side."""
-    if len(linears) == 1:
-        return PackedLinear(linears[0].weight, linears[0].bias)
-    biases = [linear.bias for linear in linears]
+    if len(layers) == 1:
+        return linear(layers[0].weight, layers[0].bias)
+    biases = [layer.bias for layer in layers]
     if all(bias is None for bias in biases):
         bias = None
     else:
         bias = torch.cat(
-            [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+            [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
         )
-    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+    return linear(torch.cat([layer.weight for layer in layers]), bias)

@@ -144,3 +144,43 @@ void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void
         }
     }
 }
+
+/* Round each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. What one row holds
+ * changes no other row. A row with a value that is not finite gets that for a scale, and so passes it on. */
+void headrace_quantise_rows(int dtype, int threads, int64_t rows, int dim, const void *values, uint8_t *out,
+                            float *scales) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[MOST_DIM];
+        load(x, values, row * dim, dim, dtype);
+        float most = 0, sum = 0;
+        for (int i = 0; i < dim; i++) {
+            float size = fabsf(x[i]);
+            most = size > most ? size : most;
+            sum += x[i] - x[i]; /* 0, or not a number */
+        }
+        float inverse = most > 0 && sum == 0 ? 127.0f / most : 0.0f;
+        uint8_t *restrict target = out + row * dim;
+        for (int i = 0; i < dim; i++) {
+            float level = (x[i] * inverse + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
+            target[i] = inverse > 0 ? (uint8_t)((int32_t)level + 128) : 129;
+        }
+        scales[row] = sum == 0 ? most / 127.0f : NAN;
+    }
+}
+
+/* out[rows][dim] = values * scales[row] + bias, rounded once to the type of out; bias, of that type, may be NULL. */
+void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const float *values, const float *scales,
+                         const void *bias, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[256], b[256] = {0};
+        for (int start = 0; start < dim; start += 256) {
+            int n = dim - start < 256 ? dim - start : 256;
+            if (bias) load(b, bias, start, n, dtype);
+            const float *restrict source = values + row * dim + start;
+            for (int i = 0; i < n; i++) x[i] = source[i] * scales[row] + b[i];
+            store(out, row * dim + start, x, n, dtype);
+        }
+    }
+}

@@ -29,6 +29,8 @@ def library() -> ctypes.CDLL:
             *(_pointer, _pointer, _float, _pointer, _pointer),
         ),
         "headrace_silu_mul": (*common, _int, _pointer, _pointer),
+        "headrace_quantise_rows": (*common, _int, _pointer, _pointer, _pointer),
+        "headrace_scale_rows": (*common, _int, _pointer, _pointer, _pointer, _pointer),
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)
@@ -97,5 +99,45 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, features // 2), dtype=gate_up.dtype)
     library().headrace_silu_mul(
         _DTYPES[gate_up.dtype], torch.get_num_threads(), rows, features // 2, gate_up.data_ptr(), out.data_ptr()
+    )
+    return out
+
+
+def quantise_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row in 8 bits with a scale of its own, so that no row depends on another.
+
+    Returns:
+        levels [rows, features], uint8 with 128 for zero, and scales [rows], float32: values = (levels - 128) * scale.
+    """
+    rows, features = values.shape
+    levels = torch.empty((rows, features), dtype=torch.uint8)
+    scales = torch.empty(rows, dtype=torch.float32)
+    library().headrace_quantise_rows(
+        _DTYPES[values.dtype],
+        torch.get_num_threads(),
+        rows,
+        features,
+        values.data_ptr(),
+        levels.data_ptr(),
+        scales.data_ptr(),
+    )
+    return levels, scales
+
+
+def scale_rows(
+    values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """values [rows, features] * scales [rows] + bias [features], computed in float32; values may be overwritten."""
+    rows, features = values.shape
+    out = values if dtype is torch.float32 else torch.empty((rows, features), dtype=dtype)
+    library().headrace_scale_rows(
+        _DTYPES[dtype],
+        torch.get_num_threads(),
+        rows,
+        features,
+        values.data_ptr(),
+        scales.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
     )
     return out

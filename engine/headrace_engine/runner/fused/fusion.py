@@ -7,6 +7,7 @@ its would-be replacement, attention included, and is replaced where the two agre
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from headrace_engine.runner.fused import elementwise
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, is_gated, unsupported_reason
 from headrace_engine.runner.memory import release_unused
+from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,18 @@ class _Seen:
 
 
 @torch.inference_mode()
-def fuse_decoder_layers(model: PreTrainedModel, max_model_len: int, keep: Collection[nn.Module] = ()) -> int:
+def fuse_decoder_layers(
+    model: PreTrainedModel,
+    max_model_len: int,
+    keep: Collection[nn.Module] = (),
+    linear: LinearKind = PackedLinear,
+) -> int:
     """Replace what can be replaced; returns how many layers.
 
     Args:
         model: loaded, its linear layers not packed yet, with an attention function of its own name.
         keep: linear layers whose weights the model's own code reads.
+        linear: what the projections become once the layer was seen to compute the same.
     """
     layers = _layer_list(model)
     if layers is None:
@@ -65,7 +73,7 @@ def fuse_decoder_layers(model: PreTrainedModel, max_model_len: int, keep: Collec
     tried, count = len(candidates), 0
     while candidates:
         index, layer = candidates.popitem()
-        fused = _verified(layer, seen.pop(index, None), model.dtype)
+        fused = _verified(layer, seen.pop(index, None), model.dtype, linear)
         if fused is not None:
             fused.strip()
             fused.attend = attend
@@ -156,17 +164,18 @@ def _plain_attention(
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype) -> FusedDecoderLayer | None:
+def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype, linear: LinearKind) -> FusedDecoderLayer | None:
     """The first way to fuse the layer that computes what it computes."""
     if seen is None or seen.output is None or seen.attention_output is None or len(seen.options) != 1:
         return None
     gated = is_gated(getattr(layer, "mlp"))  # noqa: B009  # nn.Module's attributes have no type
     for with_rope in (True, False) if seen.position_embeddings is not None else (False,):
-        fused = FusedDecoderLayer(layer, _constant(seen.options[0]), with_rope=with_rope, with_gate=gated)
+        make = partial(FusedDecoderLayer, layer, _constant(seen.options[0]), with_rope=with_rope, with_gate=gated)
+        fused = make()
         fused.attend = _plain_attention
         try:
             if _computes_the_same(fused, layer, seen, dtype):
-                return fused
+                return fused if linear is PackedLinear else make(linear=linear)
         except (RuntimeError, TypeError, ValueError) as error:  # its parts do not fit together in this way
             logger.debug("a decoder layer cannot be fused: %s", error)
     return None

@@ -1,0 +1,50 @@
+"""`dtype="auto"`: the checkpoint's own type, unless the processor computes it more slowly than float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.model_families import COMMON
+from headrace_engine.config import EngineArgs
+from headrace_engine.runner import packed_linear
+from headrace_engine.runner.paged_model import PagedModel
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama stored in bfloat16."""
+    folder = tmp_path_factory.mktemp("bfloat16")
+    config = transformers.LlamaConfig(**COMMON)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "asked", "served"),
+    [
+        ({"architecture": "x86_64", "avx512_vnni": True}, "auto", "float32"),
+        ({"architecture": "x86_64", "avx512_vnni": True}, "bfloat16", "bfloat16"),
+        ({"architecture": "x86_64", "avx512_bf16": True}, "auto", "bfloat16"),
+        ({"architecture": "x86_64", "amx_bf16": True}, "auto", "bfloat16"),
+        ({"architecture": "x86_64", "avx512_bf16": True}, "float32", "float32"),
+    ],
+)
+def test_auto_takes_bfloat16_only_where_the_processor_has_instructions_for_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, object], asked: str, served: str
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    config = EngineArgs(model=str(checkpoint), dtype=asked).create_engine_config()
+    assert PagedModel(config.model, 16).info.dtype == served
+
+
+def test_another_architecture_is_believed_as_oneDNN_describes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "arm64"})
+    for supported in (True, False):
+        monkeypatch.setattr(packed_linear, "supports", lambda _, supported=supported: supported)
+        assert packed_linear.computes_bfloat16() is supported

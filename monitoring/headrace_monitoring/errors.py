@@ -24,3 +24,10 @@ class LogLevelError(HeadraceMonitoringError):
 
     def __init__(self, level: str, known: tuple[str, ...]) -> None:
         super().__init__(f"unknown log level {level!r}; use one of {', '.join(known)}")
+
+
+class PrometheusError(HeadraceMonitoringError):
+    """A Prometheus does not answer, or refuses a query."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"the Prometheus at {url} does not answer: {reason}")

@@ -6,6 +6,7 @@ Everything runs on this machine and nothing is left behind, except the model in 
 import asyncio
 import contextlib
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,13 @@ from celery.result import AsyncResult
 
 from headrace_broker.app import make_app
 from headrace_broker.async_client import AsyncClient
+from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.settings import BrokerSettings
 from headrace_workers.errors import HeadraceWorkerError
+from headrace_workers.exporter import Exporter
 from headrace_workers.local_worker import LocalWorker
+from headrace_workers.steady_load import TENANTS
 from headrace_workers.stream_timing import StreamTiming, summarise
 
 QUESTIONS = (
@@ -32,6 +36,8 @@ QUESTIONS = (
     "Tell me a fun fact about the moon.",
 )
 MAX_TOKENS = 96
+WORKER_PORT = 9464
+EXPORTER_PORT = 9465
 _STREAM_TIMEOUT = 120.0
 
 
@@ -55,6 +61,8 @@ class Report:
     figures: dict[str, float]
     """Of `stream_timing.summarise`."""
     metrics_url: str
+    model: str
+    """Served name."""
 
 
 @dataclass(slots=True)
@@ -66,12 +74,14 @@ class Demo:
         progress: told each stage in a sentence.
         draw: called whenever an answer has grown, with all answers.
         keep: called when all is shown and the service still runs; returns when it may end.
+        watched: serve metrics on their usual ports, those of an exporter too, so that a Prometheus finds them.
     """
 
     model: Path
     progress: Callable[[str], None]
     draw: Callable[[Sequence[Answer]], None]
     keep: Callable[[Report, str], None] | None = None
+    watched: bool = False
 
     def run(self) -> Report:
         """Raises HeadraceWorkerError or HeadraceBrokerError when anything fails."""
@@ -80,8 +90,17 @@ class Demo:
             server = stack.enter_context(EmbeddedServer())
             self.progress(f"queue: {BrokerSettings(redis_url=server.url).safe_url}")
             worker = stack.enter_context(
-                LocalWorker(model=str(self.model), redis_url=server.url, log=log, grace_seconds=5)
+                LocalWorker(
+                    model=str(self.model),
+                    redis_url=server.url,
+                    log=log,
+                    port=WORKER_PORT if self.watched else 0,
+                    grace_seconds=5,
+                    tenants=",".join(TENANTS),
+                )
             )
+            if self.watched:
+                self._watch(stack, server.url)
             self.progress(f"worker: process {worker.pid} is loading {self.model.name}")
             worker.wait_ready()
             self.progress(f"worker: ready; metrics on {worker.url}/metrics")
@@ -90,11 +109,20 @@ class Demo:
                 self.keep(report, server.url)
         return report
 
+    def _watch(self, stack: contextlib.ExitStack, redis_url: str) -> None:
+        exporter = Exporter(stack.enter_context(connect(redis_url)), port=EXPORTER_PORT)
+        stack.enter_context(exporter.server)
+        thread = threading.Thread(target=exporter.keep_polling, name="exporter", daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(exporter.stop)
+        self.progress(f"exporter: metrics on {exporter.server.url}/metrics")
+
     def _ask(self, redis_url: str, worker_url: str) -> Report:
         answers = [Answer(question) for question in QUESTIONS]
         request_ids = asyncio.run(self._stream_all(redis_url, answers))
         _check_results(redis_url, request_ids, answers)
-        return Report(answers, summarise(answer.timing for answer in answers), f"{worker_url}/metrics")
+        return Report(answers, summarise(answer.timing for answer in answers), f"{worker_url}/metrics", self.model.name)
 
     async def _stream_all(self, redis_url: str, answers: list[Answer]) -> list[str]:
         async with AsyncClient(redis_url, model=self.model.name) as client:

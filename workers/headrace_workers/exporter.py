@@ -64,9 +64,13 @@ class Exporter:
         """Serve and poll until `stop`. Raises HealthAddressError when the address cannot be had."""
         with self.server:
             logger.info("metrics on %s/metrics", self.server.url)
-            while not self._stopped.is_set():
-                self.poll()
-                self._stopped.wait(self._interval)
+            self.keep_polling()
+
+    def keep_polling(self) -> None:
+        """Poll until `stop`, for whoever has started `server`."""
+        while not self._stopped.is_set():
+            self.poll()
+            self._stopped.wait(self._interval)
 
     def stop(self) -> None:
         """From a signal handler or another thread."""

@@ -30,11 +30,16 @@ class LocalWorker:
 
     The process leads its own group, so a Ctrl-C reaches only whoever holds it, and dies with the thread that started
     it. Leaving the context drains it.
+
+    Args:
+        log: gets its output.
+        port: of metrics and health; a free one when 0.
+        settings: of the worker, by name.
     """
 
-    def __init__(self, *, model: str, redis_url: str, log: Path, **settings: object) -> None:
+    def __init__(self, *, model: str, redis_url: str, log: Path, port: int = 0, **settings: object) -> None:
         self._log = log
-        self._port = _free_port()
+        self._port = port or _free_port()
         self._environ = {
             **os.environ,
             "HEADRACE_MODEL": model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard as sdk
 
 from headrace_monitoring.dashboards.expressions import quantile, quantiles, rate
-from headrace_monitoring.dashboards.panels import Panel, build, graph, latency
+from headrace_monitoring.dashboards.panels import Panel, build, graph, latency, share
 
 
 def dashboard() -> sdk.Dashboard:
@@ -99,10 +99,9 @@ def _steps() -> list[Panel]:
 def _memory() -> list[Panel]:
     hit, queried = rate("prefix_cache_hit_tokens_total"), rate("prefix_cache_queried_tokens_total")
     return [
-        graph(
+        share(
             "KV cache use",
             "Share of the KV blocks that requests hold, by worker.",
-            "percentunit",
             [("headrace_kv_cache_usage_ratio{@}", "{{instance}}")],
         ),
         graph(
@@ -118,10 +117,9 @@ def _memory() -> list[Panel]:
             "ops",
             [(rate("engine_preemptions_total"), "preemptions")],
         ),
-        graph(
+        share(
             "Prefix cache hit rate",
             "Share of the prompt tokens looked up that were found.",
-            "percentunit",
             [(f"{hit} / {queried}", "hit rate")],
         ),
     ]
@@ -130,11 +128,10 @@ def _memory() -> list[Panel]:
 def _model() -> list[Panel]:
     padded = rate("engine_padded_tokens_total")
     return [
-        graph(
+        share(
             "Draft acceptance",
             "Speculative decoding: share of the guessed tokens that the model drew itself, in all and by place in the "
-            "draft. Where it is low, shorter drafts cost less.",
-            "percentunit",
+            "draft. Where it is low, shorter drafts cost less. Empty without it.",
             [
                 (f"{rate('draft_accepted_tokens_total')} / {rate('draft_tokens_total')}", "all"),
                 (
@@ -143,23 +140,27 @@ def _model() -> list[Panel]:
                 ),
             ],
         ),
-        graph(
+        share(
             "Padding of static shapes",
             "Devices with static shapes only: share of the computed tokens that only fill a shape. Where it is high, "
             "more buckets would help.",
-            "percentunit",
             [(f"{padded} / ({padded} + {rate('engine_step_tokens_sum')})", "padding")],
         ),
         graph(
             "Compiled graphs",
-            "Devices with static shapes only: graphs by worker, constant while it serves; how long they took; and how "
-            "many operators ran on the CPU instead of the device, which must be 0.",
+            "Devices with static shapes only: graphs by worker, constant while it serves; and how many operators ran "
+            "on the CPU instead of the device, which must be 0.",
             "none",
             [
                 ("headrace_engine_compiled_graphs{@}", "{{instance}} graphs"),
                 ("headrace_engine_fallback_operators{@}", "{{instance}} operators on the CPU"),
-                ("headrace_engine_warm_up_seconds{@}", "{{instance}} seconds"),
             ],
+        ),
+        graph(
+            "Warm-up",
+            "Devices with static shapes only: how long the graphs took to compile before the first request, by worker.",
+            "s",
+            [("headrace_engine_warm_up_seconds{@}", "{{instance}}")],
         ),
         graph(
             "Workers by model and device",

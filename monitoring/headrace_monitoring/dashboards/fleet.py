@@ -7,6 +7,8 @@ from grafana_foundation_sdk.builders import dashboard as sdk
 from headrace_monitoring.dashboards.expressions import increase, quantile, queue_level, rate
 from headrace_monitoring.dashboards.panels import Panel, build, graph, states
 
+WORKER_STATES = (("none", "text"), ("loading", "orange"), ("ready", "green"), ("draining", "blue"))
+
 
 def dashboard() -> sdk.Dashboard:
     return build(
@@ -22,12 +24,19 @@ def dashboard() -> sdk.Dashboard:
     )
 
 
+def _worker_state() -> str:
+    """The number of the one state that a worker is in."""
+    by_state = {name: f'sum by (instance) (headrace_worker_state{{@,state="{name}"}})' for name, _ in WORKER_STATES[1:]}
+    return " + ".join(f"{number} * {state}" for number, state in enumerate(by_state.values(), start=1))
+
+
 def _workers() -> list[Panel]:
     return [
         states(
             "Worker state",
-            "The state that each worker is in.",
-            [("headrace_worker_state{@}", "{{instance}} {{state}}")],
+            "What each worker does: it loads its model, takes messages (ready), or lets what runs end (draining).",
+            [(_worker_state(), "{{instance}}")],
+            WORKER_STATES,
         ),
         states(
             "Engine and Redis",
@@ -89,7 +98,7 @@ def _deliveries() -> list[Panel]:
         graph(
             "Stream entries",
             "Entries a second that Redis took from workers.",
-            "ops",
+            "suffix: entries/s",
             [(rate("stream_entries_total", "instance"), "{{instance}}")],
         ),
     ]

@@ -8,6 +8,15 @@ from headrace_monitoring import buckets
 from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate, share_within
 from headrace_monitoring.dashboards.panels import Panel, build, distribution, graph, latency, number
 
+OUTCOMES = {
+    "stop": "green",
+    "length": "blue",
+    "cancelled": "purple",
+    "expired": "orange",
+    "rejected": "yellow",
+    "error": "red",
+}
+
 
 def dashboard() -> sdk.Dashboard:
     return build(
@@ -40,21 +49,21 @@ def _service_level() -> list[Panel]:
             ((None, "red"), (1, "green")),
         ),
         number(
-            f"First token within {ttft:g} s (1 h)",
+            f"First token in {ttft:g} s (1 h)",
             "Share of requests whose first token was published in time, counted from enqueue. Objective: 99%.",
             "percentunit",
             share_within("time_to_first_token_seconds", ttft, "1h"),
             share,
         ),
         number(
-            f"Gaps within {gap:g} s (1 h)",
+            f"Gaps up to {gap:g} s (1 h)",
             "Share of tokens that followed the one before in time. Objective: 99%.",
             "percentunit",
             share_within("inter_token_latency_seconds", gap, "1h"),
             share,
         ),
         number(
-            f"Waits within {wait:g} s (1 h)",
+            f"Waits up to {wait:g} s (1 h)",
             "Share of messages that a worker took from the queue in time. Objective: 99%.",
             "percentunit",
             share_within("queue_wait_seconds", wait, "1h"),
@@ -79,7 +88,12 @@ def _queue() -> list[Panel]:
             "Ready messages by priority",
             "Priority 0 goes first. Priorities between two steps share the lower step's list. From the exporter.",
             "none",
-            [(f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})", "{{priority}}")],
+            [
+                (
+                    f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})",
+                    "priority {{priority}}",
+                )
+            ],
             stacked=True,
         ),
         graph(
@@ -153,6 +167,7 @@ def _outcomes() -> list[Panel]:
             "reqps",
             [(rate("requests_total", "outcome"), "{{outcome}}")],
             stacked=True,
+            colours=OUTCOMES,
         ),
         distribution("Prompt length", "Requests by prompt tokens.", "none", "request_prompt_tokens"),
         distribution("Generated length", "Requests by generated tokens.", "none", "request_generation_tokens"),

@@ -13,7 +13,11 @@ from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    DynamicConfigValue,
+    FieldColorModeId,
     Threshold,
+    ValueMap,
+    ValueMappingResult,
     VariableRefresh,
 )
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
@@ -36,8 +40,13 @@ def graph(
     *,
     stacked: bool = False,
     exemplars: bool = False,
+    colours: Mapping[str, str] | None = None,
 ) -> Panel:
-    """Lines over time; with `exemplars`, also dots that lead to the traces of single requests, where there are any."""
+    """Lines over time.
+
+    With `exemplars`, also dots that lead to the traces of single requests, where there are any. `colours` are those of
+    legends that mean something good or bad; the others get the palette's, in their order.
+    """
     panel = (
         timeseries.Panel()
         .title(title)
@@ -46,16 +55,25 @@ def graph(
         .datasource(DATA_SOURCE)
         .min(0)
         .fill_opacity(30 if stacked else 5)
-        .span(COLUMNS // 3)
         .height(8)
     )
     if stacked:
         panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    for legend, colour in (colours or {}).items():
+        fixed = dashboard.FieldColor().mode(FieldColorModeId.FIXED).fixed_color(colour).build()
+        panel.override_by_name(legend, [DynamicConfigValue("color", fixed)])
     for place, (expression, legend) in enumerate(queries):
         target = _target(expression, legend)
         # all queries of such a panel read one histogram: once is enough
         panel.with_target(target.exemplar(True) if exemplars and place == 0 else target)
     return panel
+
+
+def share(title: str, description: str, queries: Sequence[Query]) -> Panel:
+    """Shares of a whole over time, on a scale that always ends at 100%."""
+    panel = graph(title, description, "percentunit", queries)
+    assert isinstance(panel, timeseries.Panel)
+    return panel.max(1)
 
 
 def latency(title: str, description: str, histogram: str) -> Panel:
@@ -75,7 +93,6 @@ def number(
         .unit(unit)
         .datasource(DATA_SOURCE)
         .thresholds(dashboard.ThresholdsConfig().steps(steps))
-        .span(COLUMNS // 6)
         .height(4)
         .with_target(_target(expression, title))
     )
@@ -92,21 +109,26 @@ def distribution(title: str, description: str, unit: str, histogram: str) -> Pan
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges").steps(64))
         .datasource(DATA_SOURCE)
-        .span(COLUMNS // 3)
         .height(8)
         .with_target(_target(expression, "{{le}}").format(PromQueryFormat.HEATMAP))
     )
 
 
-def states(title: str, description: str, queries: Sequence[Query]) -> Panel:
-    """On or off over time, one bar a series."""
+OFF_ON = (("Off", "red"), ("On", "green"))
+
+
+def states(title: str, description: str, queries: Sequence[Query], names: Sequence[tuple[str, str]] = OFF_ON) -> Panel:
+    """States over time, one bar a series; `names` are what the values 0, 1, 2... mean, with their colours."""
+    meanings = {str(value): ValueMappingResult(name, colour, index=value) for value, (name, colour) in enumerate(names)}
     panel = (
         statetimeline.Panel()
         .title(title)
         .description(description)
-        .unit("bool_on_off")
+        .unit("none")
         .datasource(DATA_SOURCE)
-        .span(COLUMNS // 3)
+        .mappings([ValueMap(meanings)])
+        .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
+        .thresholds(dashboard.ThresholdsConfig().steps([Threshold(None, "text")]))  # the mappings have the colours
         .height(8)
     )
     for expression, legend in queries:
@@ -142,9 +164,19 @@ def build(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Pa
     ids = itertools.count(1)  # links to a panel name its id
     for row, panels in rows.items():
         built.with_row(dashboard.Row(row).id(next(ids)))
-        for panel in panels:
-            built.with_panel(panel.id(next(ids)))
+        for panel, width in zip(panels, _widths(panels), strict=True):
+            built.with_panel(panel.span(width).id(next(ids)))
     return built
+
+
+def _widths(panels: Sequence[Panel]) -> list[int]:
+    """Columns of each panel, so that every line of a row is full: numbers all on one, else three or two a line."""
+    if all(isinstance(panel, stat.Panel) for panel in panels):
+        return [COLUMNS // len(panels)] * len(panels)
+    if len(panels) == 1:
+        return [COLUMNS]
+    in_twos = (0, 4, 2)[len(panels) % 3]
+    return [COLUMNS // 3] * (len(panels) - in_twos) + [COLUMNS // 2] * in_twos
 
 
 def render(built: dashboard.Dashboard) -> str:

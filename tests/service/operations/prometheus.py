@@ -43,7 +43,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, jobs: Mapping[str, str], *, interval: str = "1s") -> None:
         self._port = _free_port()
-        self._url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://127.0.0.1:{self._port}"
         rules = RULES.read_text(encoding="utf-8").replace("interval: 30s", f"interval: {interval}")
         (folder / "rules.yml").write_text(rules, encoding="utf-8")
         config = {
@@ -112,13 +112,13 @@ class Prometheus:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=5):
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
                 return True
         except OSError:
             return False
 
     def _get(self, path: str, **parameters: str) -> Any:
-        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as response:
                 return json.load(response)

@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from headrace_monitoring import dashboards
+from headrace_monitoring.dashboards.drawing import NO_DATA
+from headrace_monitoring.dashboards.preview import Preview
 from service.operations.conftest import Watched
 from service.operations.prometheus import RULES, with_variables
 
@@ -21,6 +24,15 @@ PANELS = [
 def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:
     empty = [panel for panel, expression in PANELS if not watched.prometheus.query(with_variables(expression))]
     assert empty == []
+
+
+def test_the_pictures_of_the_dashboards_have_data_in_all_but_the_panels_of_what_is_not_here(
+    watched: Watched, tmp_path: Path
+) -> None:
+    for path in Preview(watched.prometheus.url, seconds=60, rate_interval="10s").write(tmp_path):
+        empty = path.read_text(encoding="utf-8").count(f">{NO_DATA}<")
+        expected = {"neuron": len(json.loads(dashboards.rendered()["neuron.json"])["panels"]) - 2, "engine": 1}
+        assert empty == expected.get(path.stem, 0), path.stem  # no Neuron devices, no speculative decoding
 
 
 def test_every_rule_evaluates_and_every_recorded_series_has_data(watched: Watched) -> None:

@@ -37,6 +37,21 @@ def test_compose_file_follows_the_compose_specification() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_what_watches_a_service_on_this_host_has_the_same_images_and_listens_to_this_host_alone(
+    services: dict[str, Any],
+) -> None:
+    path = ROOT / "deploy" / "compose" / "watch.yml"
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    watch = yaml.safe_load(path.read_text(encoding="utf-8"))["services"]
+    assert {name: service["image"] for name, service in watch.items()} == {
+        name: services[name]["image"] for name in ("prometheus", "grafana")
+    }
+    assert "--web.listen-address=127.0.0.1:9090" in watch["prometheus"]["command"]
+    assert watch["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+
+
 def test_images_are_pinned_to_a_release(services: dict[str, Any]) -> None:
     images = [service["image"] for service in services.values() if "image" in service]
     for dockerfile in OURS:

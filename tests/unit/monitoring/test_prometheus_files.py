@@ -14,6 +14,7 @@ import yaml
 
 from headrace_monitoring import buckets, dashboards
 from headrace_monitoring.metrics import Metrics
+from headrace_workers.demo import EXPORTER_PORT, WORKER_PORT
 from unit.monitoring.scrape import EXPORTER, Scrape
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -132,14 +133,30 @@ def test_the_scraped_jobs_are_those_that_the_rules_and_dashboards_name(rules: li
     assert named | shown == jobs
 
 
+def test_the_ports_of_the_watched_demo_are_those_that_a_local_prometheus_scrapes() -> None:
+    local, compose = load(PROMETHEUS / "local.yml"), load(PROMETHEUS / "prometheus.yml")
+    targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in local["scrape_configs"]}
+    assert targets == {
+        "headrace-worker": [f"127.0.0.1:{WORKER_PORT}"],
+        "headrace-exporter": [f"127.0.0.1:{EXPORTER_PORT}"],
+    }
+    assert {key: local[key] for key in ("global", "rule_files")} == {
+        key: compose[key] for key in ("global", "rule_files")
+    }
+
+
 def test_grafana_finds_the_data_source_and_the_dashboards(rules: list[dict[str, Any]]) -> None:
     (source,) = load(PROVISIONING / "datasources" / "prometheus.yml")["datasources"]
     assert (source["uid"], source["type"], source["isDefault"]) == ("headrace-prometheus", "prometheus", True)
     assert source["jsonData"]["timeInterval"] == load(PROMETHEUS / "prometheus.yml")["global"]["scrape_interval"]
     (provider,) = load(PROVISIONING / "dashboards" / "headrace.yml")["providers"]
     compose = load(ROOT / "docker-compose.yml")
-    mounts = dict(volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"])
-    assert mounts["./monitoring/grafana/dashboards"] == provider["options"]["path"]
+    watch = load(ROOT / "deploy" / "compose" / "watch.yml")
+    for stack, root in ((compose, "./"), (watch, "../../")):
+        grafana = stack["services"]["grafana"]
+        mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])
+        assert mounts[f"{root}monitoring/grafana/dashboards"] == provider["options"]["path"]
+        assert source["url"].removeprefix("$") in grafana["environment"]
     assert ROOT / "monitoring" / "grafana" / "dashboards" == dashboards.FOLDER
 
 
@@ -147,6 +164,7 @@ def test_grafana_finds_the_data_source_and_the_dashboards(rules: list[dict[str, 
     "arguments",
     [
         ("check", "config", "prometheus.yml"),
+        ("check", "config", "local.yml"),
         ("check", "rules", "--lint=all", "rules.yml"),
         ("test", "rules", "rules_test.yml"),
     ],

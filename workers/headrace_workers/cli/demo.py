@@ -13,14 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace_workers import default_model
-from headrace_workers.demo import MAX_TOKENS, Answer, Demo, Report
+from headrace_workers.demo import MAX_TOKENS, QUESTIONS, Answer, Demo, Report
+from headrace_workers.steady_load import SteadyLoad
 
 _PANEL_LINES = 9
 
 
 @click.command()
 @click.option("--keep", is_flag=True, help="Leave the service running afterwards, until Ctrl-C, to try things out.")
-def demo(keep: bool) -> None:
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="As --keep, under a small steady load, with metrics where monitoring/prometheus/local.yml looks for them.",
+)
+def demo(keep: bool, watch: bool) -> None:
     """Show the whole service once, on this machine: needs no Redis, no GPU and no configuration.
 
     Fetches a small model (93 MB, once), starts a Redis-compatible server and a Celery worker, sends eight chat requests
@@ -41,6 +47,9 @@ def demo(keep: bool) -> None:
         _print_next(console, report, redis_url)
         console.print("[dim]The service runs until Ctrl-C.[/]")
         try:
+            if watch:
+                console.print("A few requests come every few seconds: the README says how to watch them in Grafana.")
+                SteadyLoad(redis_url, report.model, QUESTIONS, progress).run()
             signal.pause()
         except KeyboardInterrupt:
             console.print("stopping")
@@ -50,14 +59,14 @@ def demo(keep: bool) -> None:
 
     try:
         model = default_model.fetch(progress=progress)
-        report = Demo(model, progress, draw, hold if keep else None).run()
+        report = Demo(model, progress, draw, hold if keep or watch else None, watched=watch).run()
     except KeyboardInterrupt:
         live.stop()
         console.print("stopped")
         sys.exit(130)
     finally:
         live.stop()
-    if not keep:
+    if not (keep or watch):
         _print_report(console, report)
         console.print(
             "\nWorker and queue are stopped. Next: [bold]headrace demo --keep[/] leaves them running to try\n"

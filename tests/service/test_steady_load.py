@@ -1,0 +1,57 @@
+"""The load of a watched demo, on a real server without a worker."""
+
+import json
+
+import pytest
+import redis
+
+from headrace_broker.client import Client
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import queue_lists, queue_name
+from headrace_broker.registry import register_model
+from headrace_workers.steady_load import TENANTS, SteadyLoad
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def load(redis_server: EmbeddedServer, redis_client: "redis.Redis", said: list[str], pauses: list[float]) -> SteadyLoad:
+    register_model(redis_client, "tiny", max_model_len=100, worker="w", seen=1.0)
+    return SteadyLoad(redis_server.url, "tiny", ["why?"], said.append, sleep=pauses.append)
+
+
+def test_requests_of_several_tenants_and_priorities_are_sent_with_a_deadline(
+    load: SteadyLoad, redis_client: "redis.Redis", pauses: list[float], said: list[str]
+) -> None:
+    load.run(stopped=lambda: len(pauses) == 12)
+    found = [json.loads(raw) for key in queue_lists(queue_name("tiny")) for raw in redis_client.lrange(key, 0, -1)]
+    assert len(found) >= 12
+    assert {message["headers"]["tenant"] for message in found} == set(TENANTS)
+    assert {message["properties"]["priority"] for message in found} == {0, 3, 6, 9}
+    assert all(message["headers"]["expires"] for message in found)
+    assert all(0 < seconds < 10 for seconds in pauses)
+    assert said == []
+
+
+def test_a_redis_that_is_away_is_said_and_does_not_end_the_load(
+    load: SteadyLoad, redis_server: EmbeddedServer, pauses: list[float], said: list[str]
+) -> None:
+    redis_server.kill()
+    try:
+        load.run(stopped=lambda: len(pauses) == 2)
+    finally:
+        redis_server.start()
+    assert len(said) == 2
+
+
+def test_requests_can_be_sent_one_lot_at_a_time(load: SteadyLoad, redis_server: EmbeddedServer) -> None:
+    with Client(redis_server.url, model="tiny") as client:
+        assert 1 <= len(load.send(client)) <= 4

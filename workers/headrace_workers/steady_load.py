@@ -1,0 +1,69 @@
+"""`SteadyLoad`: a few requests every few seconds, so that there is something to see in a watched service."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from headrace_broker.client import Client
+from headrace_broker.errors import HeadraceBrokerError
+
+TENANTS = ("acme", "globex")
+_PRIORITIES = (0, 3, 6, 9)
+_CANCELLED_SHARE = 0.05
+_LONGEST_PAUSE_SECONDS = 6.0
+
+
+class SteadyLoad:
+    """Sends requests of two tenants, in all priorities and several lengths, and follows none of them.
+
+    Args:
+        redis_url: the queue.
+        model: served name.
+        questions: asked in random order.
+        progress: told what went wrong, in a sentence.
+        sleep: passes so many seconds.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        model: str,
+        questions: Sequence[str],
+        progress: Callable[[str], None],
+        *,
+        sleep: Callable[[float], object] = time.sleep,
+        seed: int = 0,
+    ) -> None:
+        self._redis_url = redis_url
+        self._model = model
+        self._questions = questions
+        self._progress = progress
+        self._sleep = sleep
+        self._random = random.Random(seed)
+
+    def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Until `stopped`, or for ever. A Redis that is away is said and tried again."""
+        with Client(self._redis_url, model=self._model) as client:
+            while not stopped():
+                try:
+                    self.send(client)
+                except HeadraceBrokerError as error:
+                    self._progress(str(error))
+                self._sleep(self._random.uniform(0.5, _LONGEST_PAUSE_SECONDS))
+
+    def send(self, client: Client) -> list[str]:
+        """One to four requests at once; the ids."""
+        ids = client.submit_many(
+            {
+                "messages": [{"role": "user", "content": self._random.choice(self._questions)}],
+                "sampling_params": {"max_tokens": self._random.choice((16, 48, 96, 160)), "temperature": 0.8},
+                "priority": self._random.choice(_PRIORITIES),
+                "tenant": self._random.choice(TENANTS),
+                "expires": 60,
+            }
+            for _ in range(self._random.randint(1, 4))
+        )
+        for request_id in ids:
+            if self._random.random() < _CANCELLED_SHARE:
+                client.cancel(request_id)
+        return ids

@@ -25,6 +25,7 @@ from headrace_broker.errors import (
     ResultTimeoutError,
     SettingsError,
     StreamExpiredError,
+    TenantQueueFullError,
     TransportConfigurationError,
     UnknownModelError,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "StreamExpiredError",
     "SubmitOptions",
     "SubmitRequest",
+    "TenantQueueFullError",
     "TransportConfigurationError",
     "UnknownModelError",
     "Usage",

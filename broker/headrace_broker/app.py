@@ -75,6 +75,8 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "lease_seconds": settings.lease_seconds,
         "delivery_limit": settings.delivery_limit,
         "tenant_weights": settings.weights,
+        "ageing_seconds": settings.ageing_seconds,
+        "tenant_quota": settings.max_queued_requests_per_tenant,
         # kombu's timer for restoring messages drives our reaping
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,

@@ -20,13 +20,14 @@ from headrace_broker.errors import (
     QueueFullError,
     QueueUnavailableError,
     ResultTimeoutError,
+    TenantQueueFullError,
     UnknownModelError,
 )
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import queue_name, result_key, stream_key
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.queue_levels import QueueLevelReader, retry_after
+from headrace_broker.queue_levels import QueueLevelReader, read_tenant_level, retry_after
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
@@ -106,7 +107,7 @@ class Client:
 
         Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
         everything that is wrong, UnknownModelError for a model that nobody serves, QueueFullError where the settings
-        bound the queue and it is full.
+        bound the queue and it is full, or TenantQueueFullError, which is one, where the tenant's part of it is.
         """
         request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
         submission = prepare(request, default_model=self._model)
@@ -238,15 +239,22 @@ class Client:
 
     def _require_room(self, submissions: Iterable[Submission]) -> None:
         """Clients that submit in the same moment may together exceed the bound by what each of them sends."""
-        limit = self.settings.max_queued_requests
-        if not limit:
-            return
-        for model, count in Counter(submission.model for submission in submissions).items():
-            queue = queue_name(model)
-            levels = self._levels.read([queue])[queue]
-            excess = levels.num_ready + count - limit
-            if excess > 0:
-                raise QueueFullError(model, levels.num_ready, limit, retry_after(levels, excess))
+        submissions = list(submissions)
+        limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
+        if limit:
+            for model, count in Counter(submission.model for submission in submissions).items():
+                queue = queue_name(model)
+                levels = self._levels.read([queue])[queue]
+                excess = levels.num_ready + count - limit
+                if excess > 0:
+                    raise QueueFullError(model, levels.num_ready, limit, retry_after(levels, excess))
+        if quota:
+            tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
+            for (model, tenant), count in tenants.items():
+                level = read_tenant_level(self._redis, queue_name(model), tenant, of_interest=quota - count + 1)
+                excess = level.num_ready + count - quota
+                if excess > 0:
+                    raise TenantQueueFullError(model, tenant, level.num_ready, quota, retry_after(level, excess))
 
     def _publish(self, producer: Any, submission: Submission) -> None:
         # Celery's own send_task would also subscribe this process to every result, for as long as it lives.

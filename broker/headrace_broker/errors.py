@@ -49,6 +49,17 @@ class QueueFullError(HeadraceBrokerError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class TenantQueueFullError(QueueFullError):
+    """The queue holds as many requests of this tenant as it may, and nothing was sent. `tenant` is '' for none."""
+
+    def __init__(self, model: str, tenant: str, queued: int, limit: int, retry_after_seconds: float | None) -> None:
+        super().__init__(model, queued, limit, retry_after_seconds)
+        when = "later" if retry_after_seconds is None else f"in about {retry_after_seconds:.0f} s"
+        whose = f"of tenant {tenant!r}" if tenant else "that name no tenant"
+        self.args = (f"the queue of {model} holds {queued} of at most {limit} requests {whose}; try {when}",)
+        self.tenant = tenant
+
+
 class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
     """The Redis server could not be reached, or refused the operation."""
 

@@ -15,10 +15,18 @@ class FairShare:
     """What an operator says about tenants. A tenant without a weight has 1."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    ageing_seconds: float = 0.0
+    """A message that has waited so long counts one priority step better, and so on; 0 never."""
+    quota: int = 0
+    """Messages of one tenant that may wait in a queue; what comes beyond is refused. 0 sets no bound."""
 
     def packed(self) -> bytes:
         """For the scripts."""
-        policy: dict[str, Any] = {"weights": dict(self.weights)}
+        policy: dict[str, Any] = {
+            "weights": dict(self.weights),
+            "ageing_seconds": self.ageing_seconds,
+            "quota": self.quota,
+        }
         packed: bytes = msgpack.packb(policy)
         return packed
 

@@ -47,6 +47,11 @@ def sorted_ids_key(list_name: str) -> str:
     return f"{READY_PREFIX}ids:{list_name}"
 
 
+def tenant_ids_key(list_name: str, tenant: str) -> str:
+    """Of these, the messages of one tenant."""
+    return f"{READY_PREFIX}of:{list_name}\x06{tenant}"
+
+
 def waiting_key(queue: str) -> str:
     """How many sorted messages of each tenant wait in this queue."""
     return f"{READY_PREFIX}waiting:{queue}"

@@ -45,7 +45,9 @@ _KEYS: Final = (
 )
 _REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
-_FETCH_ROUNDS: Final = 30
+_REFUSED_AT_ONCE: Final = 100
+"""Messages over a quota that one fetch hands out, about; each is some work for the worker."""
+_SORT_ROUNDS: Final = 30
 """Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 
 
@@ -57,6 +59,8 @@ class LeasedMessage:
     list_name: str
     body: bytes = field(repr=False)
     deliveries: int  # 1 the first time
+    over_quota: int = 0
+    """The quota, where its tenant has too many messages in the queue and this one is only to be refused; else 0."""
 
 
 class Leases:
@@ -107,24 +111,26 @@ class Leases:
     def fetch(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
         """Leases up to `count` messages from the first lists that have any. Redis's errors pass through.
 
-        All that has arrived is sorted first, so that a tenant's message is seen behind any number of another's. If the
-        reply is lost, the messages come back when the lease has run out.
+        All that has arrived is sorted first, so that a tenant's message is seen behind any number of another's. What is
+        over a tenant's quota comes beside the others and needs no room. If the reply is lost, the messages come back
+        when the lease has run out.
         """
         self._renew_if_late()
         messages: list[LeasedMessage] = []
-        for rounds_left in reversed(range(_FETCH_ROUNDS)):
+        unsorted, rounds_left = 1, _SORT_ROUNDS
+        while unsorted:
+            is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE
+            rounds_left -= 1
             leased, exhausted, unsorted = self._fetch(
                 keys=[*_KEYS, *lists],
-                args=[count, self.owner, self.lease_seconds, self.delivery_limit, self._policy, int(not rounds_left)],
+                args=[count, self.owner, self.lease_seconds, self.delivery_limit, self._policy, int(is_to_sort)],
             )
             for list_name, body, deliveries in exhausted:
                 self._report_dead(DeadLetter(DELIVERY_LIMIT, list_name.decode(), deliveries, body))
             messages += [
-                LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries)
-                for lease_id, list_name, body, deliveries in leased
+                LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, over_quota)
+                for lease_id, list_name, body, deliveries, over_quota in leased
             ]
-            if not unsorted:
-                break
         for message in messages:
             self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
             self._drop_lost(message.lease_id)
@@ -257,4 +263,4 @@ class Leases:
 
 
 def _lease_lua(name: str) -> str:
-    return lua(f"lease_{name}", prelude=("lease_prelude", "ready_prelude"))
+    return lua(f"lease_{name}", prelude=("lease_prelude", "ready_prelude", "tenant_prelude"))

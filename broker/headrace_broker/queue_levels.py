@@ -17,6 +17,8 @@ from headrace_broker.keys import (
     PRIORITY_STEPS,
     queue_lists,
     sorted_ids_key,
+    tenant_ids_key,
+    waiting_key,
 )
 from headrace_broker.scripts import lua
 
@@ -51,6 +53,15 @@ class QueueLevels:
     @property
     def num_dead(self) -> int:
         return sum(self.dead.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLevel:
+    """One tenant's messages in one queue at one moment."""
+
+    num_ready: int
+    oldest_age_seconds: float | None
+    """Since the message that has waited longest was sorted, by Redis's clock; None where none is sorted."""
 
 
 @dataclass(slots=True)
@@ -105,6 +116,25 @@ class QueueLevelReader:
         return levels
 
 
+def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> TenantLevel:
+    """How many messages of the tenant wait; '' is the tenant of those that name none. Redis's errors pass through.
+
+    Exact up to the count `of_interest`, as long as no more than a thousand messages are unsorted.
+    """
+    lists = queue_lists(queue)
+    keys = [waiting_key(queue), *(key for name in lists for key in (name, tenant_ids_key(name, tenant)))]
+    script = lua("tenant_level", prelude="tenant_prelude")
+    reply: Any = client.eval_ro(script, len(keys), *keys, tenant, str(of_interest))
+    count, since, now = reply
+    return TenantLevel(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None)
+
+
+def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
+    """Sorted messages that wait, by tenant; at most some more than a thousand tenants. Redis's errors pass through."""
+    found: Any = client.zrange(waiting_key(queue), 0, -1, withscores=True)
+    return {tenant.decode(errors="replace"): int(count) for tenant, count in found}
+
+
 def _by_queue(dead: Sequence[Any]) -> dict[str, Counter[str]]:
     by_queue: dict[str, Counter[str]] = {}
     for name, reason, count in _triples(dead):
@@ -130,7 +160,7 @@ def _oldest_age(now: float, enqueue_times: Iterable[bytes]) -> float | None:
     return max(ages, default=None)
 
 
-def retry_after(levels: QueueLevels, excess: int) -> float | None:
+def retry_after(levels: "QueueLevels | TenantLevel", excess: int) -> float | None:
     """Estimates in how many seconds `excess` requests will have left the queue; None where nothing tells.
 
     Little's law: a queue whose first request waited `oldest_age_seconds` behind as many as now wait behind it moves

@@ -16,6 +16,7 @@ ErrorCode: TypeAlias = Literal[
     "cancelled",
     "expired",
     "dead_letter",
+    "quota_exceeded",
 ]
 
 

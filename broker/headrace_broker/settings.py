@@ -28,6 +28,10 @@ class BrokerSettings:
     """A message is handed to workers so often before it becomes a dead letter."""
     max_queued_requests: int = 0
     """Clients refuse to submit to a queue that holds so many already; 0 sets no bound."""
+    max_queued_requests_per_tenant: int = 0
+    """The same for the requests of one tenant in a queue; workers refuse what other producers send beyond it."""
+    ageing_seconds: float = 120.0
+    """A request that waits so long counts one priority step better (9, 6, 3, 0), and again after as long; 0 never."""
     tenant_weights: str = ""
     """`acme=4,beta=0.5`: shares of a queue, in tokens, that workers give to these tenants; 1 to all others."""
 
@@ -37,6 +41,8 @@ class BrokerSettings:
         _check_range("result_ttl_seconds", self.result_ttl_seconds, 1, 30 * 86400)
         _check_range("delivery_limit", self.delivery_limit, 1, 1000)
         _check_range("max_queued_requests", self.max_queued_requests, 0, 10**9)
+        _check_range("max_queued_requests_per_tenant", self.max_queued_requests_per_tenant, 0, 10**9)
+        _check_range("ageing_seconds", self.ageing_seconds, 0, 30 * 86400)
         try:
             parse_weights(self.tenant_weights)
         except ValueError as error:

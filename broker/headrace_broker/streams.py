@@ -133,6 +133,7 @@ class StreamWriter:
     """
 
     def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
+        self._client: Final = client
         self._ttl_seconds: Final = ttl_seconds
         self._claim: Final = client.register_script(lua("stream_claim", prelude="stream_prelude"))
         self._publish: Final = client.register_script(lua("stream_publish", prelude="stream_prelude"))
@@ -171,6 +172,10 @@ class StreamWriter:
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
             outcomes.setdefault(attempts[position], WriteOutcome(outcome.decode()))
         return outcomes
+
+    def exists(self, request_id: str) -> bool:
+        """Whether somebody has begun the request, or ended it. Redis's errors pass through."""
+        return bool(self._client.exists(stream_key(request_id)))
 
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None) -> bool:
         """Ends a stream that this worker never claimed, or that is no longer its own. False where it had ended."""

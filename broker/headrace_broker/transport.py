@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 _REFUSED_SECONDS: Final = 1.0
 """How long a server that refuses commands, being out of memory or read-only, is left alone."""
 
+OVER_QUOTA: Final = "headrace_over_quota"
+"""In a message's delivery_info: the quota, where the message is over it and only to be refused, or 0."""
+
 _COMMAND_TIMEOUT: Final = 5.0
 _DEFAULT_CREDIT: Final = 16
 
@@ -58,7 +61,7 @@ class LeaseRegistry:
                 client,
                 lease_seconds=channel.lease_seconds,
                 delivery_limit=channel.delivery_limit,
-                fair_share=FairShare(channel.tenant_weights),
+                fair_share=FairShare(channel.tenant_weights, channel.ageing_seconds, channel.tenant_quota),
             )
         return self._leases[database]
 
@@ -126,12 +129,16 @@ class Channel(kombu_redis.Channel):
     delivery_limit = 5
     lease_queues: tuple[str, ...] = ()
     tenant_weights: Mapping[str, float] = MappingProxyType({})
+    ageing_seconds = 0.0
+    tenant_quota = 0
     from_transport_options = (
         *kombu_redis.Channel.from_transport_options,
         "lease_seconds",
         "delivery_limit",
         "lease_queues",
         "tenant_weights",
+        "ageing_seconds",
+        "tenant_quota",
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -319,6 +326,7 @@ class Channel(kombu_redis.Channel):
         # The tag that the producer chose may be anyone's; the lease's is unique among the messages in flight.
         properties["delivery_tag"] = message.lease_id
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
+        properties["delivery_info"][OVER_QUOTA] = message.over_quota
         self.Message(payload, channel=self)
         if not isinstance(payload["headers"], dict):
             raise TypeError("headers must be a map")

@@ -167,6 +167,11 @@ class Dispatcher:
             celery_request.postpone(incoming.delay)
             return
         try:
+            if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
+                raise RefusedError(
+                    "quota_exceeded",
+                    f"the queue holds {incoming.over_quota} requests of this tenant, which is as many as it may",
+                )
             self._start(incoming, self._intake, celery_request, run_task)
         except RefusedError as refusal:
             self.settlement.refuse(incoming, refusal.error, celery_request, run_task)

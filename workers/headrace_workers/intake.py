@@ -46,6 +46,8 @@ class Incoming:
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
     tenant: str | None
+    over_quota: int
+    """The quota, where the tenant has too many requests in the queue and this one is to be refused; else 0."""
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
@@ -68,6 +70,7 @@ class Incoming:
             enqueued_at=_unix_time(headers.get("enqueued_at")),
             trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
             tenant=headers["tenant"] if isinstance(headers.get("tenant"), str) else None,
+            over_quota=celery_request.over_quota,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
             delay=_delay(celery_request.eta),
         )

@@ -9,6 +9,7 @@ from celery.worker.request import Request
 from celery.worker.state import task_ready
 
 from headrace_broker.messages import TASK_NAME
+from headrace_broker.transport import OVER_QUOTA
 
 if TYPE_CHECKING:
     from headrace_workers.dispatcher import Dispatcher
@@ -43,6 +44,12 @@ class EngineRequest(Request):
     @property
     def lease_id(self) -> str:
         return self._message.delivery_tag
+
+    @property
+    def over_quota(self) -> int:
+        """The quota, where the tenant has too many requests in the queue and this one is to be refused; else 0."""
+        quota: int = self._message.delivery_info.get(OVER_QUOTA, 0)
+        return quota
 
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""

@@ -1,30 +1,43 @@
 -- Sorts what has arrived, then takes messages in fair order and leases them, all in one step, so that none is ever in
 -- nobody's hands. KEYS: the lease keys, then the lists in the order in which they are served.
--- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights), 1 to take messages though
--- some are unsorted.
--- Returns {{id, list, body, deliveries}, ...} of the leased, {{list, body, deliveries}, ...} of the exhausted, and how
--- many are unsorted: where there are any, nothing was taken.
+-- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota), 1 to
+-- sort first.
+-- Returns {{id, list, body, deliveries, the quota if it was over that or 0}, ...} of the leased, {{list, body,
+-- deliveries}, ...} of the exhausted, and how many are unsorted: where it was to sort and there are any, none was taken
+-- but those over their tenant's quota, which come beside those asked for.
 local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local policy, take_anyway = cmsgpack.unpack(ARGV[5]), ARGV[6] == '1'
+local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] == '1'
 local FIRST_LIST = 9
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 4 * 1024 * 1024
-local LONGEST_HEADERS, LONGEST_TENANT = 256 * 1024, 800
+local ages_left = 100
 
 local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
-local leased, exhausted = {}, {}
+local leased, exhausted, num_refused = {}, {}, 0
 
--- Who sent the message; '' where it does not say, or says nonsense. Only what begins with its headers is decoded: the
--- pattern cannot match inside a string of the message, where its quotes would be escaped.
-local function tenant_of(body)
-  local at = string.find(body, '"headers":', 1, true)
-  if not at or #body - at > LONGEST_HEADERS then return '' end
-  local readable, tail = pcall(cjson.decode, '{' .. string.sub(body, at))
-  local headers = readable and tail.headers
-  local tenant = type(headers) == 'table' and headers.tenant
-  if type(tenant) ~= 'string' or #tenant > LONGEST_TENANT or string.find(tenant, '%c') then return '' end
-  return tenant
+-- Counts one more delivery. False if there were too many, and the message is buried.
+local function deliver(id, record, body)
+  local deliveries = redis.call('HINCRBY', DELIVERIES, id, 1)
+  if deliveries <= limit then
+    grant(id, owner, record.list, seconds)
+    return deliveries
+  end
+  forget(id)
+  redis.call('HDEL', DELIVERIES, id)
+  bury(body, record.list, limit, 'delivery limit')
+  exhausted[#exhausted + 1] = {record.list, body, limit}
+  return false
+end
+
+-- Its tenant has too many messages in the queue: a worker is to say so, and holds it until then.
+local function refuse(id, record, body)
+  record.refused = true
+  keep(id, record)
+  local deliveries = deliver(id, record, body)
+  if not deliveries then return end
+  num_refused = num_refused + 1
+  leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota}
 end
 
 local function sort(list)
@@ -42,12 +55,34 @@ local function sort(list)
       since = since and since + 1
         or math.max(microseconds, (redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2] or 0) + 1)
       local tenant = tenant_of(body)
-      local queued = redis.call('ZSCORE', waiting, tenant)
+      local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
       local record = {list = list, level = list, tenant = tenant, since = since}
       redis.call('HSET', BODIES, id, body)
+      if policy.quota > 0 and (queued or 0) >= policy.quota then
+        refuse(id, record, body)
+      else
+        keep(id, record)
+        enter(id, record)
+      end
+    end
+  end
+end
+
+-- A message that has waited so long counts at the next better level.
+local function age(level, better)
+  local step = policy.ageing_seconds * 1000000
+  local aged = redis.call('ZRANGEBYSCORE', ids_at(level), '-inf', microseconds - step, 'LIMIT', 0, ages_left)
+  ages_left = ages_left - #aged
+  for _, id in ipairs(aged) do
+    local record = record_of(id)
+    if record then
+      leave(id, record)
+      record.level, record.since = better, record.since + step
       keep(id, record)
       enter(id, record)
+    else -- somebody has deleted keys by hand
+      redis.call('ZREM', ids_at(level), id)
     end
   end
 end
@@ -59,30 +94,31 @@ local function take(id, record, start)
     forget(id)
     return
   end
-  local deliveries = redis.call('HINCRBY', DELIVERIES, id, 1)
-  if deliveries > limit then
-    forget(id)
-    redis.call('HDEL', DELIVERIES, id)
-    bury(body, record.list, limit, 'delivery limit')
-    exhausted[#exhausted + 1] = {record.list, body, limit}
-    return
-  end
+  local deliveries = deliver(id, record, body)
+  if not deliveries then return end
   charge(id, record, start, policy.weights[record.tenant] or 1)
-  grant(id, owner, record.list, seconds)
-  leased[#leased + 1] = {id, record.list, body, deliveries}
+  leased[#leased + 1] = {id, record.list, body, deliveries, 0}
 end
 
 local unsorted = 0
-for i = FIRST_LIST, #KEYS do
-  sort(KEYS[i])
-  unsorted = unsorted + redis.call('LLEN', KEYS[i])
+if is_to_sort then
+  local better = {}
+  for i = FIRST_LIST, #KEYS do
+    local list, queue = KEYS[i], queue_of(KEYS[i])
+    sort(list)
+    unsorted = unsorted + redis.call('LLEN', list)
+    better[i], better[queue] = better[queue], list
+  end
+  for i = #KEYS, FIRST_LIST, -1 do -- the worst first, so that what waits for long takes all its steps at once
+    if better[i] and policy.ageing_seconds > 0 and ages_left > 0 then age(KEYS[i], better[i]) end
+  end
 end
 
-if unsorted == 0 or take_anyway then
+if unsorted == 0 then
   local tries_left = wanted + 100
   for i = FIRST_LIST, #KEYS do
     local level = KEYS[i]
-    while #leased < wanted and tries_left > 0 do
+    while #leased - num_refused < wanted and tries_left > 0 do
       local least = redis.call('ZRANGE', tenants_at(level), 0, 0, 'WITHSCORES')
       local tenant, start = least[1], tonumber(least[2])
       if not tenant then break end

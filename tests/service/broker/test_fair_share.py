@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from kombu import Connection, Producer
 
 from headrace_broker.app import LEASE_TRANSPORT
+from headrace_broker.client import Client
 from headrace_broker.dead_letters import dead_letters
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import QueueFullError, TenantQueueFullError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import LEASES_KEY, bell_key, queue_lists, sorted_ids_key, waiting_key
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.settings import BrokerSettings
 
 pytestmark = pytest.mark.redis
 
@@ -335,6 +338,125 @@ def test_the_bell_has_a_token_exactly_while_sorted_messages_wait(
     assert redis_client.llen(bell_key(QUEUE)) == 1
     take(leases, 2)
     assert redis_client.llen(bell_key(QUEUE)) == 0
+
+
+def test_what_waits_for_long_is_served_under_an_unending_load_of_better_priority(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=0.001)
+    push(redis_client, "a", ["patient"], step=3)
+    for number in range(10_000):
+        push(redis_client, "a", [f"urgent {number}"])
+        push(redis_client, "b", [f"pressing {number}"])
+        (message,) = take(leases)
+        if name_of(message) == "patient":
+            assert message.list_name == LISTS[3]
+            break
+    else:
+        pytest.fail("it starved")
+
+
+def test_nothing_ages_before_its_time_or_where_ageing_is_off(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a", ["patient"], step=3)
+    push(redis_client, "a", numbered("u", 20))
+    for leases in (make_leases(ageing_seconds=3600), make_leases()):
+        assert all(name.startswith("u") for name in names(take(leases, 10)))
+
+
+def test_a_message_that_has_aged_comes_behind_those_that_waited_as_long_where_it_is_now(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    aged = make_leases(ageing_seconds=1e-6)
+    push(redis_client, "a", ["low"], step=1)
+    push(redis_client, "a", ["high"])
+    aged.fetch(LISTS, 0)
+    aged.fetch(LISTS, 0)
+    levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
+    assert dict(levels.ready) == {0: 2, 3: 0, 6: 0, 9: 0}
+    assert sorted(names(take(aged, 2))) == ["high", "low"]
+    assert redis_client.llen(bell_key(QUEUE)) == 0
+
+
+def test_an_aged_message_that_goes_back_keeps_what_it_has_gained(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, "a", ["low"], step=1)
+    aged = make_leases(ageing_seconds=1e-6)
+    aged.fetch(LISTS, 0)
+    (message,) = take(aged)
+    aged.release(message.lease_id)
+    push(redis_client, "a", ["high"])
+    assert names(take(make_leases(), 2)) == ["low", "high"]
+
+
+def test_what_is_over_a_tenants_quota_is_handed_out_to_be_refused(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(quota=3)
+    push(redis_client, "greedy", numbered("g", 5), step=1)
+    push(redis_client, "modest", ["m0"])
+    taken = {name_of(message): message.over_quota for message in take(leases)}
+    assert taken == {"m0": 0, "g3": 3, "g4": 3}
+    push(redis_client, "greedy", ["g5"])
+    assert {name_of(message): message.over_quota for message in take(leases)} == {"g5": 3, "g0": 0}
+    push(redis_client, "greedy", ["g6"])
+    assert names(take(leases, 9)) == ["g6", "g1", "g2"]
+
+
+def test_a_refusal_that_no_worker_lived_to_say_is_judged_again(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    dying, other = make_leases(quota=1), make_leases(quota=1)
+    push(redis_client, "a", ["a0", "a1"])
+    assert [message.over_quota for message in dying.fetch(LISTS, 0)] == [1]
+    for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
+        redis_client.zadd(LEASES_KEY, {lease_id: 1})
+    assert other.reap() == 1
+    assert [(name_of(m), m.over_quota) for m in take(other, 0)] == [("a1", 1)]
+    assert names(take(other)) == ["a0"]
+    for lease_id in other.held():
+        other.ack(lease_id)
+    assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
+
+
+def test_a_flood_over_a_quota_does_not_bury_a_worker_or_keep_others_waiting(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(quota=1)
+    push(redis_client, "modest", ["m0"])
+    redis_client.lpush(QUEUE, *[envelope(str(number), "flood") for number in range(1000)])
+    messages = take(leases, 2)
+    assert len(messages) <= 202
+    assert "m0" in names(messages)
+    assert redis_client.llen(QUEUE) > 700
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer) -> Iterator[Client]:
+    settings = BrokerSettings(redis_server.url, max_queued_requests_per_tenant=3)
+    with Client(settings, model="m", check_model=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_a_client_refuses_at_the_door_what_is_over_its_tenants_quota(
+    client: Client, make_leases: Callable[..., Leases], redis_client: "redis.Redis", is_sorted: bool
+) -> None:
+    client.submit_many([{"prompt": "x", "tenant": "béta", "priority": priority} for priority in (0, 9, 5)])
+    client.submit("x")
+    if is_sorted:
+        make_leases().fetch(LISTS, 0)
+    with pytest.raises(TenantQueueFullError, match="holds 3 of at most 3 requests of tenant 'béta'") as full:
+        client.submit("x", tenant="béta")
+    assert isinstance(full.value, QueueFullError)
+    assert (full.value.retry_after_seconds is not None) == is_sorted
+    client.submit("x", tenant="other")
+    with pytest.raises(TenantQueueFullError, match="requests that name no tenant"):
+        client.submit_many([{"prompt": "x"}] * 3)
+    take(make_leases(), 10)
+    client.submit("x", tenant="béta")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import yaml
 from headrace_broker.client import Client
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.settings import BrokerSettings
 from headrace_workers.exporter import Exporter
 from service.servers import EVERY_PROGRAM, make_server
 from service.workers.conftest import model_folder
@@ -63,7 +64,8 @@ def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
     service = Service(server, model_folder, tmp_path, url=url_of(server, "admin"))
     try:
         worker = service.start_worker(redis_url=url_of(server, "worker")).wait_ready()
-        with Client(url_of(server, "client"), model="tiny") as client:
+        settings = BrokerSettings(url_of(server, "client"), max_queued_requests=9, max_queued_requests_per_tenant=9)
+        with Client(settings, model="tiny") as client:
             request_id = client.submit("the wheel", {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True})
             assert sum(len(chunk.token_ids) for chunk in client.stream(request_id, timeout=30)) == 4
             assert client.result(request_id, timeout=30).usage is not None

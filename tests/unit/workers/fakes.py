@@ -201,6 +201,7 @@ class FakeCeleryRequest:
         self.fate: list[str] = []
         self.burial: str | None = None
         self.tokens: int | None = None
+        self.over_quota: int = headers.pop("over_quota", 0)
 
     def on_accepted(self, pid: int, at: float) -> None:
         self.fate.append("accepted")
@@ -269,6 +270,10 @@ class FakeRedis:
 
     def hset(self, *_: Any) -> None:
         self.check()
+
+    def exists(self, key: str) -> int:
+        self.check()
+        return int(key in self.streams)
 
     def delete(self, key: str) -> None:
         self.check()

@@ -132,6 +132,31 @@ def test_a_claim_that_redis_does_not_take_goes_back_and_nothing_is_fetched_for_a
     desk.assert_idle()
 
 
+def test_a_message_over_its_tenants_quota_is_refused_and_costs_nothing(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest(over_quota=7))
+    desk.assert_idle()
+    assert desk.results["r1"]["error"]["code"] == "quota_exceeded"
+    assert "holds 7 requests" in desk.redis.end("r1")["error"]["message"]
+    assert request.tokens == 0
+
+
+def test_a_copy_over_the_quota_does_not_end_the_request_that_runs(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.accept(FakeCeleryRequest(lease_id="l2", over_quota=7))
+    desk.generate(14, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.results["r1"]["error"] is None
+
+
+def test_a_copy_over_the_quota_goes_on_with_what_another_worker_has_begun(desk: Desk) -> None:
+    desk.redis.streams["headrace:stream:r1"] = [(1, 0, "start", {"worker": "another"})]
+    desk.accept(FakeCeleryRequest(over_quota=7))
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.results["r1"]["error"] is None
+
+
 def test_a_start_that_fails_halfway_is_answered_and_leaves_nothing_behind(desk: Desk) -> None:
     desk.engine.send_error = RuntimeError("unforeseen")
     desk.accept(FakeCeleryRequest(expires=datetime.now(UTC) + timedelta(seconds=60)))

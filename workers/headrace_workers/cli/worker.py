@@ -57,6 +57,18 @@ from headrace_workers import default_model
 @click.option("--metrics-port", type=int, metavar="PORT", help="Its port, 0 for a free one [default: 9464].")
 @click.option("--tenants", metavar="A,B", help="Tenants with metrics of their own; all others count together.")
 @click.option("--tenant-weights", metavar="A=4,B=2", help="Shares of the queue, by tokens [default: 1 for everybody].")
+@click.option(
+    "--max-queued-requests-per-tenant",
+    type=int,
+    metavar="N",
+    help="Requests of a tenant that may wait; more are refused [default: no limit].",
+)
+@click.option(
+    "--ageing-seconds",
+    type=float,
+    metavar="S",
+    help="Waiting so long is worth one priority step, 0: nothing [default: 120].",
+)
 @click.option("--tracing", is_flag=True, default=None, help="Export a trace of each request by OpenTelemetry's OTLP.")
 @click.option("--grace-seconds", type=float, metavar="S", help="Time for running requests after SIGTERM [default: 30].")
 @click.option(

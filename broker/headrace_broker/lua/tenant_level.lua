@@ -1,0 +1,31 @@
+-- How many messages of one tenant wait in a queue, read and nothing written. KEYS: the tenants that wait in the queue; then
+-- each of its lists with the tenant's sorted messages of that level. ARGV: the tenant, the count that is of interest.
+-- Returns {count, microseconds since when the longest of those that are sorted waits, or '', microseconds now}.
+-- Unsorted messages are looked at only where the count may be reached with them, and a thousand at most.
+local tenant, of_interest = ARGV[1], tonumber(ARGV[2])
+local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
+
+local count, unsorted, oldest = tonumber(redis.call('ZSCORE', KEYS[1], tenant) or 0), 0, nil
+for i = 2, #KEYS, 2 do
+  unsorted = unsorted + redis.call('LLEN', KEYS[i])
+  local since = tonumber(redis.call('ZRANGE', KEYS[i + 1], 0, 0, 'WITHSCORES')[2] or nil)
+  if since and since < (oldest or math.huge) then oldest = since end
+end
+
+if count + unsorted >= of_interest then
+  local left, bytes_left = LOOKED_AT, LOOKED_AT_BYTES
+  for i = 2, #KEYS, 2 do
+    local last = -1
+    while left > 0 and bytes_left > 0 do
+      local bodies = redis.call('LRANGE', KEYS[i], last - CHUNK + 1, last)
+      if #bodies == 0 then break end
+      for _, body in ipairs(bodies) do
+        bytes_left = bytes_left - #body
+        if tenant_of(body) == tenant then count = count + 1 end
+      end
+      left, last = left - #bodies, last - CHUNK
+    end
+  end
+end
+local time = redis.call('TIME')
+return {count, oldest and string.format('%.0f', oldest) or '', string.format('%.0f', time[1] * 1000000 + time[2])}

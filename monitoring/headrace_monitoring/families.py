@@ -173,6 +173,9 @@ class TenantFamilies:
             "Prompt tokens of finished requests and tokens generated for them, by tenant.",
             {"tenant": tenants, "kind": labels.TENANT_TOKENS},
         )
+        self.queued = make.gauges(
+            "tenant_queued_messages", "Ready messages that a worker has sorted, by tenant.", "tenant", tenants
+        )
         self.queue_wait = make.histograms(
             "tenant_queue_wait_seconds",
             "Time from the enqueue of a message until a worker took it, by tenant.",

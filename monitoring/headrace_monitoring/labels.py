@@ -33,7 +33,7 @@ OTHER = "other"
 # of a request that names no tenant
 NO_TENANT = "none"
 MAX_TENANTS = 200
-"""Each tenant is 18 series of every worker."""
+"""Each tenant is 19 series of every worker."""
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,14 @@ class Metrics:
             self._queue.messages[state].set(count)
         self._queue.oldest_age.set(_elapsed(oldest_age_seconds) or 0.0)
 
+    def tenants_queued(self, counts: Mapping[str, int]) -> None:
+        """Ready messages by tenant, read from Redis; '' is the tenant of those that name none."""
+        totals = dict.fromkeys(self._tenants.queued, 0)
+        for name, count in counts.items():
+            totals[self._tenant(name or None)] += count
+        for value, total in totals.items():
+            self._tenants.queued[value].set(total)
+
     # Requests
 
     def request_started(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard as sdk
 
-from headrace_monitoring.dashboards.expressions import mean, quantile, rate
+from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate
 from headrace_monitoring.dashboards.panels import Panel, build, graph
 
 
@@ -45,7 +45,15 @@ def _share() -> list[Panel]:
 
 def _service() -> list[Panel]:
     failed = rate("tenant_requests_total", "tenant", ',outcome!~"stop|length"')
+    queued = queue_level("tenant_queued_messages", "queue, tenant")
     return [
+        graph(
+            "Waiting messages by tenant",
+            "Messages in the queue, without those that no worker has sorted yet.",
+            "none",
+            [(f"sum by (tenant) ({queued})", "{{tenant}}")],
+            stacked=True,
+        ),
         graph(
             "Queue wait by tenant, p95",
             "From enqueue until a worker took the message.",

@@ -291,7 +291,7 @@ def test_fifty_tenants_are_scraped_in_a_fraction_of_the_time_allowed_and_within_
     none = Metrics(model="m", queue="q")
     fifty = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=tuple(f"tenant-{i}" for i in range(50))))
     assert len(Scrape(none).samples) <= 600
-    assert len(Scrape(fifty).samples) - len(Scrape(none).samples) == 18 * 50
+    assert len(Scrape(fifty).samples) - len(Scrape(none).samples) == 19 * 50
     for form in ExpositionFormat:
         assert fastest(lambda form=form: fifty.exposition(form)) < 0.02
 
@@ -304,3 +304,14 @@ def test_the_model_is_described_as_the_engine_loaded_it(metrics: Metrics) -> Non
 def test_lost_leases_are_counted(metrics: Metrics) -> None:
     metrics.lease_lost()
     assert Scrape(metrics).value("headrace_leases_lost_total", queue="headrace.tiny") == 1
+
+
+def test_queued_messages_are_counted_for_named_tenants_and_the_others_together() -> None:
+    metrics = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=("acme", "beta")))
+    metrics.tenants_queued({"acme": 3, "stranger": 4, "foreigner": 1, "": 2})
+    scrape = Scrape(metrics)
+    found = {
+        tenant: scrape.value("headrace_tenant_queued_messages", tenant=tenant)
+        for tenant in ("acme", "beta", "other", "none")
+    }
+    assert found == {"acme": 3, "beta": 0, "other": 5, "none": 2}

@@ -76,6 +76,7 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "delivery_limit": settings.delivery_limit,
         "tenant_weights": settings.weights,
         "ageing_seconds": settings.ageing_seconds,
+        "prefix_affinity": settings.prefix_affinity,
         "tenant_quota": settings.max_queued_requests_per_tenant,
         # kombu's timer for restoring messages drives our reaping
         "unacked_restore_interval": 1,

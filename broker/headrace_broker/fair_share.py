@@ -1,6 +1,6 @@
 """`FairShare`: how a worker shares its queues among tenants. The scripts of `leases.py` do the sharing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,12 +20,16 @@ class FairShare:
     quota: int = 0
     """Messages of one tenant that may wait in a queue; what comes beyond is refused. 0 sets no bound."""
 
-    def packed(self) -> bytes:
-        """For the scripts."""
+    prefix_affinity: bool = False
+    """Of the tenant that is due, take first what begins as a prompt that this worker has had lately."""
+
+    def packed(self, prefixes: Iterable[str] = ()) -> bytes:
+        """For the scripts; `prefixes` are those that this worker holds."""
         policy: dict[str, Any] = {
             "weights": dict(self.weights),
             "ageing_seconds": self.ageing_seconds,
             "quota": self.quota,
+            **({"prefixes": list(prefixes)} if self.prefix_affinity else {}),
         }
         packed: bytes = msgpack.packb(policy)
         return packed

@@ -47,6 +47,7 @@ _REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
 _REFUSED_AT_ONCE: Final = 100
 """Messages over a quota that one fetch hands out, about; each is some work for the worker."""
+_PREFIXES_KEPT: Final = 64
 _SORT_ROUNDS: Final = 30
 """Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 
@@ -80,7 +81,9 @@ class Leases:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client: Final = client
-        self._policy: Final = (fair_share or FairShare()).packed()
+        self._fair_share: Final = fair_share or FairShare()
+        self._prefixes: Final[dict[str, None]] = {}
+        """Of the latest messages, the newest last."""
         self.lease_seconds: Final = lease_seconds
         self.delivery_limit: Final = delivery_limit
         self.owner: Final = uuid.uuid4().hex
@@ -117,13 +120,14 @@ class Leases:
         """
         self._renew_if_late()
         messages: list[LeasedMessage] = []
+        policy = self._fair_share.packed(self._prefixes)
         unsorted, rounds_left = 1, _SORT_ROUNDS
         while unsorted:
             is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE
             rounds_left -= 1
             leased, exhausted, unsorted = self._fetch(
                 keys=[*_KEYS, *lists],
-                args=[count, self.owner, self.lease_seconds, self.delivery_limit, self._policy, int(is_to_sort)],
+                args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, int(is_to_sort)],
             )
             for list_name, body, deliveries in exhausted:
                 self._report_dead(DeadLetter(DELIVERY_LIMIT, list_name.decode(), deliveries, body))
@@ -146,6 +150,14 @@ class Leases:
     def hold(self, lease_id: str, held: Any) -> None:
         """Renews this lease from now on; `held` is what `on_lost` gets."""
         self._held[lease_id] = held
+
+    def had_prefix(self, prefix: object) -> None:
+        """A message with this `prefix` header has come: others of the same are welcome from now on."""
+        if self._fair_share.prefix_affinity and isinstance(prefix, str):
+            self._prefixes.pop(prefix, None)
+            self._prefixes[prefix] = None
+            while len(self._prefixes) > _PREFIXES_KEPT:
+                del self._prefixes[next(iter(self._prefixes))]
 
     def held(self) -> dict[str, Any]:
         """What is held now, by lease id, in the order of arrival."""

@@ -11,6 +11,10 @@ from headrace_broker.fair_share import parse_weights
 
 DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379/0"
 
+_BOOLEANS: Final = {"true": True, "1": True, "yes": True, "on": True} | dict.fromkeys(
+    ("false", "0", "no", "off"), False
+)
+
 # redis-py's names work everywhere; Celery's documentation uses the names of the ssl module.
 _CERT_REQS: Final = {"CERT_REQUIRED": "required", "CERT_OPTIONAL": "optional", "CERT_NONE": "none"}
 
@@ -32,6 +36,8 @@ class BrokerSettings:
     """The same for the requests of one tenant in a queue; workers refuse what other producers send beyond it."""
     ageing_seconds: float = 120.0
     """A request that waits so long counts one priority step better (9, 6, 3, 0), and again after as long; 0 never."""
+    prefix_affinity: bool = False
+    """A worker prefers, of the tenant that is due, a prompt that begins as one it has had lately."""
     tenant_weights: str = ""
     """`acme=4,beta=0.5`: shares of a queue, in tokens, that workers give to these tenants; 1 to all others."""
 
@@ -71,7 +77,11 @@ class BrokerSettings:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-def _parse(variable: str, text: str, kind: type) -> str | float | int:
+def _parse(variable: str, text: str, kind: type) -> str | float | int | bool:
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise SettingsError(f"{variable} must be true or false, not {text!r}")
+        return _BOOLEANS[text.lower()]
     try:
         return kind(text)
     except ValueError:

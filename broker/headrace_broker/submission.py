@@ -1,5 +1,7 @@
 """What a client sends and how it reads what comes back: everything that the two kinds of client share, free of I/O."""
 
+import hashlib
+import json
 import math
 import re
 import time
@@ -20,6 +22,9 @@ from headrace_broker.value_rules import is_integer, shown
 LOWEST_PRIORITY: Final = 9
 QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
 """How long a cancellation waits for its request, which may be far back in the queue."""
+
+_PREFIX_CHARS: Final = 256
+_PREFIX_TOKENS: Final = 64
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _EXPIRES_LIMIT: Final = timedelta(days=365)
@@ -93,7 +98,7 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     request_id = options.get("request_id") or uuid.uuid4().hex
     if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
         problems.append("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
-    headers: dict[str, Any] = {"enqueued_at": now()}
+    headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}
     for header in ("tenant", "idempotency_key"):
         value = options.get(header)
         if value is not None:
@@ -103,6 +108,23 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     if problems or model is None:
         raise InvalidRequestError(problems)
     return Submission(request, model, request_id, priority, deadline, headers)
+
+
+def prefix_of(request: GenerateRequest, model: object) -> str:
+    """A hash of how the prompt begins: its system message, or else its first characters or tokens.
+
+    Requests that share it probably share blocks of a worker's prefix cache.
+    """
+    beginning: object
+    if request.messages:
+        first = request.messages[0]
+        beginning = first["content"] if first["role"] == "system" else first["content"][:_PREFIX_CHARS]
+    elif request.prompt_token_ids:
+        beginning = request.prompt_token_ids[:_PREFIX_TOKENS]
+    else:
+        beginning = (request.prompt or "")[:_PREFIX_CHARS]
+    parts = json.dumps([str(model), request.lora, beginning])
+    return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
 
 
 def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:

@@ -61,7 +61,9 @@ class LeaseRegistry:
                 client,
                 lease_seconds=channel.lease_seconds,
                 delivery_limit=channel.delivery_limit,
-                fair_share=FairShare(channel.tenant_weights, channel.ageing_seconds, channel.tenant_quota),
+                fair_share=FairShare(
+                    channel.tenant_weights, channel.ageing_seconds, channel.tenant_quota, channel.prefix_affinity
+                ),
             )
         return self._leases[database]
 
@@ -131,6 +133,7 @@ class Channel(kombu_redis.Channel):
     tenant_weights: Mapping[str, float] = MappingProxyType({})
     ageing_seconds = 0.0
     tenant_quota = 0
+    prefix_affinity = False
     from_transport_options = (
         *kombu_redis.Channel.from_transport_options,
         "lease_seconds",
@@ -139,6 +142,7 @@ class Channel(kombu_redis.Channel):
         "tenant_weights",
         "ageing_seconds",
         "tenant_quota",
+        "prefix_affinity",
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -330,6 +334,7 @@ class Channel(kombu_redis.Channel):
         self.Message(payload, channel=self)
         if not isinstance(payload["headers"], dict):
             raise TypeError("headers must be a map")
+        self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload
 
 

@@ -1,7 +1,7 @@
 -- Sorts what has arrived, then takes messages in fair order and leases them, all in one step, so that none is ever in
 -- nobody's hands. KEYS: the lease keys, then the lists in the order in which they are served.
--- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota), 1 to
--- sort first.
+-- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota,
+-- prefixes that this worker holds, or nothing), 1 to sort first.
 -- Returns {{id, list, body, deliveries, the quota if it was over that or 0}, ...} of the leased, {{list, body,
 -- deliveries}, ...} of the exhausted, and how many are unsorted: where it was to sort and there are any, none was taken
 -- but those over their tenant's quota, which come beside those asked for.
@@ -11,6 +11,8 @@ local FIRST_LIST = 9
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 4 * 1024 * 1024
 local ages_left = 100
+-- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
+local LOOKED_AT, MOST_SKIPS = 16, 8
 
 local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
@@ -54,10 +56,10 @@ local function sort(list)
       -- a clock that was set back must not turn the order round
       since = since and since + 1
         or math.max(microseconds, (redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2] or 0) + 1)
-      local tenant = tenant_of(body)
+      local tenant, prefix = tenant_of(body)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
-      local record = {list = list, level = list, tenant = tenant, since = since}
+      local record = {list = list, level = list, tenant = tenant, since = since, prefix = prefix}
       redis.call('HSET', BODIES, id, body)
       if policy.quota > 0 and (queued or 0) >= policy.quota then
         refuse(id, record, body)
@@ -87,6 +89,32 @@ local function age(level, better)
   end
 end
 
+local held_prefixes = policy.prefixes and {}
+for _, prefix in ipairs(policy.prefixes or {}) do held_prefixes[prefix] = true end
+
+local function is_held(record)
+  return record ~= nil and record.prefix ~= nil and held_prefixes[record.prefix] ~= nil
+end
+
+-- The tenant's next message: its id, its record, and the id of the one that it goes before, if any.
+local function choose(level, tenant)
+  local ids = redis.call('ZRANGE', messages_of(level, tenant), 0, held_prefixes and LOOKED_AT - 1 or 0)
+  local id = ids[1]
+  local record = id and record_of(id)
+  if not record or not held_prefixes or is_held(record) or (record.skipped or 0) >= MOST_SKIPS then return id, record end
+  for i = 2, #ids do
+    local other = record_of(ids[i])
+    if is_held(other) then return ids[i], other, id end
+  end
+  return id, record
+end
+
+local function skip(id)
+  local record = record_of(id)
+  record.skipped = (record.skipped or 0) + 1
+  keep(id, record)
+end
+
 local function take(id, record, start)
   local body = redis.call('HGET', BODIES, id)
   leave(id, record)
@@ -96,6 +124,7 @@ local function take(id, record, start)
   end
   local deliveries = deliver(id, record, body)
   if not deliveries then return end
+  if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   charge(id, record, start, policy.weights[record.tenant] or 1)
   leased[#leased + 1] = {id, record.list, body, deliveries, 0}
 end
@@ -123,10 +152,10 @@ if unsorted == 0 then
       local tenant, start = least[1], tonumber(least[2])
       if not tenant then break end
       tries_left = tries_left - 1
-      local id = redis.call('ZRANGE', messages_of(level, tenant), 0, 0)[1]
-      local record = id and record_of(id)
+      local id, record, skipped = choose(level, tenant)
       if record then
         take(id, record, start)
+        if skipped then skip(skipped) end
       elseif id then -- somebody has deleted keys by hand
         leave(id, {level = level, tenant = tenant})
         forget(id)

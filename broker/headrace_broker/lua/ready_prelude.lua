@@ -4,7 +4,8 @@
 -- by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens by its weight, the one with the
 -- least is next, and who comes back from idleness begins at the level's clock, so that nobody can save up.
 -- A record is what is known of a message, waiting or leased: list, level, tenant, since (microseconds: from when on it
--- counts at its level, which is its place), and once it was taken charge and weight.
+-- counts at its level, which is its place), prefix (a hash of its prompt's beginning, where it says) and skipped (how
+-- often affinity went before it), and once it was taken charge and weight.
 
 local READY, SHARE = KEYS[7], KEYS[8]
 local SHARE_SECONDS = 86400

@@ -60,7 +60,8 @@ def queued(client: "redis.Redis", model: str = "m", step: int = 0) -> list[dict[
 
 def shape(message: dict[str, Any]) -> dict[str, Any]:
     """The message without what differs from one message to the next."""
-    headers = {key: value for key, value in message["headers"].items() if key not in ("id", "root_id", "enqueued_at")}
+    changing = ("id", "root_id", "enqueued_at", "prefix")
+    headers = {key: value for key, value in message["headers"].items() if key not in changing}
     properties = {
         key: value
         for key, value in message["properties"].items()

@@ -433,6 +433,64 @@ def test_a_flood_over_a_quota_does_not_bury_a_worker_or_keep_others_waiting(
     assert redis_client.llen(QUEUE) > 700
 
 
+def push_prefixes(client: "redis.Redis", prefixes: Iterable[str]) -> None:
+    for number, prefix in enumerate(prefixes):
+        client.lpush(QUEUE, envelope(f"{prefix}{number}", "a", prefix=prefix))
+
+
+def had(leases: Leases, *prefixes: str) -> Leases:
+    for prefix in prefixes:
+        leases.had_prefix(prefix)
+    return leases
+
+
+def test_workers_prefer_requests_whose_prefix_they_hold(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    one, two = had(make_leases(prefix_affinity=True), "p"), had(make_leases(prefix_affinity=True), "q")
+    push_prefixes(redis_client, "pq" * 6)
+    taken_by_two = [name for _ in range(6) for name in names(take(two))]
+    taken_by_one = [name for _ in range(6) for name in names(take(one))]
+    assert {name[0] for name in taken_by_one} == {"p"}
+    assert {name[0] for name in taken_by_two} == {"q"}
+    assert taken_by_one == sorted(taken_by_one, key=lambda name: int(name[1:]))
+
+
+def test_affinity_goes_before_the_same_request_a_few_times_at_most(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = had(make_leases(prefix_affinity=True), "p")
+    push_prefixes(redis_client, "q" + "p" * 30)
+    taken = [name for _ in range(12) for name in names(take(leases))]
+    assert taken.index("q0") == 8
+
+
+def test_affinity_looks_only_at_the_tenant_that_is_due(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = had(make_leases(prefix_affinity=True), "p")
+    redis_client.lpush(QUEUE, envelope("a0", "a"), envelope("b0", "b", prefix="p"), envelope("a1", "a", prefix="p"))
+    assert names(take(leases)) == ["a1"]
+    assert names(take(leases)) == ["b0"]
+
+
+def test_without_affinity_prefixes_change_nothing(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    push_prefixes(redis_client, "qp" * 3)
+    assert names(take(had(make_leases(), "p"), 6)) == ["q0", "p1", "q2", "p3", "q4", "p5"]
+
+
+def test_a_worker_remembers_a_bounded_number_of_prefixes(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = had(make_leases(prefix_affinity=True), *(f"prefix {number}" for number in range(100)))
+    leases.had_prefix(["no", "text"])
+    push_prefixes(redis_client, ["x", "prefix 0", "prefix 99"])
+    assert names(take(leases)) == ["prefix 992"]
+    assert names(take(leases)) == ["x0"]
+
+
 @pytest.fixture
 def client(redis_server: EmbeddedServer) -> Iterator[Client]:
     settings = BrokerSettings(redis_server.url, max_queued_requests_per_tenant=3)

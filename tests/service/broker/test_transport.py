@@ -237,6 +237,23 @@ def test_a_broken_connection_while_delivering_loses_nothing(
     ]
 
 
+def test_what_a_consumer_was_given_draws_others_of_the_same_prefix_to_it(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    Transport.lease_registry._leases.clear()  # else the options of an earlier test hold
+    inbox = Inbox(redis_server.url, prefix_affinity=True)
+    for name, prefix in (("1", "p"), ("2", "q"), ("3", "p")):
+        redis_client.lpush(QUEUE.name, envelope(headers={"task": "headrace.generate", "id": name, "prefix": prefix}))
+    inbox.channel.credit = lambda: 1
+    for _ in range(3):
+        inbox.channel.fetch()
+    assert [message.headers["id"] for message in inbox.messages] == ["1", "3", "2"]
+    for message in inbox.messages:
+        message.ack()
+    inbox.connection.close()
+    Transport.lease_registry._leases.clear()
+
+
 def test_leases_outlive_the_connection_that_fetched_them(
     redis_server: EmbeddedServer, producer: Any, redis_client: "redis.Redis"
 ) -> None:

@@ -24,6 +24,11 @@ def test_the_environment_is_read() -> None:
     assert settings == BrokerSettings("redis://queue:6380/3", 2.5, 60, 2)
 
 
+@pytest.mark.parametrize(("text", "value"), [("True", True), ("1", True), ("off", False), ("0", False)])
+def test_a_switch_is_read_from_a_word(text: str, value: bool) -> None:
+    assert BrokerSettings.from_env({"HEADRACE_PREFIX_AFFINITY": text}).prefix_affinity is value
+
+
 def test_weights_of_tenants_are_read_from_one_line() -> None:
     settings = BrokerSettings.from_env({"HEADRACE_TENANT_WEIGHTS": "acme=4, a=b=0.5,"})
     assert settings.weights == {"acme": 4.0, "a=b": 0.5}
@@ -38,6 +43,9 @@ def test_weights_of_tenants_are_read_from_one_line() -> None:
         ({"HEADRACE_LEASE_SECONDS": "0"}, "lease_seconds must be between"),
         ({"HEADRACE_RESULT_TTL_SECONDS": "0"}, "result_ttl_seconds must be between 1"),
         ({"HEADRACE_DELIVERY_LIMIT": "0"}, "delivery_limit must be between 1"),
+        ({"HEADRACE_PREFIX_AFFINITY": "maybe"}, "HEADRACE_PREFIX_AFFINITY must be true or false, not 'maybe'"),
+        ({"HEADRACE_AGEING_SECONDS": "-1"}, "ageing_seconds must be between 0"),
+        ({"HEADRACE_MAX_QUEUED_REQUESTS_PER_TENANT": "-1"}, "max_queued_requests_per_tenant must be between 0"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme"}, "tenant_weights must be tenant=weight pairs"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme=1,acme=2"}, "each tenant once"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme=0"}, "the weight of 'acme' must be a number from 0.001 to 1000, not '0'"),

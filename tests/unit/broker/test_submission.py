@@ -37,16 +37,44 @@ def problems_of(**options: Any) -> tuple[str, ...]:
 def test_a_submission_carries_what_the_queue_acts_on() -> None:
     submission = prepared(priority=9, tenant="t", idempotency_key="k", request_id="r", expires=60)
     assert (submission.model, submission.request_id, submission.priority) == ("m", "r", 9)
-    assert submission.headers == {"enqueued_at": NOW, "tenant": "t", "idempotency_key": "k"}
+    prefix = submission.headers["prefix"]
+    assert submission.headers == {"enqueued_at": NOW, "prefix": prefix, "tenant": "t", "idempotency_key": "k"}
     assert submission.expires == datetime.fromtimestamp(NOW + 60, UTC)
 
 
 def test_absent_options_are_not_sent_and_each_request_gets_its_own_id() -> None:
     first, second = prepared(), prepared()
-    assert first.headers == {"enqueued_at": NOW}
+    assert first.headers.keys() == {"enqueued_at", "prefix"}
     assert first.expires is None
     assert first.request_id != second.request_id
     assert len(first.request_id) == 32
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ["system", "user", "assistant", "user"]
+    return {"prompt": None, "messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"prompt": "a" * 256 + "b"}, {"prompt": "a" * 256 + "c"}, True),
+        ({"prompt": "ab"}, {"prompt": "ac"}, False),
+        ({"prompt": "a"}, {"prompt": "a", "lora": "sql"}, False),
+        ({"prompt": "a"}, {"prompt": "a", "model": "other"}, False),
+        (chat("s" * 999, "u"), chat("s" * 999, "v", "w"), True),
+        (chat("s" * 999 + "t"), chat("s" * 999), False),
+        ({"prompt": None, "prompt_token_ids": [1] * 65}, {"prompt": None, "prompt_token_ids": [1] * 64 + [2]}, True),
+        ({"prompt": None, "prompt_token_ids": [1]}, {"prompt": None, "prompt_token_ids": [2]}, False),
+    ],
+)
+def test_requests_that_begin_alike_have_one_prefix_which_shows_no_text(
+    one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    first, second = (prepared(**options).headers["prefix"] for options in (one, other))
+    assert (first == second) == same
+    assert len(first) == 16
+    assert int(first, 16) >= 0
 
 
 def test_a_deadline_may_be_a_moment() -> None:

@@ -69,6 +69,7 @@ from headrace_workers import default_model
     metavar="S",
     help="Waiting so long is worth one priority step, 0: nothing [default: 120].",
 )
+@click.option("--prefix-affinity", is_flag=True, default=None, help="Prefer prompts that begin as recent ones [off].")
 @click.option("--tracing", is_flag=True, default=None, help="Export a trace of each request by OpenTelemetry's OTLP.")
 @click.option("--grace-seconds", type=float, metavar="S", help="Time for running requests after SIGTERM [default: 30].")
 @click.option(

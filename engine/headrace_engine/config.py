@@ -16,6 +16,8 @@ from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
 SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
 
+DEVICES = ("auto", "cpu", "cuda", *STATIC_DEVICES)
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
@@ -24,7 +26,7 @@ class ModelConfig:
     dtype: str = "auto"
     """float32, bfloat16, or auto: the checkpoint's own, float32 on a CPU that computes bfloat16 more slowly."""
     device: str = "auto"
-    """auto, cpu, or one of `STATIC_DEVICES`."""
+    """One of `DEVICES`. auto is the CPU: cuda is experimental, and is taken only by those who ask for it."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; None takes the model's own limit."""
     trust_remote_code: bool = False
@@ -36,6 +38,8 @@ class ModelConfig:
     """Import paths of `LogitsProcessor` subclasses, applied in this order."""
     quantization: str | None = None
     """int8: round the weights of the decoder's linear layers to 8 bits at load, and their inputs at each step. CPU."""
+    enforce_eager: bool = False
+    """Without CUDA graphs, for models whose decoding step they cannot hold. Of device cuda only; slower."""
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, whatever is computed beside it; slower."""
 
@@ -132,6 +136,7 @@ class EngineArgs:
     max_logprobs: int = 20
     logits_processors: Sequence[str | type[LogitsProcessor]] = ()
     quantization: str | None = None
+    enforce_eager: bool = False
     batch_invariant: bool = False
     block_size: int = 32
     kv_cache_memory: int | None = None
@@ -192,7 +197,7 @@ class EngineArgs:
             f"{name} is {getattr(self, name)!r}, allowed are {', '.join(map(str, allowed))}"
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
-                ("device", ("auto", "cpu", *STATIC_DEVICES)),
+                ("device", DEVICES),
                 ("attention_backend", ("auto", "native", "torch", "triton")),
                 ("scheduling_policy", ("fcfs", "priority")),
                 ("quantization", (None, "int8")),
@@ -228,6 +233,8 @@ class EngineArgs:
             problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
         if self.quantization is not None and self.device not in ("auto", "cpu"):
             problems.append(f"quantization is set, which device {self.device} cannot do")
+        if self.enforce_eager and self.device != "cuda":
+            problems.append(f"enforce_eager is set, but only device cuda has graphs, not {self.device}")
         if self.batch_invariant and self.enable_lora:
             problems.append(
                 "batch_invariant and enable_lora exclude each other: adapters' products have no fixed shape"

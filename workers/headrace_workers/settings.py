@@ -52,6 +52,8 @@ class WorkerSettings(BaseSettings):
     attention_backend: str = "auto"
     quantization: str | None = None
     """int8: the decoder's matrix products in 8 bits; faster, a little less exact."""
+    enforce_eager: bool = False
+    """Without CUDA graphs, for models whose decoding step they cannot hold; slower. Of device cuda only."""
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, in bfloat16 too; slower."""
     prefill_buckets: Buckets = None
@@ -157,6 +159,7 @@ class WorkerSettings(BaseSettings):
             kv_cache_memory=int(self.kv_cache_memory) if self.kv_cache_memory is not None else None,
             attention_backend=self.attention_backend,
             quantization=self.quantization,
+            enforce_eager=self.enforce_eager,
             batch_invariant=self.batch_invariant,
             prefill_buckets=self.prefill_buckets,
             decode_buckets=self.decode_buckets,

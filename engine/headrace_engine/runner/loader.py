@@ -3,7 +3,7 @@
 import os
 import sys
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import DEVICES, EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.contracts import ModelRunner
 from headrace_engine.static_config import STATIC_DEVICES
@@ -21,10 +21,13 @@ def create_runner(config: EngineConfig) -> ModelRunner:
         from headrace_engine.runner.static.loader import create_static_runner
 
         return create_static_runner(config)
+    if device == "cuda":
+        from headrace_engine.runner.cuda.device import find_device
+        from headrace_engine.runner.cuda.runner import CUDARunner
+
+        return CUDARunner(config, find_device())
     if device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"device {device!r} is not supported; allowed are {', '.join(('auto', 'cpu', *STATIC_DEVICES))}"
-        )
+        raise ConfigError(f"device {device!r} is not supported; allowed are {', '.join(DEVICES)}")
     from headrace_engine.runner.cpu import CPURunner
 
     return CPURunner(config)

@@ -17,6 +17,7 @@ from headrace_engine.runner.attention.backend import AttentionBackend, Attention
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.runner.cuda.device import check_model_fits
 from headrace_engine.runner.fused.fusion import fuse_decoder_layers
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
@@ -55,6 +56,7 @@ class PagedModel:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
         self.spec = AttentionSpec(layers=self._layout.layers, block_size=block_size, dtype=dtype)
         self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
+        check_model_fits(self._model, device)
         self._model.to(device)
         self._batch_invariant = config.batch_invariant
         if self._batch_invariant and self._backend.name != "native":

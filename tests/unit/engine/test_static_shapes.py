@@ -106,7 +106,7 @@ def test_a_step_for_which_nothing_was_compiled_is_an_error() -> None:
         ),
         ({"device": "xla", "attention_backend": "native"}, "attention_backend is 'native', but device xla has its own"),
         ({"device": "neuron", "batch_invariant": True}, "batch_invariant is set, which device neuron cannot do"),
-        ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, neuron, xla, static-cpu"),
+        ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, cuda, neuron, xla, static-cpu"),
     ],
 )
 def test_wrong_options_are_refused_where_they_are_given(options: dict[str, Any], sentence: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from headrace_engine.static_config import STATIC_DEVICES
+from headrace_engine.config import DEVICES
 from headrace_workers import default_model
 
 
@@ -15,7 +15,7 @@ from headrace_workers import default_model
 @click.option("--model", metavar="PATH_OR_NAME", help=f"Model folder, hub name, or {default_model.NAME}.")
 @click.option("--served-model-name", metavar="NAME", help="Name in the queue [default: last part of the model's path].")
 @click.option("--redis-url", metavar="URL", help="redis://host:port/db or rediss://... [default: local Redis].")
-@click.option("--device", type=click.Choice(["auto", "cpu", *STATIC_DEVICES]), help="Where the model runs.")
+@click.option("--device", type=click.Choice(DEVICES), help="Where the model runs.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of weights and KV cache.")
 @click.option("--quantization", type=click.Choice(["int8"]), help="Matrix products in 8 bits, on CPUs [default: off].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
@@ -34,6 +34,7 @@ from headrace_workers import default_model
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."
 )
+@click.option("--enforce-eager", is_flag=True, default=None, help="Device cuda without CUDA graphs [default: off].")
 @click.option("--batch-invariant", is_flag=True, default=None, help="Same bits in any company; slower [default: off].")
 @click.option(
     "--speculative-config",

@@ -85,6 +85,8 @@ class TritonBackend:
                 heads = (num_blocks, layer.num_kv_heads, size)
                 self._k_cache.append(torch.empty((*heads, layer.k_dim), **options))
                 self._v_cache.append(torch.empty((*heads, layer.v_dim), **options))
+                for cache in (self._k_cache[-1], self._v_cache[-1]):
+                    cache[0].zero_()  # the null block, which padding reads: its numbers shall be numbers
             else:
                 self._k_cache.append(self._k_cache[layer.kv_source])
                 self._v_cache.append(self._v_cache[layer.kv_source])

@@ -1,0 +1,103 @@
+"""CUDA graphs of decoding steps: one a batch size, all kernels of a forward pass launched by one call."""
+
+import bisect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner.batch import StepInputs
+
+logger = logging.getLogger(__name__)
+
+_WARM_RUNS = 2
+"""Before a capture: Triton compiles, cuBLAS takes its workspace, neither of which a graph can hold."""
+
+
+class DecodeGraphs:
+    """Runs decoding steps of fixed sizes; on a device without graphs it computes them one operation after the other.
+
+    Args:
+        most: the largest number of sequences.
+        padding: a step of that many sequences on the device, all padding, at the addresses that every later step of
+            this size has.
+        forward: computes a step on the device; logits.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        padding: Callable[[int], StepInputs],
+        forward: Callable[[StepInputs], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._sizes = graph_sizes(most)
+        self._padding = padding
+        self._forward = forward
+        self._device = device
+        self._graphs: dict[int, _Captured] = {}
+
+    def size_for(self, num_seqs: int) -> int:
+        """The smallest size that holds them."""
+        return self._sizes[bisect.bisect_left(self._sizes, num_seqs)]
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def capture(self) -> None:
+        """Largest first: the smaller ones fit into its memory.
+
+        Raises:
+            ConfigError: the model does what a graph cannot hold, such as reading a value back to the host.
+        """
+        if self._device.type != "cuda":
+            return
+        started = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        for size in reversed(self._sizes):
+            inputs = self._padding(size)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_RUNS):
+                    self._forward(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=pool):
+                    logits = self._forward(inputs)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the model's decoding step cannot be captured as a CUDA graph ({str(error).splitlines()[0]}): "
+                    "set enforce_eager to run it without graphs"
+                ) from error
+            self._graphs[size] = _Captured(graph, logits, inputs)
+        torch.cuda.synchronize(self._device)
+        logger.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits of a padded step, valid until the next run."""
+        if self._device.type != "cuda":
+            return self._forward(inputs)
+        captured = self._graphs[len(inputs.input_ids)]
+        assert captured.inputs.input_ids.data_ptr() == inputs.input_ids.data_ptr(), "a graph reads another step"
+        captured.graph.replay()
+        return captured.logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    inputs: StepInputs
+
+
+def graph_sizes(most: int) -> list[int]:
+    """1, 2, 4, then multiples of 8 up to 256 and of 16 beyond; the last one holds `most`."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, most + 16, 16)]
+    smaller = [size for size in sizes if size < most]
+    return [*smaller, most]

@@ -1,0 +1,193 @@
+"""The GPU's runner: transformers' modelling code, Triton's paged attention, CUDA graphs for decoding, draws over there.
+
+The host packs a step, sends it in one copy, launches, and waits once, for the tokens. Everything here also runs on the
+CPU, without graphs and pinned memory: that is how it is tested.
+"""
+
+import logging
+import time
+
+import torch
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.errors import ConfigError
+from headrace_engine.lora_request import LoRARequest
+from headrace_engine.runner.batch import RequestBatch, StepInputs
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
+from headrace_engine.runner.cuda import device as gpu
+from headrace_engine.runner.cuda.graphs import DecodeGraphs
+from headrace_engine.runner.cuda.sampling import DeviceSampler
+from headrace_engine.runner.cuda.step import DeviceSteps
+from headrace_engine.runner.memory import available_memory
+from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.runner.request_processors import ProcessorSet
+from headrace_engine.runner.sampler import prompt_logprobs
+
+logger = logging.getLogger(__name__)
+
+
+class CUDARunner:
+    """Implements `ModelRunner` on one GPU in float32 or bfloat16.
+
+    Args:
+        device: where the model lies; the CPU for tests.
+
+    Raises:
+        ConfigError: an option is set that this runner does not know.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        _check_options(config)
+        self._config = config
+        self._device = device
+        self._model: PagedModel
+        self._batch: RequestBatch
+        self._steps: DeviceSteps
+        self._sampler: DeviceSampler
+        self._graphs: DecodeGraphs | None = None
+        self._activations = 0
+        self._warm_up_seconds = 0.0
+
+    def load_model(self) -> ModelInfo:
+        started = time.perf_counter()
+        config = self._config
+        self._model = PagedModel(config.model, config.cache.block_size, fuse_layers=False, device=self._device)
+        info, scheduler = self._model.info, config.scheduler
+        max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        self._blocks_per_seq = -(-info.max_model_len // config.cache.block_size)
+        self._steps = DeviceSteps(max_tokens, scheduler.max_num_seqs, self._blocks_per_seq, self._device)
+        self._sampler = DeviceSampler(max_tokens, self._device)
+        if info.attention == "triton":
+            self._activations = self._measure_largest_step()
+        logger.info(
+            "loaded %s on %s: %.0f M parameters, %s, %s attention, a step takes %d MiB, %.1f s",
+            info.architecture,
+            self._device,
+            info.num_parameters / 1e6,
+            info.dtype,
+            info.attention,
+            self._activations >> 20,
+            time.perf_counter() - started,
+        )
+        return info
+
+    @torch.inference_mode()
+    def _measure_largest_step(self) -> int:
+        """Bytes beside weights and K/V that the largest step takes; compiles the kernels of prompts on the way."""
+        scheduler = self._config.scheduler
+        self._model.allocate(1)
+        inputs = self._steps.largest_prompt(
+            scheduler.max_num_batched_tokens, self._model.info.max_model_len, scheduler.max_num_seqs
+        )
+        if self._device.type != "cuda":
+            self._model.forward(inputs)
+            return 0
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        logits = self._model.forward(inputs)
+        sampling = 4 * logits.shape[0] * logits.shape[1] * 4  # four float32 copies of all logits
+        del logits
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device)) - before + sampling
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(verifies_drafts=True)
+
+    def kv_spec(self) -> KVSpec:
+        free = gpu.free_memory(self._device) if self._device.type == "cuda" else available_memory()
+        return KVSpec(
+            block_size=self._model.spec.block_size,
+            bytes_per_block=self._model.bytes_per_block,
+            default_memory=gpu.kv_memory(free, self._activations),
+            available_memory=free,
+        )
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        self._model.allocate(num_blocks)
+        scheduler = self._config.scheduler
+        self._batch = RequestBatch(
+            scheduler.max_num_seqs, self._blocks_per_seq, self._model.spec.block_size, ProcessorSet(self._config)
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture a graph of each size of a decoding step, so that no request waits for one."""
+        if self._config.model.enforce_eager:
+            return
+        started = time.perf_counter()
+        most = self._config.scheduler.max_num_seqs
+        self._graphs = DecodeGraphs(most, self._steps.padding, self._model.forward, self._device)
+        self._graphs.capture()
+        self._warm_up_seconds = time.perf_counter() - started
+
+    @torch.inference_mode()
+    def execute_model(self, batch: StepBatch) -> StepOutput:
+        started = time.perf_counter()
+        self._batch.update(batch)
+        self._steps.note_blocks(batch, self._batch.requests)
+        if not batch.num_scheduled_tokens:
+            return StepOutput(sampled_token_ids={})
+        inputs = self._batch.prepare(batch)
+        prepared = time.perf_counter()
+        logits, num_padded = self._forward(batch, inputs)
+        launched = time.perf_counter()
+        rows = self._batch.sampling_rows(inputs)
+        if batch.grammar_bitmask is not None:
+            self._batch.restrict(rows, inputs, batch.grammar_bitmask.result())
+        drawn, logprobs = self._sampler.sample(logits, rows)
+        accepted, errors = self._batch.accept(inputs, drawn)
+        return StepOutput(
+            sampled_token_ids=accepted,
+            logprobs=inputs.by_request(logprobs, accepted) if logprobs else {},
+            prompt_logprobs=self._prompt_logprobs(logits[len(rows) :], inputs) if inputs.prompt_targets else {},
+            errors=errors,
+            num_padded_tokens=num_padded,
+            compiled_graphs=self._graphs.num_graphs if self._graphs else 0,
+            warm_up_seconds=self._warm_up_seconds,
+            # The device computes while the host goes on: its time shows where the host waits, in "sample".
+            phase_seconds={
+                "prepare": prepared - started,
+                "forward": launched - prepared,
+                "sample": time.perf_counter() - launched,
+            },
+        )
+
+    def _forward(self, batch: StepBatch, inputs: StepInputs) -> tuple[torch.Tensor, int]:
+        """Logits in the order of `inputs.logits_indices`, and how many tokens were padding."""
+        num_seqs = len(inputs.metadata.seq_lens)
+        if self._graphs is None or batch.num_tokens != num_seqs or inputs.prompt_targets:
+            return self._model.forward(self._steps.to_device(inputs)), 0
+        size = self._graphs.size_for(num_seqs)
+        logits = self._graphs.run(self._steps.to_device_padded(inputs, size))
+        if len(inputs.logits_indices) != num_seqs:  # the last but one token of a prompt, say
+            logits = logits[inputs.logits_indices.to(self._device)]
+        return logits, size - num_seqs
+
+    def _prompt_logprobs(self, logits: torch.Tensor, inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
+        found: dict[str, list[TokenLogprobs]] = {}
+        on_host, done = logits.cpu(), 0
+        for request_id, targets in inputs.prompt_targets.items():
+            count = self._batch.requests[request_id].params.prompt_logprobs
+            assert count is not None
+            found[request_id] = prompt_logprobs(on_host[done : done + len(targets)], targets, count)
+            done += len(targets)
+        return found
+
+    def load_lora(self, version: int, request: LoRARequest) -> None:  # noqa: ARG002
+        raise AssertionError("the core refuses adapters for a runner that says it serves none")
+
+    def unload_lora(self, version: int) -> None:  # noqa: ARG002
+        raise AssertionError("the core refuses adapters for a runner that says it serves none")
+
+    def shutdown(self) -> None:
+        """Nothing outlives the process."""
+
+
+def _check_options(config: EngineConfig) -> None:
+    problems = []
+    if config.model.batch_invariant:
+        problems.append("batch_invariant is set, which device cuda cannot do")
+    if config.speculative is not None and config.speculative.method == "draft_model":
+        problems.append("speculative_config has method draft_model, which device cuda cannot do; ngram it can")
+    if problems:
+        raise ConfigError("; ".join(problems))

@@ -1,0 +1,126 @@
+"""Drawing tokens on the device: the definition of `runner/sampler.py`, without a sort and with one wait a step.
+
+Greedy rows are an arg max. Rows without top-k and top-p draw from the whole vocabulary, by the inverse of the
+cumulative distribution at the host's u; rows with one of these from the most likely tokens, by `static/sampling.py`,
+which says where these were too few. Such rows, and those with penalties, masks or log-probabilities, go to the host.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
+from headrace_engine.runner.sampler import SamplingRow, sample
+from headrace_engine.runner.static.sampling import NUM_KNOBS, draw, knobs_of, needs_host
+
+_CHUNK = 1024
+_HOTTEST = 1e30
+"""Larger temperatures make no difference, and do not fit into a float32."""
+
+
+class DeviceSampler:
+    """Args:
+    max_rows: most rows of logits of one step.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        sizes = [(max_rows, 8)] * 5, [(max_rows * NUM_KNOBS, 4), (max_rows, 4)]
+        self._buffer = UploadBuffer(room_for(*sizes[0], *sizes[1]), device)
+        self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._drawn = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """As `runner.sampler.sample`.
+
+        Args:
+            logits: [at least rows, vocabulary] on the device, any float type; not changed.
+        """
+        if not rows:
+            return [], {}
+        logits = logits[: len(rows)]
+        on_host = [index for index, row in enumerate(rows) if needs_host(row)]
+        token_ids, exact = self._draw(logits, rows, set(on_host))
+        on_host += [index for index, is_exact in enumerate(exact) if not is_exact]
+        if not on_host:
+            return token_ids, {}
+        found, logprobs = sample(logits[on_host].cpu(), [rows[index] for index in on_host])
+        for index, token_id in zip(on_host, found, strict=True):
+            token_ids[index] = token_id
+        return token_ids, {on_host[index]: entry for index, entry in logprobs.items()}
+
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[SamplingRow], skipped: set[int]
+    ) -> tuple[list[int], list[int]]:
+        """What the device says of all rows; of skipped ones it says something, too."""
+        drawn = [i for i, row in enumerate(rows) if i not in skipped and not row.params.is_greedy]
+        limited = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1.0]
+        free = [i for i in drawn if rows[i].params.top_k <= 0 and rows[i].params.top_p >= 1.0]
+        tokens = logits.argmax(dim=-1)
+        exact = torch.ones_like(tokens)
+        if drawn:
+            vocab_size = logits.shape[-1]
+            knobs = [knobs_of(rows[i], vocab_size) for i in limited]
+            params = [rows[i].params for i in free]
+            uploaded = self._buffer.upload(
+                [
+                    np.array(limited, dtype=np.int64),
+                    np.array(free, dtype=np.int64),
+                    np.array([min(own.temperature, _HOTTEST) for own in params], dtype=np.float64),
+                    np.array([own.min_p for own in params], dtype=np.float64),
+                    np.array([rows[i].u for i in free], dtype=np.float64),
+                    np.array([own for own, _ in knobs], dtype=np.float32).reshape(-1),
+                    np.array([top_k for _, top_k in knobs], dtype=np.int32),
+                ]
+            )
+            limited_at, free_at, temperature, min_p, u, knob_values, top_k = uploaded
+            if free:
+                chosen = logits.index_select(0, free_at).float()
+                tokens.index_copy_(0, free_at, draw_from_all(chosen, temperature, min_p, u))
+            if limited:
+                found = draw(logits.index_select(0, limited_at).float(), knob_values.view(-1, NUM_KNOBS), top_k)
+                tokens.index_copy_(0, limited_at, found.tokens.long())
+                exact.index_copy_(0, limited_at, found.is_exact.long())
+        here = self._found[:, : len(rows)]
+        here[0].copy_(tokens, non_blocking=True)
+        here[1].copy_(exact, non_blocking=True)
+        if self._drawn is not None:
+            self._drawn.record()
+            self._drawn.synchronize()
+        token_ids, is_exact = here.tolist()
+        return token_ids, is_exact
+
+
+def draw_from_all(
+    logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor
+) -> torch.Tensor:
+    """One token a row from the whole vocabulary: the first whose cumulative weight exceeds u of all of it.
+
+    The sum is made of chunks, so that float64 is needed for their sums and for one chunk only.
+
+    Args:
+        logits: [rows, vocabulary] float32
+        temperature, min_p, u: [rows] float64; temperatures above 0, min_p of 0 keeps all
+    """
+    num_rows, vocab_size = logits.shape
+    num_chunks = -(-vocab_size // _CHUNK)
+    scaled = logits / temperature.float()[:, None]
+    largest = scaled.amax(dim=-1, keepdim=True)
+    scaled.masked_fill_(scaled < largest + min_p.log().float()[:, None], float("-inf"))
+    weights = logits.new_zeros((num_rows, num_chunks * _CHUNK))
+    weights[:, :vocab_size] = torch.exp(scaled - largest)
+    chunks = weights.view(num_rows, num_chunks, _CHUNK)
+    cumulative = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goal = u[:, None] * cumulative[:, -1:]
+    chunk = torch.minimum((cumulative <= goal).sum(dim=-1), _last(chunks.amax(dim=-1)))
+    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    own = chunks.gather(1, chunk[:, None, None].expand(-1, 1, _CHUNK))[:, 0]
+    within = own.cumsum(dim=-1, dtype=torch.float64) + before[:, None]
+    place = torch.minimum((within <= goal).sum(dim=-1), _last(own))
+    return chunk * _CHUNK + place
+
+
+def _last(weights: torch.Tensor) -> torch.Tensor:
+    """The last positive entry of each row: where rounding would go beyond the end."""
+    return weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)

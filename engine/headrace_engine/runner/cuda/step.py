@@ -1,0 +1,141 @@
+"""One step's inputs on the device, and the block table that stays there."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace_engine.runner.attention.backend import AttentionMetadata
+from headrace_engine.runner.batch import RunningRequest, StepInputs
+from headrace_engine.runner.contracts import StepBatch
+from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
+
+
+class DeviceSteps:
+    """Brings packed steps to the device, as they are or padded to a number of sequences.
+
+    Of the block table only what changes is sent; the table itself lies on the device for good.
+
+    Args:
+        max_tokens: most tokens of a step.
+        max_num_seqs: most sequences of a step.
+        max_blocks: most blocks of a sequence.
+    """
+
+    def __init__(self, max_tokens: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
+        table_size = (max_num_seqs + 1) * max_blocks
+        self._buffer = UploadBuffer(
+            # ids, positions, slots, rows of logits; starts, lengths, table rows; changes of the table
+            room_for(*[(max_tokens, 8)] * 4, *[(max_num_seqs + 1, 4)] * 3, (table_size, 8), (table_size, 4)),
+            device,
+        )
+        self._table = torch.zeros((max_num_seqs + 1, max_blocks), dtype=torch.int32, device=device)
+        self._changes: list[tuple[int, list[int]]] = []
+
+    def note_blocks(self, batch: StepBatch, requests: Mapping[str, RunningRequest]) -> None:
+        """Remember which blocks a step brings; call when `requests` have taken them."""
+        width = self._table.shape[1]
+        for arrival in batch.new_requests:
+            self._changes.append((requests[arrival.request_id].table_row * width, arrival.block_ids))
+        for request_id, block_ids in batch.new_block_ids.items():
+            request = requests[request_id]
+            self._changes.append((request.table_row * width + request.num_blocks - len(block_ids), block_ids))
+
+    def to_device(self, inputs: StepInputs) -> StepInputs:
+        """The step as it is."""
+        return self._send(inputs, inputs.metadata.max_query_len)
+
+    def to_device_padded(self, inputs: StepInputs, size: int) -> StepInputs:
+        """A step of one token a sequence, padded to `size` sequences; every row gives logits.
+
+        A padding row is a sequence of one token in the null block, of which nobody reads.
+        """
+        metadata = inputs.metadata
+        missing = size - len(metadata.seq_lens)
+        pad = torch.nn.functional.pad
+        padded = replace(
+            inputs,
+            input_ids=pad(inputs.input_ids, (0, missing)),
+            positions=pad(inputs.positions, (0, missing)),
+            logits_indices=torch.arange(size),
+            metadata=AttentionMetadata(
+                query_start=torch.arange(size + 1, dtype=torch.int32),
+                seq_lens=pad(metadata.seq_lens, (0, missing), value=1),
+                table_rows=pad(metadata.table_rows, (0, missing), value=self._table.shape[0] - 1),
+                block_table=metadata.block_table,
+                slot_mapping=pad(metadata.slot_mapping, (0, missing)),
+                max_query_len=1,
+            ),
+        )
+        return self._send(padded, 1)
+
+    def padding(self, size: int) -> StepInputs:
+        """A decoding step of `size` sequences, all of them padding."""
+        nothing, none = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.int32)
+        metadata = AttentionMetadata(
+            query_start=torch.zeros(1, dtype=torch.int32),
+            seq_lens=none,
+            table_rows=none,
+            block_table=self._table,
+            slot_mapping=nothing,
+            max_query_len=1,
+        )
+        empty = StepInputs(
+            input_ids=nothing, positions=nothing, metadata=metadata, sampled_ids=[], logits_indices=nothing
+        )
+        return self.to_device_padded(empty, size)
+
+    def largest_prompt(self, num_tokens: int, max_model_len: int, num_logits: int) -> StepInputs:
+        """A prompt of `num_tokens` tokens that have no place in the cache: to see what a step takes. Triton only."""
+        metadata = AttentionMetadata(
+            query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
+            seq_lens=torch.zeros(1, dtype=torch.int32),
+            table_rows=torch.zeros(1, dtype=torch.int32),
+            block_table=self._table,
+            slot_mapping=torch.full((num_tokens,), -1),
+            max_query_len=num_tokens,
+        )
+        inputs = StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.long),
+            positions=torch.arange(num_tokens) % max_model_len,
+            metadata=metadata,
+            sampled_ids=[],
+            logits_indices=torch.arange(min(num_logits, num_tokens)),
+        )
+        return self.to_device(inputs)
+
+    def _send(self, inputs: StepInputs, max_query_len: int) -> StepInputs:
+        metadata = inputs.metadata
+        arrays: list[npt.NDArray[Any]] = [
+            tensor.numpy()
+            for tensor in (
+                *(inputs.input_ids, inputs.positions, metadata.slot_mapping, inputs.logits_indices),
+                *(metadata.query_start, metadata.seq_lens, metadata.table_rows),
+            )
+        ]
+        if self._changes:  # behind the rest, whose addresses must not depend on them
+            arrays += [
+                np.concatenate([np.arange(start, start + len(ids)) for start, ids in self._changes]),
+                np.concatenate([np.asarray(ids, dtype=np.int32) for _, ids in self._changes]),
+            ]
+            self._changes.clear()
+        ids, positions, slots, logits_indices, query_start, seq_lens, table_rows, *changes = self._buffer.upload(arrays)
+        if changes:
+            self._table.view(-1).index_copy_(0, changes[0], changes[1])
+        return replace(
+            inputs,
+            input_ids=ids,
+            positions=positions,
+            logits_indices=logits_indices,
+            metadata=AttentionMetadata(
+                query_start=query_start,
+                seq_lens=seq_lens,
+                table_rows=table_rows,
+                block_table=self._table,
+                slot_mapping=slots,
+                max_query_len=max_query_len,
+            ),
+        )

@@ -1,0 +1,57 @@
+"""Host arrays on their way to the device: packed into one pinned buffer, copied by one call, never waited for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGNMENT = 16
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+class UploadBuffer:
+    """One pinned host buffer and its counterpart on the device.
+
+    Arrays of the same sizes always come to lie at the same addresses, as a captured graph wants it.
+
+    Args:
+        capacity: bytes of all arrays of one upload, `room_for` them.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=is_cuda)
+        self._bytes: npt.NDArray[np.uint8] = self._host.numpy()
+        self._device = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays on the device, in one dimension; valid until the next upload."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one still reads the host buffer; it is long done
+        views, end = [], 0
+        for array in arrays:
+            start, end = end, end + array.nbytes
+            self._bytes[start:end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            views.append(self._device[start:end].view(_DTYPES[array.dtype]))
+            end = _aligned(end)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return views
+
+
+def room_for(*sizes: tuple[int, int]) -> int:
+    """Bytes for arrays of (elements, bytes an element)."""
+    return sum(_aligned(count * itemsize) for count, itemsize in sizes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

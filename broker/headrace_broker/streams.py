@@ -39,6 +39,7 @@ class WriteOutcome(StrEnum):
     FENCED = "fenced"  # another worker has taken the request over, or has ended it
     CANCELLED = "cancelled"  # a client ended it
     GONE = "gone"  # the stream has expired or was deleted
+    ROLLED_BACK = "rolled_back"  # the server lost entries that it had accepted, and this one would leave a gap
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ class StreamWrite:
     @property
     def key(self) -> Attempt:
         return self.request_id, self.attempt
+
+    @property
+    def entry_id(self) -> str:
+        return f"{self.attempt}-{self.offset}"
+
+    @property
+    def entry_before(self) -> str:
+        """The entry behind which this one belongs, or an id of as many tokens where it is an earlier attempt's."""
+        return f"{self.attempt}-{self.offset - (1 if self.type == 'end' else len(self.data['token_ids']))}"
 
     @classmethod
     def chunk(
@@ -153,7 +163,7 @@ class StreamWriter:
 
         A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish the very same writes
         again before any newer ones: what Redis has already is then ignored. Merged into other writes it would not be
-        recognised.
+        recognised. Where an attempt was ROLLED_BACK, publish all of its latest writes again, from before the gap on.
         """
         attempts: list[Attempt] = []
         keys: list[str] = []
@@ -162,7 +172,7 @@ class StreamWriter:
         for write in writes:
             attempts.append(write.key)
             keys.append(stream_key(write.request_id))
-            args += (f"{write.attempt}-{write.offset}", write.type, pack(write.data))
+            args += (write.entry_id, write.entry_before, write.type, pack(write.data))
             if write.type == "end":
                 marks.append(ended_key(write.request_id))
         if not keys:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome
@@ -10,19 +11,29 @@ from headrace_monitoring.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+REPLAY_SECONDS = 10.0
+"""How long what was written is kept. A replica lags behind its master by much less, and a server that writes its file
+every second loses two at most."""
+
 
 class Publisher:
-    """Holds what is not written yet.
+    """Holds what is not written yet, and what was written just now.
 
     While Redis is away the writes of later steps queue up behind; sending an entry twice is harmless, because its ID
     says what it is. Memory is bounded by the tokens of the requests in flight.
+
+    A server may lose what it accepted: when a replica takes over from its master, or a machine crashes between two
+    writes to its disk. Then the latest entries are written again, so that the stream has no gap.
     """
 
-    def __init__(self, writer: StreamWriter, metrics: Metrics) -> None:
+    def __init__(self, writer: StreamWriter, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._writer = writer
         self._metrics = metrics
+        self._clock = clock
         self._pending: list[StreamWrite] = []
+        self._written: deque[tuple[float, StreamWrite]] = deque()
         self._refused = False
+        self._failed_at: float | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -33,6 +44,7 @@ class Publisher:
     def drop(self, attempt: Attempt) -> None:
         """Forget what is not written yet of an attempt that is no longer ours."""
         self._pending = [write for write in self._pending if write.key != attempt]
+        self._written = deque((at, write) for at, write in self._written if write.key != attempt)
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome] | None:
         """Write everything. Returns the attempts of which the stream refused an entry; None when Redis did not take it.
@@ -45,16 +57,39 @@ class Publisher:
             return {}
         started = time.perf_counter()
         try:
-            refused = self._writer.publish(self._pending)
+            refused = self._write()
         except REDIS_ERRORS as error:
             self._metrics.redis_error("publish")
             self._metrics.redis_up(False)
             self._refused = True
+            self._failed_at = self._clock()
             logger.warning("%d stream entries wait for Redis: %s", len(self._pending), error)
             return None
         self._refused = False
         self._metrics.redis_command("publish", time.perf_counter() - started)
         self._metrics.redis_up(True)
         self._metrics.stream_entries(len(self._pending))
-        self._pending.clear()
+        self._keep()
         return refused
+
+    def _write(self) -> dict[Attempt, WriteOutcome]:
+        refused = self._writer.publish(self._pending)
+        behind = {key for key, outcome in refused.items() if outcome is WriteOutcome.ROLLED_BACK}
+        if behind:
+            logger.warning("Redis lost the latest entries of %d stream(s), which are written again", len(behind))
+            again = [write for _, write in self._written if write.key in behind]
+            again += [write for write in self._pending if write.key in behind]
+            refused = {key: outcome for key, outcome in refused.items() if key not in behind}
+            refused |= self._writer.publish(again)
+        if self._failed_at is not None and self._clock() - self._failed_at < REPLAY_SECONDS:
+            # a stream that vanished with its server was not deleted
+            vanished = {key for key, outcome in refused.items() if outcome is WriteOutcome.GONE}
+            refused |= dict.fromkeys(vanished, WriteOutcome.ROLLED_BACK)
+        return refused
+
+    def _keep(self) -> None:
+        now = self._clock()
+        self._written += ((now, write) for write in self._pending)
+        self._pending.clear()
+        while self._written and now - self._written[0][0] > REPLAY_SECONDS:
+            self._written.popleft()

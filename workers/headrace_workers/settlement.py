@@ -131,6 +131,13 @@ class Settlement:
             job.celery_request.cost(0)  # the other message pays
             job.celery_request.acknowledge()
             return
+        if outcome is WriteOutcome.ROLLED_BACK:
+            # more is lost than was kept here: the next attempt generates it again, from what the stream still holds
+            self.forget(job)
+            self._metrics.request_handed_back()
+            self._tracing.end(job, None)
+            job.celery_request.hand_back()
+            return
         gone = outcome is WriteOutcome.GONE
         result = job.result(_GONE if gone else _CANCELLED)
         self._finish_job(job, "expired" if gone else "cancelled", partial(job.run_task, result.to_wire()))

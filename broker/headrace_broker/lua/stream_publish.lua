@@ -1,42 +1,53 @@
 -- Appends entries to many streams in one call. Redis itself rejects every id that is not above the stream's last.
 -- KEYS: the stream of each write; then, for each write that is an end, the mark of it.
--- ARGV: seconds to live, seconds that a mark outlives its stream; then id, type, data of each write.
+-- ARGV: seconds to live, seconds that a mark outlives its stream; then id, id of the entry before it, type, data of each
+-- write.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
--- Why an id was rejected: false where this very attempt wrote it before and only the reply was lost.
-local function rejection(key, id)
-  local last = last_entry(key, '+')
-  if not last then return 'fenced' end -- the entries were deleted by hand
-  local mine = split_id(id)
-  if split_id(last[1]) == mine then return false end
-  if field(last, 'type') == 'end' then
-    local ok, data = pcall(cmsgpack.unpack, field(last, 'data'))
-    if ok and type(data) == 'table' and data.finish_reason == 'cancelled' then return 'cancelled' end
+local function is_cancelled(entry)
+  local ok, data = pcall(cmsgpack.unpack, field(entry, 'data'))
+  return ok and type(data) == 'table' and data.finish_reason == 'cancelled'
+end
+
+-- Why an entry is not the next one: false where it was written before and only the reply was lost, nil where it is.
+local function verdict(key, id, before)
+  local last, attempt, tokens = tail(key)
+  if not last then return 'gone' end
+  local mine, offset = split_id(id)
+  local _, last_offset = split_id(last[1])
+  if attempt > mine then
+    return field(last, 'type') == 'end' and is_cancelled(last) and 'cancelled' or 'fenced'
   end
-  return 'fenced'
+  if attempt == mine and last_offset >= offset then return false end
+  -- The stream lacks what was written to it: another server has taken over, or this one came back without its last
+  -- seconds. An entry behind a gap must not be written.
+  local _, expected = split_id(before)
+  if attempt < mine or tokens < expected then return 'rolled_back' end
 end
 
 local failed = {}
-local num_writes = (#ARGV - 2) / 3
+local num_writes = (#ARGV - 2) / 4
 local mark = num_writes
 for i = 1, num_writes do
-  local key, id, kind, data = KEYS[i], ARGV[3 * i], ARGV[3 * i + 1], ARGV[3 * i + 2]
+  local key, id, before, kind, data = KEYS[i], ARGV[4 * i - 1], ARGV[4 * i], ARGV[4 * i + 1], ARGV[4 * i + 2]
   if kind == 'end' then mark = mark + 1 end
-  local reply = redis.pcall('XADD', key, 'NOMKSTREAM', id, 'type', kind, 'data', data)
-  local outcome = false
-  if not reply then
-    outcome = 'gone'
-  elseif type(reply) == 'table' and reply.err then
-    if string.find(reply.err, 'WRONGTYPE', 1, true) then
-      outcome = 'gone' -- somebody put something else there: only this request ends, not the step of all
-    elseif string.find(reply.err, 'equal or smaller', 1, true) then
-      outcome = rejection(key, id)
+  local outcome
+  local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
+  if newest.err then
+    if not string.find(newest.err, 'WRONGTYPE', 1, true) then return newest end
+    outcome = 'gone' -- somebody put something else there: only this request ends, not the step of all
+  elseif not newest[1] or newest[1][1] ~= before then
+    outcome = verdict(key, id, before)
+  end
+  if outcome == nil then
+    local reply = redis.pcall('XADD', key, 'NOMKSTREAM', id, 'type', kind, 'data', data)
+    if type(reply) == 'table' and reply.err then
+      if not string.find(reply.err, 'equal or smaller', 1, true) then return reply end
+      outcome = 'fenced' -- entries were deleted by hand, which the stream remembers
     else
-      return reply
+      redis.call('EXPIRE', key, ARGV[1])
+      if kind == 'end' then redis.call('SET', KEYS[mark], '1', 'EX', ARGV[1] + ARGV[2]) end
     end
-  else
-    redis.call('EXPIRE', key, ARGV[1])
-    if kind == 'end' then redis.call('SET', KEYS[mark], '1', 'EX', ARGV[1] + ARGV[2]) end
   end
   if outcome then
     failed[#failed + 1] = i - 1

@@ -21,8 +21,9 @@ def writer(redis_client: "redis.Redis") -> StreamWriter:
     return StreamWriter(redis_client, TTL)
 
 
-def chunk(attempt: int, offset: int, request_id: str = "r") -> StreamWrite:
-    return StreamWrite.chunk(request_id, attempt, offset, index=0, token_ids=[offset], text=f"<{offset}>")
+def chunk(attempt: int, offset: int, request_id: str = "r", *, tokens: int = 1) -> StreamWrite:
+    token_ids = list(range(offset - tokens + 1, offset + 1))
+    return StreamWrite.chunk(request_id, attempt, offset, index=0, token_ids=token_ids, text=f"<{offset}>")
 
 
 def end(attempt: int, tokens: int, request_id: str = "r") -> StreamWrite:
@@ -43,7 +44,7 @@ def test_a_request_runs_from_claim_to_end(writer: StreamWriter, redis_client: "r
     claim = writer.claim("r", "worker-1")
     assert (claim.attempt, claim.entries, claim.ended) == (1, [], None)
     assert writer.publish([chunk(1, 1)]) == {}
-    assert writer.publish([chunk(1, 3), end(1, 3)]) == {}
+    assert writer.publish([chunk(1, 3, tokens=2), end(1, 3)]) == {}
     events = list(read_stream(redis_client, "r", timeout=5))
     assert [event.entry_id for event in events] == ["1-0", "1-1", "1-3", "1-4"]
     assert events[0] == StartEvent("1-0", 1, "worker-1")
@@ -115,7 +116,7 @@ def test_a_running_request_learns_at_its_next_write_that_it_is_cancelled(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "w")
-    writer.publish([chunk(1, 5)])
+    writer.publish([chunk(1, 5, tokens=5)])
     assert cancel(redis_client) is None
     assert writer.publish([chunk(1, 6)]) == {("r", 1): WriteOutcome.CANCELLED}
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
@@ -127,7 +128,7 @@ def test_the_end_from_outside_counts_the_tokens_of_all_attempts(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "a")
-    writer.publish([chunk(1, 7)])
+    writer.publish([chunk(1, 7, tokens=7)])
     writer.claim("r", "b")
     writer.claim("r", "c")
     cancel(redis_client)
@@ -149,6 +150,40 @@ def test_ending_an_unclaimed_stream_fences_whoever_writes(writer: StreamWriter) 
     writer.claim("r", "w")
     assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x"))
     assert writer.publish([chunk(1, 1)]) == {("r", 1): WriteOutcome.FENCED}
+
+
+def roll_back(client: "redis.Redis", *ids: str) -> None:
+    """What another server lacks that takes over: the stream as it was before these entries."""
+    entries = [(entry_id.decode(), fields) for entry_id, fields in client.xrange(stream_key("r"))]
+    client.delete(stream_key("r"))
+    for entry_id, fields in entries:
+        if entry_id not in ids:
+            client.xadd(stream_key("r"), fields, id=entry_id)
+
+
+def test_nothing_is_written_behind_entries_that_the_server_has_lost(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    writes = [chunk(1, 1), chunk(1, 2), chunk(1, 3)]
+    writer.publish(writes)
+    roll_back(redis_client, "1-2", "1-3")
+    for late in (chunk(1, 4), end(1, 3), end(1, 4)):
+        assert writer.publish([late]) == {("r", 1): WriteOutcome.ROLLED_BACK}
+    assert entry_ids(redis_client) == ["1-0", "1-1"]
+    assert writer.publish([*writes, chunk(1, 4), end(1, 4)]) == {}
+    assert entry_ids(redis_client) == ["1-0", "1-1", "1-2", "1-3", "1-4", "1-5"]
+
+
+def test_an_attempt_whose_claim_the_server_has_lost_writes_nothing(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "a")
+    writer.publish([chunk(1, 1)])
+    writer.claim("r", "b")
+    roll_back(redis_client, "2-0")
+    assert writer.publish([chunk(2, 2)]) == {("r", 2): WriteOutcome.ROLLED_BACK}
+    assert entry_ids(redis_client) == ["1-0", "1-1"]
 
 
 def test_an_expired_stream_is_not_recreated(writer: StreamWriter, redis_client: "redis.Redis") -> None:

@@ -313,17 +313,21 @@ class FakeRedis:
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1
         failed: list[Any] = []
-        for position, key in enumerate(keys[: (len(args) - 2) // 3]):
-            entry_id, kind, data = args[2 + 3 * position : 5 + 3 * position]
+        for position, key in enumerate(keys[: (len(args) - 2) // 4]):
+            entry_id, before, kind, data = args[2 + 4 * position : 6 + 4 * position]
             attempt, offset = map(int, entry_id.split("-"))
             entries = self.streams.get(key)
             if entries is None:
                 failed += [position, b"gone"]
-            elif (attempt, offset) > entries[-1][:2]:
-                entries.append((attempt, offset, kind, msgpack.unpackb(data)))
-            elif entries[-1][0] != attempt:
+            elif entries[-1][0] > attempt:
                 cancelled = entries[-1][3].get("finish_reason") == "cancelled"
                 failed += [position, b"cancelled" if cancelled else b"fenced"]
+            elif (attempt, offset) > entries[-1][:2]:
+                tokens = max((end for _, end, kind, _ in entries if kind == "chunk"), default=0)
+                if attempt > entries[-1][0] or tokens < int(before.partition("-")[2]):
+                    failed += [position, b"rolled_back"]
+                else:
+                    entries.append((attempt, offset, kind, msgpack.unpackb(data)))
         return failed
 
     def _end(self, keys: list[str], args: list[Any]) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.metrics import Metrics
-from headrace_workers.publisher import Publisher
+from headrace_workers.publisher import REPLAY_SECONDS, Publisher
 from unit.workers.fakes import AWAY, OUT_OF_MEMORY, FakeRedis
 
 
@@ -91,3 +91,46 @@ def test_what_was_dropped_is_not_written(publisher: Publisher, redis: FakeRedis)
     publisher.drop(("a", 1))
     publisher.flush()
     assert (offsets(redis, "a"), offsets(redis, "b")) == ([], [1])
+
+
+def roll_back(redis: FakeRedis, request_id: str, tokens: int) -> None:
+    """As a replica that takes over, and lacks everything behind so many tokens."""
+    key = f"headrace:stream:{request_id}"
+    redis.streams[key] = [entry for entry in redis.streams[key] if entry[1] <= tokens]
+
+
+def test_what_the_server_lost_is_written_again(publisher: Publisher, redis: FakeRedis) -> None:
+    for offset in (1, 2, 3):
+        publisher.add([chunk("a", offset), chunk("b", offset)])
+        assert publisher.flush() == {}
+    roll_back(redis, "a", 1)
+    publisher.add([chunk("a", 4), chunk("b", 4)])
+    assert publisher.flush() == {}
+    assert (offsets(redis, "a"), offsets(redis, "b")) == ([1, 2, 3, 4], [1, 2, 3, 4])
+    assert len(publisher) == 0
+
+
+def test_more_than_is_kept_cannot_be_written_again(redis: FakeRedis) -> None:
+    now = 0.0
+    writer = StreamWriter(redis, 60)  # type: ignore[arg-type]
+    writer.claim("a", "w")
+    publisher = Publisher(writer, Metrics(model="tiny", queue="headrace.tiny"), clock=lambda: now)
+    for offset in (1, 2, 3):
+        publisher.add([chunk("a", offset)])
+        publisher.flush()
+        now += 2 * REPLAY_SECONDS
+    roll_back(redis, "a", 1)
+    publisher.add([chunk("a", 4)])
+    assert publisher.flush() == {("a", 1): WriteOutcome.ROLLED_BACK}
+    assert offsets(redis, "a") == [1]
+
+
+def test_a_stream_that_vanished_with_its_server_was_not_deleted(publisher: Publisher, redis: FakeRedis) -> None:
+    publisher.add([chunk("a", 1)])
+    publisher.flush()
+    redis.error = AWAY
+    publisher.add([chunk("a", 2)])
+    publisher.flush()
+    redis.error = None
+    del redis.streams["headrace:stream:a"]
+    assert publisher.flush(retry=True) == {("a", 1): WriteOutcome.ROLLED_BACK}

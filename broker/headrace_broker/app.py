@@ -2,14 +2,25 @@
 
 from collections.abc import Iterable
 from typing import Any, Final
+from urllib.parse import quote
 
 from celery import Celery
 from kombu import Queue
 
 from headrace_broker.keys import PRIORITY_STEPS, QUEUE_PREFIX, queue_name
+from headrace_broker.sentinel import FAILOVER_SECONDS, SENTINEL_TIMEOUTS
+from headrace_broker.server_url import ServerUrl
 from headrace_broker.settings import BrokerSettings
 
 LEASE_TRANSPORT: Final = "headrace_broker.transport:Transport"
+_LEASE_TRANSPORTS: Final = {
+    "tcp": LEASE_TRANSPORT,
+    "unix": "headrace_broker.server_transports:SocketTransport",
+    "sentinel": "headrace_broker.server_transports:SentinelTransport",
+}
+
+_PUBLISH_PAUSE: Final = 0.5
+"""The longest pause between two attempts to send a message, seconds."""
 
 # Celery insists on a default; nothing is ever sent there, as every message names the queue of its model.
 _DEFAULT_QUEUE: Final = f"{QUEUE_PREFIX}default"
@@ -21,7 +32,9 @@ def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable
     A worker names the `models` whose queues it consumes; it takes messages through the lease transport. A producer's
     connections give up after some seconds instead of waiting for a dead server.
     """
-    app = Celery("headrace", broker=settings.redis_url, backend=settings.redis_url, set_as_current=worker)
+    server = settings.server
+    broker, backend = _celery_urls(server, worker=worker)
+    app = Celery("headrace", broker=broker, backend=backend, set_as_current=worker)
     queues = [Queue(queue_name(model)) for model in models]
     app.conf.update(
         # msgpack and nothing else: pickle would let a producer run code in the worker
@@ -35,12 +48,43 @@ def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable
         task_create_missing_queues=False,
         result_expires=settings.result_ttl_seconds,
         broker_connection_timeout=5,
-        task_publish_retry_policy={"max_retries": 2, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 0.5},
+        # a producer behind Sentinels waits for another master, as the client's reads do
+        task_publish_retry_policy={
+            "max_retries": int(FAILOVER_SECONDS / _PUBLISH_PAUSE) if server.kind == "sentinel" else 2,
+            "interval_start": 0.1,
+            "interval_step": 0.2,
+            "interval_max": _PUBLISH_PAUSE,
+        },
         broker_transport_options=_worker_options(settings) if worker else _producer_options(),
     )
     if worker:
-        app.conf.update(broker_transport=LEASE_TRANSPORT, **_WORKER_CONFIG)
+        app.conf.update(broker_transport=_LEASE_TRANSPORTS[server.kind], **_WORKER_CONFIG)
+    if server.kind == "sentinel":
+        _configure_sentinel(app, server)
     return app
+
+
+def _celery_urls(server: ServerUrl, *, worker: bool) -> tuple[str, str]:
+    """The URLs of broker and backend as Celery spells them."""
+    match server.kind:
+        case "tcp":
+            return server.text, server.text
+        case "unix":
+            socket = f"socket://{server.userinfo}{quote(server.path)}?virtual_host={server.db}"
+            # a scheme with a plus would name the transport, and a worker has one of ours
+            return socket if worker else f"redis+{socket}", f"redis+{socket}"
+        case "sentinel":
+            urls = [f"sentinel://{server.userinfo}{host}:{port}/{server.db}" for host, port in server.hosts]
+            # At a failure kombu goes to the next URL with the transport that the URL names: a worker has one URL alone.
+            return urls[0] if worker else ";".join(urls), ";".join(urls)
+
+
+def _configure_sentinel(app: Celery, server: ServerUrl) -> None:
+    sentinel = {"master_name": server.master, "sentinel_kwargs": {**SENTINEL_TIMEOUTS, **server.sentinel_options}}
+    app.conf.broker_transport_options |= {**sentinel, "sentinels": server.hosts}
+    app.conf.result_backend_transport_options = sentinel
+    if server.tls:
+        app.conf.broker_use_ssl = app.conf.redis_backend_use_ssl = server.tls_options
 
 
 _WORKER_CONFIG: Final[dict[str, Any]] = {

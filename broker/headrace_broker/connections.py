@@ -1,5 +1,6 @@
 """Redis clients with the timeouts that the queue needs. kombu's own connections are not made here."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import redis
@@ -7,6 +8,9 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
+
+from headrace_broker.sentinel import AsyncFailoverRetry, FailoverRetry, async_master_pool, master_pool
+from headrace_broker.server_url import ServerUrl
 
 BLOCK_SECONDS: Final = 5.0
 """The longest single blocking read; it stays well under the socket timeout, so that only dead connections time out."""
@@ -21,21 +25,38 @@ _OPTIONS: Final[dict[str, Any]] = {
     "protocol": 2,  # the shape of replies is then the same in every redis-py version and inside Lua
     "socket_connect_timeout": 5.0,
     "socket_timeout": 2 * BLOCK_SECONDS,
-    "socket_keepalive": True,
 }
 
 
 def connect(url: str, *, retries: int = 0) -> "redis.Redis":
     """A client whose replies are bytes; safe to share between threads.
 
-    A writer wants no retries: only it knows whether repeating a command is harmless.
+    A writer wants no retries: only it knows whether repeating a command is harmless. Behind Sentinels, any number of
+    retries means trying for as long as a failover may take. Raises SettingsError for a URL that cannot be understood.
     """
-    return redis.Redis.from_url(url, retry=Retry(_backoff(), retries), **_OPTIONS)
+    server = ServerUrl.parse(url)
+    if server.kind == "sentinel":
+        retry = FailoverRetry() if retries else Retry(_backoff(), 0)
+        return redis.Redis.from_pool(master_pool(*_master(server), retry=retry, **_options(server)))
+    return redis.Redis.from_url(server.text, retry=Retry(_backoff(), retries), **_options(server))
 
 
 def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
     """The same for asyncio; it belongs to one event loop."""
-    return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(_backoff(), retries), **_OPTIONS)
+    server = ServerUrl.parse(url)
+    if server.kind == "sentinel":
+        retry = AsyncFailoverRetry() if retries else AsyncRetry(_backoff(), 0)
+        return redis.asyncio.Redis.from_pool(async_master_pool(*_master(server), retry=retry, **_options(server)))
+    return redis.asyncio.Redis.from_url(server.text, retry=AsyncRetry(_backoff(), retries), **_options(server))
+
+
+def _master(server: ServerUrl) -> tuple[Sequence[tuple[str, int]], str, Mapping[str, Any]]:
+    return server.hosts, server.master, server.sentinel_options
+
+
+def _options(server: ServerUrl) -> dict[str, Any]:
+    keepalive = {} if server.kind == "unix" else {"socket_keepalive": True}
+    return {**_OPTIONS, **keepalive, **(server.connection_options if server.kind == "sentinel" else {})}
 
 
 def _backoff() -> ExponentialBackoff:

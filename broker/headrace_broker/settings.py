@@ -4,19 +4,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Final, Self
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from headrace_broker.errors import SettingsError
 from headrace_broker.fair_share import parse_weights
+from headrace_broker.server_url import ServerUrl
 
 DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379/0"
 
 _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "on": True} | dict.fromkeys(
     ("false", "0", "no", "off"), False
 )
-
-# redis-py's names work everywhere; Celery's documentation uses the names of the ssl module.
-_CERT_REQS: Final = {"CERT_REQUIRED": "required", "CERT_OPTIONAL": "optional", "CERT_NONE": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class BrokerSettings:
     """`acme=4,beta=0.5`: shares of a queue, in tokens, that workers give to these tenants; 1 to all others."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "redis_url", _normalised_url(self.redis_url))
+        object.__setattr__(self, "redis_url", ServerUrl.parse(self.redis_url).text)
         _check_range("lease_seconds", self.lease_seconds, 0.1, 3600)
         _check_range("result_ttl_seconds", self.result_ttl_seconds, 1, 30 * 86400)
         _check_range("delivery_limit", self.delivery_limit, 1, 1000)
@@ -71,10 +68,14 @@ class BrokerSettings:
         return parse_weights(self.tenant_weights)
 
     @property
+    def server(self) -> ServerUrl:
+        """The URL taken apart."""
+        return ServerUrl.parse(self.redis_url)
+
+    @property
     def safe_url(self) -> str:
         """The URL without its password and options: fit for logs and error messages."""
-        parts = urlsplit(self.redis_url)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        return self.server.safe
 
 
 def _parse(variable: str, text: str, kind: type) -> str | float | int | bool:
@@ -91,19 +92,3 @@ def _parse(variable: str, text: str, kind: type) -> str | float | int | bool:
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         raise SettingsError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
-
-
-def _normalised_url(url: str) -> str:
-    """One spelling that Celery, kombu and redis-py all understand."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        # the URL itself may hold a password, so only its scheme is shown
-        raise SettingsError(f"redis_url must look like redis://host:port/db or rediss://..., not {parts.scheme}://...")
-    database = parts.path.lstrip("/")
-    if database and not database.isdigit():
-        raise SettingsError(f"redis_url must end in the number of a database, not in {database!r}")
-    options = dict(parse_qsl(parts.query))
-    if parts.scheme == "rediss":
-        reqs = options.get("ssl_cert_reqs", "required")
-        options["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
-    return urlunsplit((parts.scheme, parts.netloc, f"/{database or 0}", urlencode(options), ""))

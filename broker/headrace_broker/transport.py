@@ -53,10 +53,11 @@ class LeaseRegistry:
 
     def of_channel(self, channel: "Channel") -> Leases:
         parameters = channel._connparams()
-        database = tuple(parameters.get(name) for name in ("host", "port", "path", "db", "username"))
+        names = ("host", "port", "path", "db", "username")
+        database = (channel.master_name, *(parameters.get(name) for name in names))
         if database not in self._leases:
             parameters |= {"socket_timeout": _COMMAND_TIMEOUT, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
-            client = redis.Redis(connection_pool=redis.ConnectionPool(**parameters))
+            client = redis.Redis(connection_pool=channel.make_pool(parameters))
             self._leases[database] = Leases(
                 client,
                 lease_seconds=channel.lease_seconds,
@@ -134,6 +135,7 @@ class Channel(kombu_redis.Channel):
     ageing_seconds = 0.0
     tenant_quota = 0
     prefix_affinity = False
+    master_name: str | None = None
     from_transport_options = (
         *kombu_redis.Channel.from_transport_options,
         "lease_seconds",
@@ -157,6 +159,10 @@ class Channel(kombu_redis.Channel):
                 f"global_keyprefix is {self.global_keyprefix!r}, but the lease transport needs an empty one"
             )
         self.leases: Leases = self.connection.lease_registry.of_channel(self)
+
+    def make_pool(self, parameters: dict[str, Any]) -> "redis.ConnectionPool":
+        """A pool with kombu's parameters of a connection."""
+        return redis.ConnectionPool(**parameters)
 
     def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
         if queue not in self._fanout_queues:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_broker.embedded import EmbeddedServer
+from service.servers import make_server
 from service.workers.service import Service, StreamLog
 from service.workers.test_control import (
     test_a_client_cancels_a_running_request_and_its_slot_is_free_again,
@@ -32,7 +32,7 @@ __all__ = [
 
 @pytest.fixture(scope="module")
 def static_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}) as server:
+    with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("static"))
         try:
             service.start_worker(device="static-cpu").wait_ready()

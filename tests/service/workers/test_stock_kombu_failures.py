@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_broker.embedded import EmbeddedServer
+from service.servers import make_server
 from service.workers.messages import EMBED, message
 from service.workers.service import QUEUE, Service, assert_result_is_stream
 from service.workers.stock_worker import VISIBILITY_TIMEOUT, StockWorker, receipts
@@ -30,7 +30,7 @@ ODD_BODIES = [[5, {}, EMBED], [[], 7, EMBED], 5]
 @pytest.fixture(scope="module")
 def shared(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A server that keeps what it is told, and our worker on it."""
-    with EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")}, appendonly=True) as server:
+    with make_server(appendonly=True) as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("leases"))
         service.client.config_set("appendfsync", "always")
         try:

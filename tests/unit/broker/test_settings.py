@@ -53,7 +53,7 @@ def test_weights_of_tenants_are_read_from_one_line() -> None:
         ({"HEADRACE_REDIS_URL": "http://queue"}, "redis_url must look like"),
         ({"HEADRACE_REDIS_URL": "queue:6379"}, "redis_url must look like"),
         ({"HEADRACE_REDIS_URL": "redis://"}, "redis_url must look like"),
-        ({"HEADRACE_REDIS_URL": "redis://queue/zero"}, "not in 'zero'"),
+        ({"HEADRACE_REDIS_URL": "redis://queue/zero"}, "by a number, not by 'zero'"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(environ: dict[str, str], complaint: str) -> None:
@@ -68,19 +68,3 @@ def test_the_password_is_never_shown() -> None:
     with pytest.raises(SettingsError) as refusal:
         BrokerSettings("amqp://user:hunter2@queue")
     assert "hunter2" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "understood"),
-    [
-        ("redis://queue", "redis://queue/0"),
-        ("rediss://queue/1", "rediss://queue/1?ssl_cert_reqs=required"),
-        ("rediss://queue/1?ssl_cert_reqs=CERT_NONE", "rediss://queue/1?ssl_cert_reqs=none"),
-        (
-            "rediss://queue/1?ssl_ca_certs=/etc/ca.pem&ssl_cert_reqs=required",
-            "rediss://queue/1?ssl_ca_certs=%2Fetc%2Fca.pem&ssl_cert_reqs=required",
-        ),
-    ],
-)
-def test_a_url_is_spelled_so_that_all_three_libraries_understand_it(given: str, understood: str) -> None:
-    assert BrokerSettings(given).redis_url == understood

@@ -11,6 +11,6 @@ redis_url: Callable[..., Any] = click.option(
     default="redis://127.0.0.1:6379/0",
     show_default=True,
     metavar="URL",
-    help="The service's Redis.",
+    help="The service's Redis: redis://, rediss://, unix:// or sentinel://.",
 )
 as_json: Callable[..., Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

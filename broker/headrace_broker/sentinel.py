@@ -1,0 +1,156 @@
+"""Redis behind Sentinels: pools whose connections ask the Sentinels for the master, and the patience for a failover."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import redis.asyncio.sentinel
+import redis.sentinel
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+FAILOVER_SECONDS: Final = 30.0
+"""How long a client that may repeat itself waits for another master: Sentinels need some seconds to see that one is
+down, and some more to agree."""
+
+# A Sentinel that does not answer is passed over for the next one; it is asked at every reconnect.
+SENTINEL_TIMEOUTS: Final[dict[str, Any]] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0}
+_RETRY_FOREVER: Final = -1
+
+T = TypeVar("T")
+
+
+def master_pool(
+    hosts: Sequence[tuple[str, int]], master: str, sentinel_options: Mapping[str, Any], **connection: Any
+) -> "MasterPool":
+    """A pool of connections to whatever server is the master when they connect.
+
+    Args:
+        hosts: the Sentinels.
+        sentinel_options: how to reach these, as redis-py's client takes it.
+        connection: how to reach the master, as redis-py's pools take it.
+    """
+    options = {**SENTINEL_TIMEOUTS, **sentinel_options}
+    sentinels = redis.sentinel.Sentinel(hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+    connection.setdefault("connection_class", MasterTlsConnection if connection.pop("ssl", False) else MasterConnection)
+    return MasterPool(master, sentinels, **connection)  # type: ignore[no-untyped-call]
+
+
+def async_master_pool(
+    hosts: Sequence[tuple[str, int]], master: str, sentinel_options: Mapping[str, Any], **connection: Any
+) -> "AsyncMasterPool":
+    """The same for asyncio."""
+    options = {**SENTINEL_TIMEOUTS, **sentinel_options}
+    sentinels = redis.asyncio.sentinel.Sentinel(list(hosts), sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+    tls = connection.pop("ssl", False)
+    connection["connection_class"] = AsyncMasterTlsConnection if tls else AsyncMasterConnection
+    return AsyncMasterPool(master, sentinels, **connection)  # type: ignore[no-untyped-call]
+
+
+class MasterConnection(redis.sentinel.SentinelManagedConnection):
+    """Asks the Sentinels at every connect. redis-py's own goes back to the address of before, a dead master's, where
+    the connection broke under a command that is then repeated.
+    """
+
+    _was_told = False
+
+    def connect_to(self, address: tuple[str, int]) -> None:
+        self._was_told = True
+        try:
+            super().connect_to(address)  # type: ignore[no-untyped-call]
+        finally:
+            self._was_told = False
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        if self._was_told:
+            super().connect_check_health(check_health, retry_socket_connect)
+        else:
+            self.connect()  # type: ignore[no-untyped-call]
+
+
+class MasterTlsConnection(MasterConnection, redis.SSLConnection):
+    """The same over TLS."""
+
+
+class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
+    """`MasterConnection` for asyncio."""
+
+    _was_told = False
+
+    async def connect_to(self, address: tuple[str, int]) -> None:
+        self._was_told = True
+        try:
+            await super().connect_to(address)  # type: ignore[no-untyped-call]
+        finally:
+            self._was_told = False
+
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        if self._was_told:
+            await super().connect_check_health(check_health, retry_socket_connect)
+        else:
+            await self.connect()  # type: ignore[no-untyped-call]
+
+
+class AsyncMasterTlsConnection(AsyncMasterConnection, redis.asyncio.SSLConnection):
+    """The same over TLS."""
+
+
+class MasterPool(redis.sentinel.SentinelConnectionPool):
+    """Closes its connections to the Sentinels, too."""
+
+    def disconnect(self, inuse_connections: bool = True) -> None:
+        super().disconnect(inuse_connections)
+        if inuse_connections:  # redis-py disconnects the idle ones alone when there is a new master
+            self.sentinel_manager.close()
+
+
+class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool):
+    """The same for asyncio."""
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            await asyncio.gather(*(sentinel.aclose() for sentinel in self.sentinel_manager.sentinels))
+
+
+class FailoverRetry(Retry):
+    """Tries again for FAILOVER_SECONDS, however often that is, and however redis-py nests its retries."""
+
+    def __init__(self) -> None:
+        super().__init__(_backoff(), _RETRY_FOREVER)
+
+    def call_with_retry(
+        self,
+        do: Callable[[], T],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        return super().call_with_retry(do, fail, _until(FAILOVER_SECONDS, is_retryable), with_failure_count)
+
+
+class AsyncFailoverRetry(AsyncRetry):
+    """The same for asyncio."""
+
+    def __init__(self) -> None:
+        super().__init__(_backoff(), _RETRY_FOREVER)
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        return await super().call_with_retry(do, fail, _until(FAILOVER_SECONDS, is_retryable), with_failure_count)
+
+
+def _backoff() -> ExponentialBackoff:
+    return ExponentialBackoff(cap=0.5, base=0.05)
+
+
+def _until(seconds: float, is_retryable: Callable[[Exception], bool] | None) -> Callable[[Exception], bool]:
+    deadline = time.monotonic() + seconds
+    return lambda error: time.monotonic() < deadline and (is_retryable is None or is_retryable(error))

@@ -1,0 +1,90 @@
+"""`ServerUrl`: every form of the queue's address, in one spelling, and what is refused at the door."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace_broker.app import make_app
+from headrace_broker.errors import SettingsError
+from headrace_broker.server_url import ServerUrl
+from headrace_broker.settings import BrokerSettings
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        ("redis://queue", "redis://queue/0"),
+        ("redis://user:pass@queue:7000/3", "redis://user:pass@queue:7000/3"),
+        ("rediss://queue/1", "rediss://queue/1?ssl_cert_reqs=required"),
+        ("rediss://queue/1?ssl_cert_reqs=CERT_NONE", "rediss://queue/1?ssl_cert_reqs=none"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock?db=0"),
+        ("unix:///run/redis.sock?db=2", "unix:///run/redis.sock?db=2"),
+        ("unix://user:pass@/run/redis.sock", "unix://user:pass@/run/redis.sock?db=0"),
+        ("redis+socket:///run/redis.sock?virtual_host=2", "unix:///run/redis.sock?db=2"),
+        ("sentinel://a,b:5000/1?master=m", "sentinel://a,b:5000/1?master=m"),
+        ("sentinels://a?master=m", "sentinels://a/0?master=m&ssl_cert_reqs=required"),
+    ],
+)
+def test_every_form_has_one_spelling_which_is_understood_again(given: str, understood: str) -> None:
+    assert ServerUrl.parse(given).text == understood
+    assert ServerUrl.parse(understood).text == understood
+
+
+def test_sentinels_are_listed_with_commas() -> None:
+    server = ServerUrl.parse("sentinel://user:p%40ss@a:1,b,[::1]:3/4?master=mill&sentinel_password=secret")
+    assert server.hosts == (("a", 1), ("b", 26379), ("::1", 3))
+    assert (server.master, server.db, server.username, server.password) == ("mill", 4, "user", "p@ss")
+    assert server.sentinel_options == {"password": "secret"}
+    assert server.connection_options == {"db": 4, "username": "user", "password": "p@ss"}
+
+
+def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.touch()
+    server = ServerUrl.parse(f"sentinels://a/0?master=m&ssl_ca_certs={ca}&ssl_check_hostname=False")
+    tls = {"ssl": True, "ssl_ca_certs": str(ca), "ssl_cert_reqs": "required", "ssl_check_hostname": False}
+    assert server.sentinel_options == tls
+    assert server.connection_options == {"db": 0, "username": None, "password": None, **tls}
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("http://queue", "must look like"),
+        ("redis://queue/one", "by a number, not by 'one'"),
+        ("redis://queue/0?ssl_ca_certs=/ca.pem", "ssl_ca_certs, which need TLS"),
+        ("rediss://queue/0?ssl_ca_cert=/ca.pem", "unknown options: ssl_ca_cert;"),
+        ("rediss://queue/0?ssl_ca_certs=/nowhere/ca.pem", "ssl_ca_certs must be a file.* '/nowhere/ca.pem'"),
+        ("rediss://queue/0?ssl_certfile=/nowhere/c.pem", "ssl_certfile must be a file"),
+        ("rediss://queue/0?ssl_cert_reqs=maybe", "ssl_cert_reqs must be required, optional or none, not 'maybe'"),
+        ("rediss://queue/0?ssl_check_hostname=perhaps", "must be true or false"),
+        ("unix://run/redis.sock", "by a whole path"),
+        ("unix://", "by a whole path"),
+        ("unix:///run/redis.sock?db=x", "by a number"),
+        ("sentinel://a:1,b:2/0", "must name the master"),
+        ("sentinel://a:1,/0?master=m", "host:port,host:port, not ''"),
+        ("sentinel://a:1;sentinel://b:2/0?master=m", "host:port,host:port"),
+        ("sentinel://a:1/0?master=m&quorum=2", "unknown options: quorum"),
+        ("sentinel:///0?master=m", "must look like"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(url: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        ServerUrl.parse(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://u:hunter2@queue/1", "redis://queue/1"),
+        ("unix://u:hunter2@/run/redis.sock", "unix:///run/redis.sock"),
+        ("sentinel://u:hunter2@a:1,b:2/0?master=m&sentinel_password=hunter2", "sentinel://a:1,b:2/0?master=m"),
+    ],
+)
+def test_no_password_is_shown(url: str, shown: str) -> None:
+    server = ServerUrl.parse(url)
+    assert server.safe == shown
+    assert "hunter2" not in repr(server)
+    app = make_app(BrokerSettings(url), worker=True, models=["m"])
+    with app.connection_for_read() as connection:
+        assert "hunter2" not in connection.as_uri()

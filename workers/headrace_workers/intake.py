@@ -69,7 +69,7 @@ class Incoming:
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=_unix_time(headers.get("enqueued_at")),
             trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
-            tenant=headers["tenant"] if isinstance(headers.get("tenant"), str) else None,
+            tenant=tenant_of(celery_request),
             over_quota=celery_request.over_quota,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
             delay=_delay(celery_request.eta),
@@ -79,6 +79,12 @@ class Incoming:
     def waited(self) -> float | None:
         """Seconds since the message was sent, as far as the two clocks agree."""
         return None if self.enqueued_at is None else time.time() - self.enqueued_at
+
+
+def tenant_of(celery_request: Any) -> str | None:
+    """Whose request it is, as far as its message says."""
+    tenant = celery_request.request_dict.get("tenant")
+    return tenant if isinstance(tenant, str) else None
 
 
 class Intake:

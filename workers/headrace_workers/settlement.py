@@ -20,7 +20,7 @@ from headrace_broker.streams import Attempt, Claim, StreamWrite, StreamWriter, W
 from headrace_monitoring.labels import Outcome
 from headrace_monitoring.metrics import SERVED, Metrics
 from headrace_workers.finisher import Finisher
-from headrace_workers.intake import MALFORMED, Incoming
+from headrace_workers.intake import MALFORMED, Incoming, tenant_of
 from headrace_workers.job import Job, recorded_result
 from headrace_workers.publisher import Publisher
 from headrace_workers.tracing import RequestTracing
@@ -154,7 +154,7 @@ class Settlement:
             finish_reason=claim.ended.finish_reason,
         )
         if claim.ended.finish_reason == "cancelled":
-            self._metrics.request_refused("cancelled")
+            self._metrics.request_refused("cancelled", tenant_of(celery_request))
         result = recorded_result(request_id, claim.entries, claim.ended)
         usage = claim.ended.usage
         celery_request.cost(0 if usage is None else usage.prompt_tokens + usage.completion_tokens)
@@ -195,7 +195,7 @@ class Settlement:
     def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
         expired = reason == "expired"
-        self._metrics.request_refused("expired" if expired else "cancelled")
+        self._metrics.request_refused("expired" if expired else "cancelled", tenant_of(celery_request))
         self.end_stream(celery_request.id, "expired" if expired else "cancelled", _EXPIRED if expired else _CANCELLED)
         celery_request.cost(0)
         self._finish(celery_request, announce)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,7 +24,14 @@ __all__ = ["model_folder"]
 class Watched:
     """A service with Prometheus beside it."""
 
-    def __init__(self, service: Service, folder: Path, stack: ExitStack, **settings: object) -> None:
+    def __init__(
+        self,
+        service: Service,
+        folder: Path,
+        stack: ExitStack,
+        shortened: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> None:
         self.service = service
         self.worker = service.start_worker(tenants="acme", **settings).wait_ready()
         client = stack.enter_context(connect(service.server.url))
@@ -45,7 +52,7 @@ class Watched:
             "neuron-monitor": f"http://127.0.0.1:{devices.server_port}",
         }
         self.prometheus = stack.enter_context(
-            Prometheus(folder, {job: urlsplit(url).netloc for job, url in jobs.items()})
+            Prometheus(folder, {job: urlsplit(url).netloc for job, url in jobs.items()}, shortened=shortened)
         )
 
     def load(self, requests: int = 6) -> None:

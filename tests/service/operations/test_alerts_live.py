@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -30,18 +31,27 @@ LONGEST_SECONDS = 240.0
 
 
 @pytest.fixture
-def own(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A service of this test's own, as faults are to be done to it."""
+def make_own(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Watched]]:
+    """Makes a service of the test's own, as faults are to be done to it; some load raises no alert."""
     prometheus_or_skip()
     with ExitStack() as stack:
-        server = stack.enter_context(make_server())
-        service = Service(server, model_folder, tmp_path_factory.mktemp("own"))
-        stack.callback(service.close)
-        found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack, stall_seconds=600)
-        found.prometheus.wait_until(lambda: len(found.prometheus.query("headrace_requests_total")) > 0)
-        found.load()
-        assert found.prometheus.firing() == set()
-        yield found
+
+        def make(**settings: Any) -> Watched:
+            server = stack.enter_context(make_server())
+            service = Service(server, model_folder, tmp_path_factory.mktemp("own"))
+            stack.callback(service.close)
+            found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack, stall_seconds=600, **settings)
+            found.prometheus.wait_until(lambda: len(found.prometheus.query("headrace_requests_total")) > 0)
+            found.load()
+            assert found.prometheus.firing() == set()
+            return found
+
+        yield make
+
+
+@pytest.fixture
+def own(make_own: Callable[..., Watched]) -> Watched:
+    return make_own()
 
 
 WaitFires = Callable[[Watched, str], None]

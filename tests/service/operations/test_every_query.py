@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,10 @@ def test_tenants_are_told_apart_by_a_real_worker(watched: Watched) -> None:
     assert (value('headrace_tenant_requests_total{tenant="acme",outcome="length"}') or 0) >= 6
     assert (value('headrace_tenant_requests_total{tenant="none",outcome="length"}') or 0) >= 6
     assert value('headrace_tenant_tokens_total{tenant="other",kind="generated"}') == 0
+
+
+def test_a_request_that_expired_in_the_queue_counts_for_its_tenant(watched: Watched) -> None:
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    watched.service.send({"prompt": "x"}, headers={"tenant": "acme"}, expires=past)
+    expired = 'headrace_tenant_requests_total{tenant="acme",outcome="expired"}'
+    watched.prometheus.wait_until(lambda: (watched.prometheus.value(expired) or 0) >= 1)

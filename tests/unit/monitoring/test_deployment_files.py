@@ -231,7 +231,7 @@ def test_the_scraped_job_has_the_name_that_rules_and_dashboards_use(
 
 def test_a_model_must_be_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [helm(), "template", "demo", str(CHART)], capture_output=True, text=True, timeout=60, check=False
+        [helm(), "template", "demo", str(CHART)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode != 0
     assert "servedName" in done.stderr

@@ -287,13 +287,18 @@ def fastest(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
+def slowness() -> float:
+    """How many times as long as on a quiet machine things take now: who shares a core slows its threads, too."""
+    return max(1.0, fastest(lambda: sum(number * number for number in range(20000))) / 0.0013)
+
+
 def test_fifty_tenants_are_scraped_in_a_fraction_of_the_time_allowed_and_within_the_stated_bound() -> None:
     none = Metrics(model="m", queue="q")
     fifty = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=tuple(f"tenant-{i}" for i in range(50))))
     assert len(Scrape(none).samples) <= 600
     assert len(Scrape(fifty).samples) - len(Scrape(none).samples) == 19 * 50
     for form in ExpositionFormat:
-        assert fastest(lambda form=form: fifty.exposition(form)) < 0.02
+        assert fastest(lambda form=form: fifty.exposition(form)) < 0.02 * slowness()
 
 
 def test_the_model_is_described_as_the_engine_loaded_it(metrics: Metrics) -> None:

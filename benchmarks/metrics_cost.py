@@ -1,0 +1,58 @@
+"""What the metrics of one engine step cost the worker, in microseconds of the processor.
+
+    .venv/bin/python benchmarks/metrics_cost.py
+
+The worker's process pays it while the engine's process computes the next step. A step of which it is 1% lasts a hundred
+times as long; the last column says how long that is.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from headrace_monitoring.exposition import ExpositionFormat
+from headrace_monitoring.labels import LabelSets
+from headrace_monitoring.metrics import Metrics
+from unit.monitoring.scrape import STEP
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+REPEATS = 30
+
+
+def best(work: Callable[[], object], times: int) -> float:
+    """Seconds of this thread for one call, in the best of several rounds."""
+    rounds = []
+    for _ in range(REPEATS):
+        started = time.thread_time()
+        for _ in range(times):
+            work()
+        rounds.append((time.thread_time() - started) / times)
+    return min(rounds)
+
+
+def main() -> None:
+    metrics = Metrics(model="m", queue="q", label_sets=LabelSets(tenants=tuple(f"tenant-{i}" for i in range(50))))
+    print("requests in the step | traced | µs a step | 1% of a step of")
+    for requests in (1, 8, 64):
+        for trace_id in (None, TRACE):
+
+            def step(requests: int = requests, trace_id: str | None = trace_id) -> None:
+                metrics.step(STEP)
+                for _ in range(requests):
+                    metrics.tokens_published(1, 0.02, trace_id=trace_id)
+                metrics.result_phases(0.001, 0.001)
+                metrics.redis_command("publish", 0.001)
+                metrics.stream_entries(requests)
+
+            seconds = best(step, 50)
+            print(f"{requests:20} | {'yes' if trace_id else 'no':6} | {1e6 * seconds:9.0f} | {1e5 * seconds:.1f} ms")
+    for form in ExpositionFormat:
+        seconds = best(lambda form=form: metrics.exposition(form), 3)
+        print(f"scrape with 50 tenants, {form.name.lower()}: {1e3 * seconds:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

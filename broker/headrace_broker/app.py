@@ -5,7 +5,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from celery import Celery
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from headrace_broker.keys import PRIORITY_STEPS, QUEUE_PREFIX, queue_name
 from headrace_broker.sentinel import FAILOVER_SECONDS, SENTINEL_TIMEOUTS
@@ -35,7 +35,8 @@ def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable
     server = settings.server
     broker, backend = _celery_urls(server, worker=worker)
     app = Celery("headrace", broker=broker, backend=backend, set_as_current=worker)
-    queues = [Queue(queue_name(model)) for model in models]
+    # named in full, as Celery would bind all of them to the exchange of the default one
+    queues = [Queue(name, Exchange(name), routing_key=name) for name in map(queue_name, models)]
     app.conf.update(
         # msgpack and nothing else: pickle would let a producer run code in the worker
         accept_content=["msgpack"],

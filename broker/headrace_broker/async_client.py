@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
-from headrace_broker.client import READ_RETRIES, Client, last_ids, unavailable
-from headrace_broker.connections import BLOCK_SECONDS, connect_async
+from headrace_broker.client import READ_RETRIES, Client, last_ids, unavailable, wait_seconds
+from headrace_broker.connections import connect_async
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import ResultTimeoutError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import MODELS_KEY, result_key, stream_key
+from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
 from headrace_broker.registry import RegisteredModel, read_models
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
@@ -111,11 +112,18 @@ class AsyncClient:
             async with self._redis.pubsub() as pubsub:
                 await pubsub.subscribe(key)
                 while True:
-                    meta = await self._redis.get(key)
-                    result = read_result(request_id, meta) if isinstance(meta, bytes) else None
-                    if result is not None:
-                        return result
-                    left = BLOCK_SECONDS if deadline is None else min(BLOCK_SECONDS, deadline - time.monotonic())
+                    async with self._redis.pipeline(transaction=False) as pipe:
+                        pipe.get(key)
+                        ask_abandon_after(pipe, request_id)
+                        meta, listener = await pipe.execute()
+                        result = read_result(request_id, meta) if isinstance(meta, bytes) else None
+                        if result is not None:
+                            return result
+                        abandon_after = read_abandon_after(listener)
+                        if abandon_after is not None:
+                            touch(pipe, request_id)
+                            await pipe.execute()
+                    left = wait_seconds(deadline, abandon_after)
                     if left <= 0:
                         raise ResultTimeoutError(request_id, timeout or 0, "result")
                     await pubsub.get_message(timeout=left)

@@ -26,6 +26,7 @@ from headrace_broker.errors import (
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import queue_name, result_key, stream_key
+from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue_levels import QueueLevelReader, read_tenant_level, retry_after
 from headrace_broker.registry import RegisteredModel, known_models
@@ -108,6 +109,9 @@ class Client:
         Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
         everything that is wrong, UnknownModelError for a model that nobody serves, QueueFullError where the settings
         bound the queue and it is full, or TenantQueueFullError, which is one, where the tenant's part of it is.
+
+        With `abandon_after`, the request is cancelled when for so many seconds nobody has read its stream or waited
+        for its result, in whatever process: while it waits in the queue, too, where a worker finds that out.
         """
         request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
         submission = prepare(request, default_model=self._model)
@@ -115,6 +119,7 @@ class Client:
             self._require_served([submission])
             [request_id], to_send = self._idempotency.bind([submission])
             self._require_room(to_send)
+            self._begin_listening(to_send)
             with self._app.producer_pool.acquire(block=True) as producer:
                 for new in to_send:
                     self._publish(producer, new)
@@ -131,6 +136,7 @@ class Client:
             self._require_served(submissions)
             request_ids, to_send = self._idempotency.bind(submissions)
             self._require_room(to_send)
+            self._begin_listening(to_send)
             with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
                 for submission in to_send:
                     self._publish(producer, submission)
@@ -182,11 +188,18 @@ class Client:
             pubsub.subscribe(key)
             while True:
                 # The first message is the subscription itself, so this is read again once nothing can be missed.
-                meta = self._redis.get(key)
-                result = read_result(request_id, meta) if isinstance(meta, bytes) else None
-                if result is not None:
-                    return result
-                left = BLOCK_SECONDS if deadline is None else min(BLOCK_SECONDS, deadline - time.monotonic())
+                with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.get(key)
+                    ask_abandon_after(pipe, request_id)
+                    meta, listener = pipe.execute()
+                    result = read_result(request_id, meta) if isinstance(meta, bytes) else None
+                    if result is not None:
+                        return result
+                    abandon_after = read_abandon_after(listener)
+                    if abandon_after is not None:
+                        touch(pipe, request_id)
+                        pipe.execute()
+                left = wait_seconds(deadline, abandon_after)
                 if left <= 0:
                     raise ResultTimeoutError(request_id, timeout or 0, "result")
                 pubsub.get_message(timeout=left)
@@ -256,6 +269,14 @@ class Client:
                 if excess > 0:
                     raise TenantQueueFullError(model, tenant, level.num_ready, quota, retry_after(level, excess))
 
+    def _begin_listening(self, submissions: Iterable[Submission]) -> None:
+        wanted = [submission for submission in submissions if "abandon_after" in submission.headers]
+        if wanted:
+            with self._redis.pipeline(transaction=False) as pipe:
+                for submission in wanted:
+                    begin_listening(pipe, submission.request_id, submission.headers["abandon_after"])
+                pipe.execute()
+
     def _publish(self, producer: Any, submission: Submission) -> None:
         # Celery's own send_task would also subscribe this process to every result, for as long as it lives.
         amqp = self._app.amqp
@@ -278,6 +299,16 @@ class Client:
                 priority=submission.priority,
                 headers={**submission.headers, **context},
             )
+
+
+def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
+    """How long one wait for a result may take; not above 0 where the deadline, by the monotonic clock, has passed."""
+    waits = [BLOCK_SECONDS]
+    if deadline is not None:
+        waits.append(deadline - time.monotonic())
+    if abandon_after is not None:
+        waits.append(touch_every(abandon_after))
+    return min(waits)
 
 
 def last_ids(request_ids: Iterable[str] | Mapping[str, str]) -> dict[str, str]:

@@ -30,6 +30,8 @@ class StartEvent:
     worker: str
     traceparent: str | None = None
     """W3C's name of the worker's span, where the worker traces."""
+    abandon_after: float | None = None
+    """Seconds after which the request is cancelled unless somebody listens; None where nobody need listen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,13 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             prompt_logprobs=prompt_logprobs_from_wire(data.get("prompt_logprobs")),
         )
     if kind == b"start":
-        return StartEvent(entry_id, attempt, worker=data["worker"], traceparent=data.get("traceparent"))
+        return StartEvent(
+            entry_id,
+            attempt,
+            worker=data["worker"],
+            traceparent=data.get("traceparent"),
+            abandon_after=data.get("abandon_after"),
+        )
     if kind == b"end":
         return EndEvent(
             entry_id=entry_id,

@@ -72,6 +72,11 @@ def ended_key(request_id: str) -> str:
     return f"headrace:ended:{request_id}"
 
 
+def listener_key(request_id: str) -> str:
+    """Whoever listens to the request keeps it alive; see `listeners.py`."""
+    return f"headrace:listener:{request_id}"
+
+
 def engine_losses_key(request_id: str) -> str:
     """How many engine processes died with the request in them; only where some did."""
     return f"headrace:losses:{request_id}"

@@ -37,7 +37,7 @@ class QueueLevels:
     """By priority step: messages that a worker may take, sorted by tenant or not yet. One that has aged counts at the
     better step."""
     leased: int
-    """Messages in a worker's hands."""
+    """Messages in a worker's hands, and those whose time has not come: a worker is needed for both."""
     run_out: int
     """Of these, whose lease has run out while no worker has put them back yet."""
     dead: Mapping[str, int]

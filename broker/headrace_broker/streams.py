@@ -149,9 +149,15 @@ class StreamWriter:
         self._publish: Final = client.register_script(lua("stream_publish", prelude="stream_prelude"))
         self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
 
-    def claim(self, request_id: str, worker_name: str, traceparent: str | None = None) -> Claim:
+    def claim(
+        self, request_id: str, worker_name: str, traceparent: str | None = None, abandon_after: float | None = None
+    ) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is."""
-        start = {"worker": worker_name} | ({} if traceparent is None else {"traceparent": traceparent})
+        start: dict[str, Any] = {"worker": worker_name}
+        if traceparent is not None:
+            start["traceparent"] = traceparent
+        if abandon_after is not None:
+            start["abandon_after"] = abandon_after
         keys = [stream_key(request_id), engine_losses_key(request_id)]
         attempt, ended, raw, losses = self._claim(keys=keys, args=[pack(start), self._ttl_seconds])
         entries = [read_flat_entry(entry) for entry in raw]

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypedDict
 from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
 from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_abandon_after
 from headrace_broker.messages import GenerateRequest, name_problems
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import ENDED_SECONDS, end_data
@@ -64,6 +65,7 @@ class SubmitOptions(TypedDict, total=False):
     priority: int  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
     tenant: str | None
+    abandon_after: float | None  # seconds, 1 to 3600: cancelled when nobody has listened for so long
     idempotency_key: str | None  # the same key, model and tenant within a day: the same request
     request_id: str | None  # a new one unless given
 
@@ -104,6 +106,12 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         if value is not None:
             problems += name_problems(header, value)
             headers[header] = value
+    abandon_after = options.get("abandon_after")
+    if abandon_after is not None:
+        if not is_abandon_after(abandon_after):
+            limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
+            problems.append(f"abandon_after must be a number of seconds from {limits}, not {shown(abandon_after)}")
+        headers["abandon_after"] = abandon_after
     deadline = _deadline(options.get("expires"), headers["enqueued_at"], problems)
     if problems or model is None:
         raise InvalidRequestError(problems)

@@ -1,5 +1,6 @@
 """The reading side of a request's stream: follow it, leave it, and come back at the last entry that was read."""
 
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -7,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.connections import BLOCK_SECONDS
 from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
-from headrace_broker.events import EndEvent, StreamEvent, read_entry
+from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry
 from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch, touch_every
 
 if TYPE_CHECKING:
     import redis
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 BEGINNING: Final = "0-0"
 _ENTRIES_AT_ONCE: Final = 1000
+_QUESTIONS: Final = 3
+"""So many commands are in each `_Reader.ask`."""
 _ENTRY_ID: Final = re.compile(r"\d{1,20}-\d{1,20}", re.ASCII)
 
 
@@ -75,6 +79,7 @@ class _Readers:
         self._open: Final = {reader.key.encode(): reader for reader in readers}
         self._nothing_came = False
         self._asking: list[_Reader] = []
+        self._touching: list[_Reader] = []
 
     def __bool__(self) -> bool:
         return any(not reader.ended for reader in self._open.values())
@@ -98,20 +103,29 @@ class _Readers:
         self._close_ended()
 
     def has_questions(self) -> bool:
-        """Whether `ask` has anything to ask: of streams that are silent, whether they exist, or ended before."""
+        """Whether `ask` has anything to ask, of streams that are silent, or to say, of those that want listeners."""
         self._close_ended()
-        self._asking = [reader for reader in self._open.values() if self._nothing_came or reader.wants_look()]
-        return bool(self._asking)
+        readers = self._open.values()
+        self._touching = []
+        if any(reader.touch_is_due() for reader in readers):
+            self._touching = [reader for reader in readers if reader.abandon_after is not None]
+        # a wait that ended because touches are due says little of silence
+        all_silent = self._nothing_came and not self._touching
+        self._asking = [reader for reader in readers if all_silent or reader.wants_look()]
+        return bool(self._asking or self._touching)
 
     def ask(self, pipe: Any) -> None:
-        """Puts the questions into a pipeline of either kind of client."""
+        """Puts everything into a pipeline of either kind of client."""
+        for reader in self._touching:
+            reader.touch(pipe)
         for reader in self._asking:
             reader.ask(pipe)
 
     def answered(self, replies: Sequence[Any]) -> None:
         """What the pipeline brought."""
-        for reader, ended, newest in zip(self._asking, replies[0::2], replies[1::2], strict=True):
-            reader.found(bool(ended), newest)
+        answers = replies[len(self._touching) :]
+        for position, reader in enumerate(self._asking):
+            reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
         self._close_ended()
 
     def _close_ended(self) -> None:
@@ -135,41 +149,63 @@ class _Reader:
         self._clock: Final = clock
         self._heard_at = clock()
         self._looked_at = clock()
-        # The stream may be over or gone: whoever comes looks once before it waits.
-        self._may_block = False
+        self.abandon_after: float | None = None
+        """The request is cancelled unless it is touched within so many seconds again and again."""
+        self._touch_at = math.inf
+        # The stream may be over or gone, or want listeners: whoever comes looks once before it waits.
+        self._has_looked = False
 
     def block_ms(self) -> int | None:
         """How long the next read may wait; None is not at all."""
-        if not self._may_block:
+        if not self._has_looked:
             return None
-        seconds = BLOCK_SECONDS
+        seconds = min(BLOCK_SECONDS, self._touch_at - self._clock())
         if self._timeout is not None:
             seconds = min(seconds, self._heard_at + self._timeout - self._clock())
         return max(1, int(seconds * 1000))
 
     def received(self, entries: Any) -> list[StreamEvent]:
         """The events in what an XREAD brought of this stream."""
-        self._may_block = True  # what brings entries exists
         events = [read_entry(entry_id, fields) for entry_id, fields in entries]
         if events:
             self.last_id = events[-1].entry_id
             self._heard_at = self._clock()
             self.ended = isinstance(events[-1], EndEvent)
+            if isinstance(events[0], StartEvent):  # which says all that a look would
+                self._has_looked = True
+                self._learn(events[0].abandon_after)
         return events
+
+    def _learn(self, abandon_after: float | None) -> None:
+        if abandon_after != self.abandon_after:
+            self.abandon_after = abandon_after
+            self._touch_at = math.inf if abandon_after is None else self._clock()
+
+    def touch_is_due(self) -> bool:
+        return self._clock() >= self._touch_at
+
+    def touch(self, pipe: Any) -> None:
+        """Says that somebody listens."""
+        if self.abandon_after is not None:
+            self._touch_at = self._clock() + touch_every(self.abandon_after)
+            touch(pipe, self.request_id)
 
     def wants_look(self) -> bool:
         """Never looked at, or silent for long while other streams of the same read were not."""
-        return not self._may_block or self._clock() - max(self._heard_at, self._looked_at) >= BLOCK_SECONDS
+        return not self._has_looked or self._clock() - max(self._heard_at, self._looked_at) >= BLOCK_SECONDS
 
     def ask(self, pipe: Any) -> None:
         """First whether the request has ended: if it has, and then there is no stream, there will be none."""
         self._looked_at = self._clock()
-        self._may_block = True
+        self._has_looked = True
         pipe.exists(ended_key(self.request_id))
         pipe.xrevrange(self.key, count=1)
+        ask_abandon_after(pipe, self.request_id)
 
-    def found(self, has_ended: bool, newest: Any) -> None:
+    def found(self, has_ended: int, newest: Any, listener: bytes | None) -> None:
         """The answers, after a read that brought nothing."""
+        if listener is not None:
+            self._learn(read_abandon_after(listener))
         if not newest and (has_ended or self.last_id != BEGINNING):
             raise StreamExpiredError(self.request_id, self.last_id)
         if newest:

@@ -24,7 +24,7 @@ def create_app(settings: WorkerSettings) -> Celery:
     Raises:
         WorkerSettingsError: the broker's settings are wrong.
     """
-    app = make_app(settings.broker(), worker=True, models=[settings.served_name])
+    app = make_app(settings.broker(), worker=True, models=settings.served_names)
     app.worker_settings = settings
     app.amqp_cls = WorkerAMQP
     app.while_disconnected = time.sleep

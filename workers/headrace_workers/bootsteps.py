@@ -75,7 +75,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
-            served_name=settings.served_name,
+            served_names=settings.served_names,
             adapters=adapters,
             worker_name=name,
             tokenizer=lambda: ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code),
@@ -90,7 +90,7 @@ class EngineStep(bootsteps.StartStopStep):
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.supervisor = self._supervisor
-        self._gauges = QueueGauges(client, queue, self.metrics)
+        self._gauges = QueueGauges(client, [queue_name(name) for name in settings.served_names], self.metrics)
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
         """When a drain that was asked for from outside is to be over."""

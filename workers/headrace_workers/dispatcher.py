@@ -19,6 +19,7 @@ from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.engine_losses import EngineLosses
+from headrace_broker.listeners import Listeners
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
@@ -35,6 +36,7 @@ from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.intake import Incoming, Intake, RefusedError
 from headrace_workers.job import Job
+from headrace_workers.listener_watch import ListenerWatch
 from headrace_workers.quarantine import Quarantine
 from headrace_workers.settlement import RunTask, Settlement
 from headrace_workers.supervisor import DeathCause, EngineSupervisor
@@ -50,7 +52,7 @@ class Dispatcher:
 
     Args:
         client: Redis for streams and registry.
-        served_name: the model's name in the queue.
+        served_names: the model's names, each of which is a queue; the first one is its own.
         max_num_seqs: choices that the engine runs at once.
         max_delay_seconds: how far ahead a message's ETA may lie.
         store_result: as `Settlement` says.
@@ -66,7 +68,7 @@ class Dispatcher:
         *,
         client: "redis.Redis",
         stream_ttl_seconds: int,
-        served_name: str,
+        served_names: Sequence[str],
         adapters: Adapters,
         worker_name: str,
         tokenizer: Callable[[], ModelTokenizer],
@@ -81,9 +83,9 @@ class Dispatcher:
     ) -> None:
         self._client = client
         self._writer = StreamWriter(client, stream_ttl_seconds)
-        self._tracing = RequestTracing(tracer_provider, served_name)
+        self._tracing = RequestTracing(tracer_provider, served_names[0])
         self.settlement = Settlement(self._writer, metrics, store_result, self._tracing)
-        self._served_name = served_name
+        self._served_names = served_names
         self._adapters = adapters
         self._worker_name = worker_name
         self._load_tokenizer = tokenizer
@@ -95,6 +97,7 @@ class Dispatcher:
         self._on_given_up = on_given_up
         self._jobs: dict[str, Job] = {}
         self._quarantine = Quarantine(EngineLosses(client))
+        self._listeners = ListenerWatch(Listeners(client))
         self._intake: Intake | None = None
         self._output_processor: OutputProcessor | None = None
         self._engine_waiting = 0
@@ -113,6 +116,7 @@ class Dispatcher:
         """The event loop for timers; again after each reconnect."""
         self._hub = hub
         self.settlement.attach(hub)
+        self._listeners.lost_sight()
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
@@ -196,7 +200,9 @@ class Dispatcher:
         request = intake.process(incoming)
         started = time.perf_counter()
         span = self._tracing.begin(incoming)
-        claim = self._writer.claim(incoming.request_id, self._worker_name, self._tracing.traceparent(span))
+        claim = self._writer.claim(
+            incoming.request_id, self._worker_name, self._tracing.traceparent(span), incoming.abandon_after
+        )
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.ended is not None:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
@@ -209,7 +215,9 @@ class Dispatcher:
             logger.info("request continues", **job.log_fields, resumed_tokens=job.num_tokens)
         celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         self._schedule_deadline(job, incoming)
-        if job.num_unfinished:
+        if job.num_unfinished and self._listeners.is_abandoned(job):
+            self._end_unheard(job)
+        elif job.num_unfinished:
             self._follow(job)
             if self._quarantine.admits(job):
                 self.supervisor.send(job.core_requests())
@@ -268,6 +276,18 @@ class Dispatcher:
             self.settlement.expire(job)
             self._flush()
 
+    def _end_all_unheard(self) -> None:
+        if self.settlement.waits_for_redis:
+            self._listeners.lost_sight()
+            return
+        for job in self._listeners.abandoned(self._jobs.values()):
+            self._end_unheard(job)
+
+    def _end_unheard(self, job: Job) -> None:
+        self._publish_unshown(job, self._abort(job))
+        self.settlement.abandon(job)
+        self._flush()
+
     def _abort(self, job: Job) -> RequestOutput | None:
         """Take a request out of engine and books; its stream and its message are the caller's.
 
@@ -300,7 +320,7 @@ class Dispatcher:
         if self._intake is None:
             tokenizer = self._load_tokenizer()
             processor = InputProcessor(model_info, tokenizer, logits_processors=self._logits_processors)
-            self._intake = Intake(processor, self._served_name, self._adapters, self._max_delay_seconds)
+            self._intake = Intake(processor, self._served_names, self._adapters, self._max_delay_seconds)
             self._output_processor = OutputProcessor(tokenizer)
         assert self._output_processor is not None
         self._model_info = model_info
@@ -450,6 +470,7 @@ class Dispatcher:
         self._metrics.slots(min(self._slots_used(), self._max_num_seqs), self._max_num_seqs)
         self._flush(retry=True)
         self._quarantine.record(self._jobs.values())
+        self._end_all_unheard()
         self._go_on_with_quarantine()
         self.supervisor.check_progress(has_work=any(job.num_unfinished for job in self._jobs.values()))
 
@@ -461,13 +482,14 @@ class Dispatcher:
     def register_model(self) -> None:
         """Tell clients that this model is served."""
         try:
-            register_model(
-                self._client,
-                self._served_name,
-                max_model_len=self._model_info.max_model_len,
-                worker=self._worker_name,
-                seen=time.time(),
-            )
+            for name in self._served_names:
+                register_model(
+                    self._client,
+                    name,
+                    max_model_len=self._model_info.max_model_len,
+                    worker=self._worker_name,
+                    seen=time.time(),
+                )
         except REDIS_ERRORS as error:
             logger.warning("model could not be registered", error=str(error))
 
@@ -488,7 +510,7 @@ class Dispatcher:
         """Plain numbers and states for an operator."""
         last = self._last_step
         return {
-            "model": self._served_name,
+            "model": self._served_names[0],
             "state": self._health.not_ready() or "ready",
             "paused": self._paused,
             "draining": self._draining,

@@ -2,12 +2,13 @@
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from headrace_broker import errors as broker_errors
+from headrace_broker.listeners import is_abandon_after
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import Claim
@@ -48,6 +49,8 @@ class Incoming:
     tenant: str | None
     over_quota: int
     """The quota, where the tenant has too many requests in the queue and this one is to be refused; else 0."""
+    abandon_after: float | None = None
+    """Seconds; the request is cancelled when nobody has listened for so long."""
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
@@ -69,6 +72,7 @@ class Incoming:
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=_unix_time(headers.get("enqueued_at")),
             trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
+            abandon_after=float(headers["abandon_after"]) if is_abandon_after(headers.get("abandon_after")) else None,
             tenant=tenant_of(celery_request),
             over_quota=celery_request.over_quota,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
@@ -95,10 +99,10 @@ class Intake:
     """
 
     def __init__(
-        self, processor: InputProcessor, served_name: str, adapters: Adapters, max_delay_seconds: float
+        self, processor: InputProcessor, served_names: Sequence[str], adapters: Adapters, max_delay_seconds: float
     ) -> None:
         self._processor = processor
-        self._served_name = served_name
+        self._served_names = served_names
         self._adapters = adapters
         self._max_delay_seconds = max_delay_seconds
 
@@ -118,9 +122,10 @@ class Intake:
             request = GenerateRequest.parse(incoming.kwargs)
         except broker_errors.InvalidRequestError as error:
             raise RefusedError(error.code, str(error)) from error
-        if request.model is not None and request.model != self._served_name:
+        if request.model is not None and request.model not in self._served_names:
+            served = " and ".join(self._served_names)
             raise RefusedError(
-                "model_not_found", f"model {request.model!r} is not served here; this queue serves {self._served_name}"
+                "model_not_found", f"model {request.model!r} is not served here; this queue serves {served}"
             )
         try:
             return self._tokenize(incoming, request)
@@ -157,7 +162,7 @@ class Intake:
     def _adapter(self, name: str) -> LoRARequest:
         found = self._adapters.find(name)
         if found is None:
-            raise RefusedError("invalid_request", f"{self._served_name} has no LoRA adapter of the name {name!r}")
+            raise RefusedError("invalid_request", f"{self._served_names[0]} has no LoRA adapter of the name {name!r}")
         return found
 
     def job(
@@ -178,6 +183,7 @@ class Intake:
             prompt_logprobs=recorded_prompt_logprobs(claim.entries),
             enqueued_at=incoming.enqueued_at,
             tenant=incoming.tenant,
+            abandon_after=incoming.abandon_after,
             engine_losses=claim.engine_losses,
         )
         job.core_requests()  # tells the engine's requests which tokens they have already

@@ -58,6 +58,8 @@ class Job:
     enqueued_at: float | None
     """Unix seconds by the producer's clock; None when the message does not say."""
     tenant: str | None = None
+    abandon_after: float | None = None
+    """Seconds; the request is cancelled when nobody has listened for so long."""
     span: Any = None
     """OpenTelemetry's, while the request is traced; see `tracing.py`."""
     trace_id: str | None = None

@@ -35,6 +35,11 @@ class Publisher:
         self._refused = False
         self._failed_at: float | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Redis has not taken the last write."""
+        return self._refused
+
     def __len__(self) -> int:
         return len(self._pending)
 

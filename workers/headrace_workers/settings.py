@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, ByteSize, Field, Json, ValidationError, fi
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from headrace_broker.errors import SettingsError
+from headrace_broker.messages import name_problems
 from headrace_broker.settings import BrokerSettings
 from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.logits_processor import load_logits_processors
@@ -25,6 +26,10 @@ Buckets = Annotated[list[int] | None, NoDecode, BeforeValidator(_split)]
 """Numbers separated by commas."""
 
 
+def _names(value: str) -> list[str]:
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
 class WorkerSettings(BaseSettings):
     """One worker: its model, its engine's limits, its place in the service.
 
@@ -37,6 +42,9 @@ class WorkerSettings(BaseSettings):
     """Model folder or hub name; `smollm2-135m-instruct` is fetched on demand."""
     served_model_name: str | None = None
     """Name in the queue; the last part of the model's path unless given."""
+    queues: str = ""
+    """More served names, with commas between them: each is a queue of the same model. At each priority the worker takes
+    from the queue of its served name first, then from these in their order."""
     device: str = "auto"
     dtype: str = "auto"
     max_num_seqs: int = Field(64, ge=1)
@@ -106,10 +114,18 @@ class WorkerSettings(BaseSettings):
             ]
             raise WorkerSettingsError("; ".join(problems)) from error
 
+    @field_validator("queues")
+    @classmethod
+    def _check_queues(cls, value: str) -> str:
+        problems = [problem for name in _names(value) for problem in name_problems("each", name)]
+        if problems:
+            raise ValueError(problems[0])
+        return value
+
     @field_validator("tenants")
     @classmethod
     def _check_tenants(cls, value: str) -> str:
-        names = [name.strip() for name in value.split(",") if name.strip()]
+        names = _names(value)
         reserved = sorted({OTHER, NO_TENANT} & set(names))
         if reserved:
             raise ValueError(f"{', '.join(reserved)} cannot be the name of a tenant")
@@ -119,11 +135,16 @@ class WorkerSettings(BaseSettings):
 
     @property
     def tenant_names(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in self.tenants.split(",") if name.strip())
+        return tuple(_names(self.tenants))
 
     @property
     def served_name(self) -> str:
         return self.served_model_name or Path(self.model.rstrip("/")).name
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All of them, in the order in which their queues are served."""
+        return tuple(dict.fromkeys([self.served_name, *_names(self.queues)]))
 
     def broker(self) -> BrokerSettings:
         try:

@@ -72,6 +72,11 @@ class Settlement:
         """Nothing to write, nothing to store, nothing to acknowledge."""
         return not (self._ending or len(self._publisher) or self._finisher.busy)
 
+    @property
+    def waits_for_redis(self) -> bool:
+        """Redis has not taken the last write."""
+        return self._publisher.is_refused
+
     def stop(self) -> None:
         self._finisher.stop()
 
@@ -97,6 +102,12 @@ class Settlement:
     def expire(self, job: Job) -> None:
         """As `complete`, for a job whose deadline has passed."""
         self.complete(job, "expired", _EXPIRED)
+
+    def abandon(self, job: Job) -> None:
+        """As `complete`, for a job to which nobody listens."""
+        logger.info("nobody listens", **job.log_fields)
+        message = f"nobody has listened for {job.abandon_after:g} s"
+        self.complete(job, "cancelled", ErrorInfo("cancelled", message))
 
     def revoke(self, job: Job) -> None:
         """Celery revoked a running job: its result is Celery's own."""

@@ -8,8 +8,9 @@ redis.call('HSET', META, id, 'delayed|' .. list)
 take_back_strike(id)
 local record = record_of(id)
 if record then
-  record.since = math.floor((now() + seconds) * 1000000) -- it does not wait before its time
-  keep(id, record)
   refund(id, record)
+  -- it does not wait, and so does not age, before its time
+  record.since, record.level = math.floor((now() + seconds) * 1000000), record.list
+  keep(id, record)
 end
 return 1

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from service.workers.service import Service, StreamLog, assert_result_is_stream, results
+from headrace_broker.client import Client
+from service.workers.service import DEADLINE, Service, StreamLog, assert_result_is_stream, results
 
 NUM_TOKENS = 400
+TOKENS = "headrace_generation_tokens_total"
 
 
 def send_all(service: Service, count: int = 6) -> list[Any]:
@@ -87,6 +89,24 @@ def test_a_killed_engine_is_replaced_and_its_requests_go_on_in_the_same_attempt(
     assert metrics["headrace_requests_in_flight"] == 0
 
 
+def test_the_engine_goes_on_while_redis_is_away_and_its_chunks_come_when_it_is_back(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service(appendonly=True)
+    service.client.config_set("appendfsync", "always")
+    worker = service.start_worker(lease_seconds=300).wait_ready()
+    expected = undisturbed(service)
+    handles = send_all(service)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    service.server.kill()
+    # until all that the requests may generate is in the worker's memory, which is the most that it can keep
+    service.wait_until(lambda: worker.metrics().get(TOKENS) == 2 * len(handles) * NUM_TOKENS, timeout=DEADLINE)
+    service.server.start()
+    assert content(service, handles) == expected
+    assert all(service.stream(handle.id).attempts == [1] for handle in handles)
+    service.wait_settled()
+
+
 def test_two_workers_on_one_queue_share_its_requests(make_service: Callable[..., Service]) -> None:
     service = make_service()
     workers = [service.start_worker(max_num_seqs=2).wait_ready() for _ in range(2)]
@@ -96,6 +116,31 @@ def test_two_workers_on_one_queue_share_its_requests(make_service: Callable[...,
     assert sum(served) == 12
     assert min(served) > 0
     service.wait_settled()
+
+
+def test_one_worker_serves_several_queues_of_its_model_its_own_first_at_each_priority(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    params = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+
+    def send(queue: str, priority: int) -> Any:
+        kwargs = {"prompt": "x", "model": queue, "sampling_params": params}
+        sent = service.app.send_task("headrace.generate", kwargs=kwargs, queue=f"headrace.{queue}", priority=priority)
+        return service.handle(sent.id)
+
+    late = [send(queue, 9) for queue in ("bulk", "tiny")]
+    urgent = [send(queue, 0) for queue in ("bulk", "bulk", "tiny", "tiny")]
+    service.start_worker(queues="bulk", max_num_seqs=1).wait_ready()
+    answers = results([*late, *urgent])
+    assert all(answer["error"] is None for answer in answers.values())
+    bulk_late, tiny_late = late
+    bulk_1, bulk_2, tiny_1, tiny_2 = urgent
+    in_order = sorted([*late, *urgent], key=lambda handle: handle.date_done)
+    assert in_order == [tiny_1, tiny_2, bulk_1, bulk_2, tiny_late, bulk_late]
+    with Client(service.server.url, model="bulk") as client:
+        assert set(client.models()) == {"tiny", "bulk"}
+        assert client.result(client.submit("x", params), timeout=60).usage is not None
 
 
 def test_a_worker_is_ready_only_once_its_model_is_loaded(make_service: Callable[..., Service]) -> None:

@@ -35,10 +35,11 @@ def problems_of(**options: Any) -> tuple[str, ...]:
 
 
 def test_a_submission_carries_what_the_queue_acts_on() -> None:
-    submission = prepared(priority=9, tenant="t", idempotency_key="k", request_id="r", expires=60)
+    submission = prepared(priority=9, tenant="t", idempotency_key="k", request_id="r", expires=60, abandon_after=30)
     assert (submission.model, submission.request_id, submission.priority) == ("m", "r", 9)
     prefix = submission.headers["prefix"]
-    assert submission.headers == {"enqueued_at": NOW, "prefix": prefix, "tenant": "t", "idempotency_key": "k"}
+    acted_on = {"prefix": prefix, "tenant": "t", "idempotency_key": "k", "abandon_after": 30}
+    assert submission.headers == {"enqueued_at": NOW, **acted_on}
     assert submission.expires == datetime.fromtimestamp(NOW + 60, UTC)
 
 
@@ -99,6 +100,9 @@ def test_a_deadline_may_be_a_moment() -> None:
         ({"expires": datetime(2027, 1, 1)}, "naive datetime"),
         ({"expires": datetime(2000, 1, 1, tzinfo=UTC)}, "within the next 365 days"),
         ({"expires": "soon"}, "expires must be seconds"),
+        ({"abandon_after": 0.5}, "abandon_after must be a number of seconds from 1 to 3600, not 0.5"),
+        ({"abandon_after": 3601}, "not 3601"),
+        ({"abandon_after": "30"}, "not str of length 2"),
         ({"lora": "/x"}, "lora must be 1 to 128 of the characters"),
         ({"loras": "x"}, "unknown option 'loras'"),
         ({"messages": []}, "exactly one of"),

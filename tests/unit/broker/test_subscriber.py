@@ -28,6 +28,8 @@ class ScriptedServer:
 
     def __init__(self, batches: list[list[Entry]], newest: list[Entry], *, ended: bool = False) -> None:
         self.ended = ended
+        self.listener: bytes | None = None
+        self.touches = 0
         self.batches = batches
         self.newest = newest
         self.asked: list[tuple[str, int | None]] = []
@@ -48,6 +50,14 @@ class ScriptedServer:
 
     def xrevrange(self, key: str, count: int) -> None:
         self.replies.append(self.newest)
+
+    def get(self, key: str) -> None:
+        self.replies.append(self.listener)
+
+    def expire(self, key: str, seconds: int) -> None:
+        assert key == "headrace:listener:r"
+        self.touches += 1
+        self.replies.append(1)
 
     def execute(self) -> list[Any]:
         return self.replies
@@ -119,3 +129,35 @@ def test_a_single_wait_is_never_longer_than_what_is_left() -> None:
 def test_a_position_that_is_no_entry_id_is_refused(last_id: str) -> None:
     with pytest.raises(InvalidRequestError, match="last_id"):
         read(ScriptedServer([], []), last_id=last_id)
+
+
+def start(abandon_after: float | None) -> Entry:
+    data = {"worker": "w"} | ({} if abandon_after is None else {"abandon_after": abandon_after})
+    return b"1-0", {b"type": b"start", b"data": pack(data)}
+
+
+def test_a_request_that_wants_listeners_is_touched_and_no_wait_is_longer_than_a_third_of_its_patience() -> None:
+    server = ScriptedServer([[start(6)], [chunk(1, 1)], [end(1, 2)]], [])
+    read(server)
+    assert server.touches == 1  # no third has passed since
+    *_, wait = (block for _, block in server.asked)
+    assert wait is not None
+    assert wait <= 2000
+
+
+def test_one_that_comes_before_the_worker_or_resumes_learns_of_it_from_the_key() -> None:
+    for last_id in ("0-0", "1-1"):
+        server = ScriptedServer([[], [chunk(1, 2)], [end(1, 3)]], [chunk(1, 1)])
+        server.listener = b"30"
+        read(server, last_id=last_id)
+        assert server.touches == 1
+    busy = ScriptedServer([[chunk(1, 2)], [chunk(1, 3)], [end(1, 4)]], [chunk(1, 2)])
+    busy.listener = b"30.0"
+    read(busy, last_id="1-1")
+    assert busy.touches == 1
+
+
+def test_a_request_that_wants_no_listeners_is_never_touched() -> None:
+    server = ScriptedServer([[], [start(None)], [chunk(1, 1)], [end(1, 2)]], [])
+    read(server)
+    assert server.touches == 0

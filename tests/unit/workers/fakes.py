@@ -233,6 +233,10 @@ class FakePipeline:
 
     def __init__(self, client: FakeRedis) -> None:
         self._client = client
+        self._replies: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._replies)
 
     def __enter__(self) -> FakePipeline:
         return self
@@ -240,12 +244,24 @@ class FakePipeline:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def set(self, key: str, value: Any, ex: int) -> None:
+    def set(self, key: str, value: Any, ex: int, nx: bool = False) -> None:
         self._client.check()
-        self._client.values[key] = value
+        if not (nx and key in self._client.values):
+            self._client.values[key] = value
+            self._client.milliseconds_left[key] = 1000 * ex
+        self._replies.append(True)
 
-    def execute(self) -> None:
+    def delete(self, key: str) -> None:
+        self._client.delete(key)
+        self._replies.append(1)
+
+    def pttl(self, key: str) -> None:
         self._client.check()
+        self._replies.append(self._client.milliseconds_left[key])
+
+    def execute(self) -> list[Any]:
+        self._client.check()
+        return self._replies
 
 
 class FakeRedis:
@@ -253,6 +269,7 @@ class FakeRedis:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.milliseconds_left: dict[str, int] = {}
         self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         self.error: Exception | None = None
         self.publishes = 0

@@ -97,7 +97,7 @@ def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any],
 
 def test_a_message_gets_the_adapter_that_it_names_or_is_refused(tmp_path: Path) -> None:
     adapters = Adapters({"sql": make(tmp_path / "sql")})
-    intake = Intake(InputProcessor(MODEL, FakeTokenizer()), "tiny", adapters, 3600)  # type: ignore[arg-type]
+    intake = Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny"], adapters, 3600)  # type: ignore[arg-type]
 
     def process(**kwargs: Any) -> Any:
         return intake.process(Incoming.read(FakeCeleryRequest("r1", kwargs)))

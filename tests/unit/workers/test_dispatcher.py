@@ -47,7 +47,7 @@ class Desk:
         self.dispatcher = Dispatcher(
             client=self.redis,  # type: ignore[arg-type]
             stream_ttl_seconds=60,
-            served_name="tiny",
+            served_names=["tiny"],
             adapters=Adapters({}),
             worker_name="w",
             tokenizer=FakeTokenizer,  # type: ignore[arg-type]
@@ -564,6 +564,56 @@ def test_a_message_whose_time_is_too_far_ahead_is_refused(desk: Desk) -> None:
     assert desk.results["r1"]["error"]["code"] == "invalid_request"
     assert "must lie within the next 3600 s, not 777" in desk.results["r1"]["error"]["message"]
     assert desk.redis.end("r1")["finish_reason"] == "rejected"
+
+
+def be_silent(desk: Desk, seconds: float) -> None:
+    desk.redis.milliseconds_left["headrace:listener:r1"] = int(1000 * (86_400 - seconds))
+    desk.dispatcher._listeners._sighted_since -= seconds
+
+
+def test_a_request_to_which_nobody_listens_is_cancelled_and_keeps_what_it_has(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest(abandon_after=30))
+    assert desk.redis.entries("r1")[0][3]["abandon_after"] == 30
+    desk.generate(13)
+    desk.dispatcher.heartbeat()
+    assert len(desk.dispatcher) == 1
+    be_silent(desk, 31)
+    desk.dispatcher.heartbeat()
+    desk.assert_idle()
+    assert desk.results["r1"]["error"] == {"code": "cancelled", "message": "nobody has listened for 30 s"}
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13]
+    assert desk.redis.end("r1")["finish_reason"] == "cancelled"
+    assert desk.engine.aborted == [request.request_id for request in desk.engine.sent]
+
+
+def test_a_request_whose_client_went_while_it_was_queued_never_runs(desk: Desk) -> None:
+    desk.redis.values["headrace:listener:r1"] = 30
+    be_silent(desk, 31)
+    desk.accept(FakeCeleryRequest(abandon_after=30))
+    desk.assert_idle()
+    assert desk.engine.sent == []
+    assert desk.results["r1"]["error"]["code"] == "cancelled"
+
+
+def test_an_outage_in_which_nobody_could_say_that_he_listens_costs_no_request(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest(abandon_after=30))
+    desk.redis.error = AWAY
+    desk.generate(13)
+    desk.dispatcher.heartbeat()
+    desk.redis.error = None
+    be_silent(desk, 29)
+    desk.redis.milliseconds_left["headrace:listener:r1"] = 0
+    desk.dispatcher.heartbeat()
+    assert len(desk.dispatcher) == 1
+
+
+@pytest.mark.parametrize("odd", [0, -1, 3601, "30", True, float("nan"), None], ids=lambda _: "")
+def test_an_odd_time_to_abandon_counts_as_absent(desk: Desk, odd: Any) -> None:
+    desk.accept(FakeCeleryRequest(abandon_after=odd))
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert "abandon_after" not in desk.redis.entries("r1")[0][3]
+    assert desk.redis.values == {}
 
 
 def test_an_error_that_quotes_a_prompt_is_logged_without_its_text(

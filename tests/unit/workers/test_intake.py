@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def intake() -> Intake:
-    return Intake(InputProcessor(MODEL, FakeTokenizer()), "tiny", Adapters({}), 3600)  # type: ignore[arg-type]
+    return Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny", "bulk"], Adapters({}), 3600)  # type: ignore[arg-type]
 
 
 def incoming(kwargs: Any = None, request_id: str = "r1", **headers: Any) -> Incoming:

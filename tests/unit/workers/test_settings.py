@@ -72,3 +72,12 @@ def test_the_schedulers_options_are_settings(setting: pytest.MonkeyPatch) -> Non
     setting.setenv("HEADRACE_WATERMARK", "1.0")
     with pytest.raises(WorkerSettingsError, match="HEADRACE_WATERMARK: "):
         WorkerSettings.from_env()
+
+
+def test_more_queues_come_after_the_models_own(setting: pytest.MonkeyPatch) -> None:
+    assert WorkerSettings.from_env().served_names == ("some-model",)
+    setting.setenv("HEADRACE_QUEUES", "bulk, night,some-model,bulk")
+    assert WorkerSettings.from_env().served_names == ("some-model", "bulk", "night")
+    setting.setenv("HEADRACE_QUEUES", "bulk," + 201 * "b")
+    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_QUEUES: .*must be a printable string"):
+        WorkerSettings.from_env()

@@ -14,6 +14,7 @@ from headrace_workers import default_model
 @click.command()
 @click.option("--model", metavar="PATH_OR_NAME", help=f"Model folder, hub name, or {default_model.NAME}.")
 @click.option("--served-model-name", metavar="NAME", help="Name in the queue [default: last part of the model's path].")
+@click.option("--queues", metavar="NAME,...", help="More served names of this model, whose queues come after its own.")
 @click.option("--redis-url", metavar="URL", help="redis://, rediss://, unix:// or sentinel:// [default: local Redis].")
 @click.option("--device", type=click.Choice(DEVICES), help="Where the model runs.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of weights and KV cache.")

@@ -1,0 +1,153 @@
+"""Who listens to a request keeps it alive: against a real server, by both kinds of client."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import redis
+
+from headrace_broker.async_client import AsyncClient
+from headrace_broker.client import Client
+from headrace_broker.connections import connect
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import ResultTimeoutError
+from headrace_broker.keys import listener_key
+from headrace_broker.listeners import Listeners
+from headrace_broker.streams import StreamWrite, StreamWriter
+
+pytestmark = pytest.mark.redis
+
+SUBSCRIBER = (
+    "on nopass resetkeys resetchannels %R~headrace:stream:* %R~headrace:ended:* ~headrace:listener:*"
+    " +@connection +xread +xrevrange +exists +get +expire"
+)
+"""All that a subscriber may do; docs/wire.md says the same."""
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer) -> Client:
+    return Client(redis_server.url, model="m")
+
+
+def write(
+    redis_client: "redis.Redis", request_id: str, *, end: bool = True, abandon_after: float | None = None
+) -> None:
+    """A stream of two chunks."""
+    writer = StreamWriter(redis_client, 60)
+    attempt = writer.claim(request_id, "w", abandon_after=abandon_after).attempt
+    writer.publish(StreamWrite.chunk(request_id, attempt, n, index=0, token_ids=[n], text="t") for n in (1, 2))
+    if end:
+        write_end(redis_client, request_id)
+
+
+def write_end(redis_client: "redis.Redis", request_id: str) -> None:
+    StreamWriter(redis_client, 60).publish([StreamWrite.end(request_id, 1, 2, finish_reason="stop")])
+
+
+def age(redis_client: "redis.Redis", request_id: str) -> None:
+    """As if nobody had listened for 50 s; Redis's own clock goes on."""
+    redis_client.expire(listener_key(request_id), 86_350)
+    assert silence(redis_client, request_id) >= 50
+
+
+def silence(redis_client: "redis.Redis", request_id: str) -> float:
+    return Listeners(redis_client).silence({request_id: 90})[request_id]
+
+
+@contextmanager
+def ending_once_heard(redis_client: "redis.Redis", request_id: str) -> Iterator[None]:
+    """The stream ends when somebody listens to it, and not before."""
+
+    def end() -> None:
+        deadline = time.monotonic() + 60
+        while silence(redis_client, request_id) >= 50 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write_end(redis_client, request_id)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    yield
+    thread.join()
+    assert silence(redis_client, request_id) < 50
+
+
+def read_all(client: Client, request_id: str) -> None:
+    assert len(list(client.stream(request_id, timeout=60))) == 2
+
+
+def resume(client: Client, request_id: str) -> None:
+    assert len(list(client.stream(request_id, last_id="1-1", timeout=60))) == 1
+
+
+def multiplex(client: Client, request_id: str) -> None:
+    assert len(list(client.events_many([request_id, "other"], timeout=60))) == 8
+
+
+def wait_for_the_result(client: Client, request_id: str) -> None:
+    with pytest.raises(ResultTimeoutError):
+        client.result(request_id, timeout=0.1)
+
+
+@pytest.mark.parametrize("listen", [read_all, resume, multiplex, wait_for_the_result])
+def test_whoever_reads_or_waits_is_heard_and_only_where_somebody_is_wanted(
+    client: Client, redis_client: "redis.Redis", listen: Callable[[Client, str], None]
+) -> None:
+    client.submit("x", request_id="wanted", abandon_after=90)
+    client.submit("x", request_id="free")
+    age(redis_client, "wanted")
+    write(redis_client, "wanted", end=False, abandon_after=90)
+    for request_id in ("free", "other"):
+        write(redis_client, request_id)
+    with ending_once_heard(redis_client, "wanted"):
+        listen(client, "wanted")
+    listen(client, "free")
+    assert not redis_client.exists(listener_key("free"), listener_key("other"))
+
+
+async def test_the_asyncio_client_is_heard_as_well(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    async with AsyncClient(redis_server.url, model="m") as client:
+        await client.submit_many([{"prompt": "x", "request_id": "r", "abandon_after": 90}])
+        age(redis_client, "r")
+        with pytest.raises(ResultTimeoutError):
+            await client.result("r", timeout=0.1)
+        assert silence(redis_client, "r") < 50
+        age(redis_client, "r")
+        follower = asyncio.create_task(anext(client.stream("r", timeout=30)))
+        while silence(redis_client, "r") >= 50:  # it has come before any worker
+            await asyncio.sleep(0.01)
+        write(redis_client, "r")
+        assert (await follower).text == "t"
+
+
+def test_a_request_of_a_plain_producer_counts_from_its_claim(client: Client, redis_client: "redis.Redis") -> None:
+    write(redis_client, "r", end=False, abandon_after=90)
+    assert silence(redis_client, "r") < 50  # the worker asks, and makes the key
+    age(redis_client, "r")
+    with ending_once_heard(redis_client, "r"):
+        read_all(client, "r")
+
+
+def test_a_subscriber_needs_no_more_than_its_few_rights(
+    client: Client, redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    client.submit("x", request_id="r", abandon_after=90)
+    age(redis_client, "r")
+    write(redis_client, "r", end=False)
+    redis_client.execute_command("ACL", "SETUSER", "reader", *SUBSCRIBER.split())
+    try:
+        url = redis_server.url.replace("redis://", "redis://reader:x@")
+        with Client(url) as reader, ending_once_heard(redis_client, "r"):
+            resume(reader, "r")
+        with connect(url) as raw:
+            for command in (
+                ["SET", listener_key("r"), "1"],
+                ["GET", "celery-task-meta-r"],
+                ["XREAD", "STREAMS", "x", "0"],
+            ):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    raw.execute_command(*command)
+    finally:
+        redis_client.execute_command("ACL", "DELUSER", "reader")

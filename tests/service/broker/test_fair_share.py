@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgpack
 import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,16 @@ from headrace_broker.dead_letters import dead_letters
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import QueueFullError, TenantQueueFullError
 from headrace_broker.fair_share import FairShare
-from headrace_broker.keys import LEASES_KEY, bell_key, queue_lists, sorted_ids_key, waiting_key
+from headrace_broker.keys import (
+    LEASE_BODIES_KEY,
+    LEASE_RECORDS_KEY,
+    LEASES_KEY,
+    bell_key,
+    queue_lists,
+    sorted_ids_key,
+    tenant_ids_key,
+    waiting_key,
+)
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.settings import BrokerSettings
@@ -267,6 +277,65 @@ def test_every_message_comes_once_and_byte_for_byte(
     assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
 
 
+def check_books(client: "redis.Redis") -> None:
+    """What is kept in several places agrees."""
+    waiting = sum(score for _, score in client.zrange(waiting_key(QUEUE), 0, -1, withscores=True))
+    assert waiting == sum(client.zcard(sorted_ids_key(name)) for name in LISTS)
+    assert client.exists(bell_key(QUEUE)) == (waiting > 0)
+    assert client.hlen("headrace:lease:body") == client.hlen("headrace:lease:record")
+    assert client.hlen("headrace:lease:body") == waiting + client.zcard(LEASES_KEY)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(0, 3))
+        | st.tuples(st.sampled_from(["take", "take aged"]), st.integers(0, 4))
+        | st.tuples(st.sampled_from(["ack", "release", "strike", "fall silent"])),
+        max_size=30,
+    )
+)
+def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis", steps: list[tuple[Any, ...]]
+) -> None:
+    redis_client.flushall()
+    leases = make_leases(quota=4)
+    aged = make_leases(quota=4, ageing_seconds=1e-6, prefix_affinity=True)
+    sent, done = 0, Counter[str]()
+    held: list[tuple[Leases, LeasedMessage]] = []
+    for action, *details in steps:
+        if action == "push":
+            tenant, step = details
+            redis_client.lpush(LISTS[step], envelope(str(sent), tenant, prefix=str(sent % 2)))
+            sent += 1
+        elif action.startswith("take"):
+            holder = aged if action == "take aged" else leases
+            held += [(holder, message) for message in take(holder, details[0])]
+        elif held and action == "fall silent":
+            for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
+                redis_client.zadd(LEASES_KEY, {lease_id: 1})
+            leases.reap()
+            held.clear()
+        elif held:
+            holder, message = held.pop(0)
+            if action == "ack":
+                holder.ack(message.lease_id)
+                done[name_of(message)] += 1
+            else:
+                holder.release(message.lease_id, strike=action == "strike")
+        check_books(redis_client)
+    for holder, message in held:
+        holder.ack(message.lease_id)
+        done[name_of(message)] += 1
+    while messages := take(leases, 100):
+        for message in messages:
+            leases.ack(message.lease_id)
+            done[name_of(message)] += 1
+    dead = [json.loads(letter.body)["body"] for letter in dead_letters(redis_client)]
+    assert done + Counter(dead) == Counter(str(number) for number in range(sent))
+    check_books(redis_client)
+
+
 def test_more_tenants_than_are_told_apart_share_one_place(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
@@ -365,18 +434,52 @@ def test_nothing_ages_before_its_time_or_where_ageing_is_off(
         assert all(name.startswith("u") for name in names(take(leases, 10)))
 
 
-def test_a_message_that_has_aged_comes_behind_those_that_waited_as_long_where_it_is_now(
+def shift(client: "redis.Redis", name: str, seconds: float) -> None:
+    """As if this message had been sorted so much later; it is alone with its tenant at its level."""
+    for raw_id, packed in client.hgetall(LEASE_RECORDS_KEY).items():
+        record = msgpack.unpackb(packed)
+        if json.loads(client.hget(LEASE_BODIES_KEY, raw_id) or "")["body"] == name:
+            record["since"] += int(seconds * 1e6)
+            client.hset(LEASE_RECORDS_KEY, raw_id, msgpack.packb(record))
+            client.zadd(sorted_ids_key(record["level"]), {raw_id: record["since"]})
+            client.zadd(tenant_ids_key(record["level"], record["tenant"]), {raw_id: record["since"]})
+
+
+def test_a_message_that_has_aged_counts_at_the_next_step_from_that_moment_on(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
-    aged = make_leases(ageing_seconds=1e-6)
-    push(redis_client, "a", ["low"], step=1)
-    push(redis_client, "a", ["high"])
-    aged.fetch(LISTS, 0)
-    aged.fetch(LISTS, 0)
-    levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
-    assert dict(levels.ready) == {0: 2, 3: 0, 6: 0, 9: 0}
-    assert sorted(names(take(aged, 2))) == ["high", "low"]
-    assert redis_client.llen(bell_key(QUEUE)) == 0
+    leases = make_leases(ageing_seconds=3600)
+    push(redis_client, "a", ["low"], step=3)
+    push(redis_client, "a", ["before", "after"], step=2)
+    leases.fetch(LISTS, 0)
+    shift(redis_client, "low", -3601)
+    shift(redis_client, "before", -10)
+    leases.fetch(LISTS, 0)
+    assert dict(QueueLevelReader(redis_client).read([QUEUE])[QUEUE].ready) == {0: 0, 3: 0, 6: 3, 9: 0}
+    assert names(take(leases, 3)) == ["before", "low", "after"]
+
+
+def test_what_has_waited_for_very_long_takes_all_its_steps_at_once(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=60)
+    push(redis_client, "a", ["low"], step=3)
+    leases.fetch(LISTS, 0)
+    shift(redis_client, "low", -200)
+    push(redis_client, "b", ["urgent"])
+    leases.fetch(LISTS, 0)
+    assert dict(QueueLevelReader(redis_client).read([QUEUE])[QUEUE].ready) == {0: 2, 3: 0, 6: 0, 9: 0}
+
+
+def test_a_clock_that_is_set_back_does_not_turn_the_order_round(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push(redis_client, "a", ["first"])
+    leases.fetch(LISTS, 0)
+    shift(redis_client, "first", 3600)
+    push(redis_client, "a", ["second", "third"])
+    assert names(take(leases, 3)) == ["first", "second", "third"]
 
 
 def test_an_aged_message_that_goes_back_keeps_what_it_has_gained(

@@ -103,6 +103,13 @@ def refuse_network(site: Site, draw: random.Random) -> None:
     proxy.heal()
 
 
+def fill_disk(site: Site, draw: random.Random) -> None:
+    """The server's disk takes no more for up to twice the lease: the server refuses every write."""
+    site.fill_disk()
+    time.sleep(draw.uniform(1.0, 2 * site.lease_seconds))
+    site.empty_disk()
+
+
 FAULTS: tuple[Fault, ...] = (
     kill_worker,
     kill_engine,
@@ -112,6 +119,7 @@ FAULTS: tuple[Fault, ...] = (
     drain_worker,
     stall_network,
     refuse_network,
+    fill_disk,
     freeze_worker_and_engine,
     kill_all_workers,
 )

@@ -1,16 +1,20 @@
 """`Site`: a server with its append-only file, and workers that reach it each over a network of its own."""
 
 import random
+import resource
 import time
 from pathlib import Path
 from typing import Self
 
 from chaos.proxy import Proxy
-from service.servers import make_server
+from service.clock_skew import ClockSkew
+from service.servers import PROGRAM, make_server
 from service.workers.service import Service
 from service.workers.worker_process import WorkerProcess
 
-READY_SECONDS = 120.0
+READY_SECONDS = 300.0
+_CLOCK_HOURS = (3, -3)
+"""How far the workers' clocks are ahead."""
 
 
 class Post:
@@ -34,7 +38,7 @@ class Post:
 
 
 class Site:
-    """A context manager that holds the whole service on loopback.
+    """A context manager that holds the whole service on loopback. The workers' clocks disagree by hours.
 
     Args:
         folder: for the workers' logs; it stays.
@@ -43,14 +47,18 @@ class Site:
     lease_seconds = 2.0
 
     def __init__(self, model: str, folder: Path, num_workers: int = 2) -> None:
-        self.server = make_server(appendonly=True)
+        self.server = make_server(program=_without_file_size_signal(folder), appendonly=True)
         self.server.start()
         self.service = Service(self.server, model, folder)
         self.client = self.service.client
         self._ended: list[str] = []
         settings = {"lease_seconds": self.lease_seconds, "grace_seconds": 0.3, "delivery_limit": 1000}
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
-        self.posts = [Post(self.service, Proxy(port), **settings) for _ in range(num_workers)]
+        skew = ClockSkew(folder)
+        self.posts = [
+            Post(self.service, Proxy(port), environ=skew.environ(_CLOCK_HOURS[number % 2]), **settings)
+            for number in range(num_workers)
+        ]
 
     def wait_ready(self) -> None:
         """Wait until every worker serves."""
@@ -67,6 +75,20 @@ class Site:
             self.revive()
             assert time.monotonic() < deadline, f"no worker is ready:\n{self.service.logs()}"
             time.sleep(0.02)
+
+    def fill_disk(self) -> None:
+        """The server's files grow no more."""
+        size = max(file.stat().st_size for file in self.server.folder.rglob("*.aof"))
+        self._limit_files(size)
+
+    def empty_disk(self) -> None:
+        """They may grow again."""
+        self._limit_files(resource.RLIM_INFINITY)
+
+    def _limit_files(self, size: int) -> None:
+        assert self.server.pid is not None
+        _, hard = resource.prlimit(self.server.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.server.pid, resource.RLIMIT_FSIZE, (size, hard))
 
     def any_post(self, draw: random.Random) -> Post:
         return draw.choice(self.posts)
@@ -97,3 +119,11 @@ class Site:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _without_file_size_signal(folder: Path) -> str:
+    """The server behind a script that keeps it alive where a file may not grow: the write fails, as on a full disk."""
+    script = folder / "server"
+    script.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {PROGRAM} \"$@\"\n")
+    script.chmod(0o700)
+    return str(script)

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,26 @@ PATIENCE = 150.0
 
 
 class WorkerProcess:
-    """A worker of the model in `model`; its settings are environment variables without their prefix."""
+    """A worker of the model in `model`; its settings are environment variables without their prefix.
+
+    Args:
+        environ: other variables that it is to have.
+    """
 
     def __init__(
-        self, *, model: str, redis_url: str, log: Path, command: list[str] | None = None, **settings: object
+        self,
+        *,
+        model: str,
+        redis_url: str,
+        log: Path,
+        command: list[str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        **settings: object,
     ) -> None:
         self.log = log
         self.marker = uuid.uuid4().hex
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        environ = inherited | dict(environ or {})
         environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", _MARKER: self.marker}
         defaults: dict[str, object] = {
             "model": model,

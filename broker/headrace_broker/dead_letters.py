@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
+from headrace_broker.envelope import is_request_id
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     PRIORITY_SEPARATOR,
@@ -50,7 +51,7 @@ class DeadLetter:
     def request_id(self) -> str | None:
         """The task id, where the message still shows one."""
         request_id = self.headers.get("id")
-        return request_id if isinstance(request_id, str) else None
+        return request_id if is_request_id(request_id) else None
 
     @cached_property
     def headers(self) -> dict[str, Any]:

@@ -103,6 +103,10 @@ class MalformedEntryError(HeadraceBrokerError, ValueError):
     """A stream entry, result or registry value does not have the shape of the wire contract."""
 
 
+class MalformedMessageError(HeadraceBrokerError, ValueError):
+    """A message in a queue is none that a worker can use; the sentence quotes nothing of it."""
+
+
 class TransportConfigurationError(HeadraceBrokerError, ValueError):
     """The lease transport is used in a way in which it could not keep its promises."""
 

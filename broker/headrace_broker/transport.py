@@ -27,7 +27,8 @@ from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
-from headrace_broker.errors import TransportConfigurationError
+from headrace_broker.envelope import check_envelope
+from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
 from headrace_broker.leases import LeasedMessage, Leases
@@ -309,6 +310,9 @@ class Channel(kombu_redis.Channel):
         queue = message.list_name.partition(self.sep)[0]
         try:
             payload = self._payload(message)
+        except MalformedMessageError as error:
+            self.leases.bury(message.lease_id, f"undecodable: {error}")
+            return
         except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
             self.leases.bury(message.lease_id, f"undecodable: {type(error).__name__}")
             return
@@ -332,14 +336,13 @@ class Channel(kombu_redis.Channel):
 
     def _payload(self, message: LeasedMessage) -> dict[str, Any]:
         payload: dict[str, Any] = loads(message.body.decode())
+        check_envelope(payload)
         properties = payload["properties"]
         # The tag that the producer chose may be anyone's; the lease's is unique among the messages in flight.
         properties["delivery_tag"] = message.lease_id
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
         self.Message(payload, channel=self)
-        if not isinstance(payload["headers"], dict):
-            raise TypeError("headers must be a map")
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload
 

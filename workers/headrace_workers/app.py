@@ -30,7 +30,11 @@ def create_app(settings: WorkerSettings) -> Celery:
     app.while_disconnected = time.sleep
     # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
+    app.conf.worker_consumer = "headrace_workers.consumer:EngineConsumer"
     app.register_task(GenerateTask())
+    # Celery's own tasks run and publish whatever their arguments name, with this worker's rights and on its thread.
+    for name in [name for name in app.tasks if name.startswith("celery.")]:
+        app.tasks.unregister(name)
     app.steps["worker"].add(EngineStep)
     app.steps["consumer"].add(EngineConsumerStep)
 

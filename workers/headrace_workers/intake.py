@@ -22,6 +22,10 @@ from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
 _LATEST_UNIX_TIME = 1e11
+_LINKED = (
+    "links, chains and chords are not run, as the worker would start them with its own rights: send the next task when"
+    " the result is there"
+)
 MALFORMED = "the message is malformed: its body is not what Celery's protocol 2 says"
 
 
@@ -42,6 +46,8 @@ class Incoming:
     kwargs: Any = field(repr=False)
     is_well_formed: bool
     """Whether the body has the shape of Celery's protocol 2, so that Celery can run the task."""
+    is_linked: bool = False
+    """Whether Celery is to start other tasks when this one is done."""
     priority: int
     redelivered: bool
     enqueued_at: float | None
@@ -68,6 +74,7 @@ class Incoming:
             args=celery_request.args,
             kwargs=celery_request.kwargs,
             is_well_formed=_is_protocol_2(celery_request._payload),
+            is_linked=_is_linked(celery_request._payload),
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=_unix_time(headers.get("enqueued_at")),
@@ -116,6 +123,8 @@ class Intake:
                 f"eta or countdown must lie within the next {self._max_delay_seconds:g} s,"
                 f" not {incoming.delay:.0f} s ahead",
             )
+        if incoming.is_linked:
+            raise RefusedError("invalid_request", _LINKED)
         if incoming.args:
             raise RefusedError("invalid_request", "positional arguments are not allowed; use keyword arguments")
         try:
@@ -196,6 +205,10 @@ def _is_protocol_2(body: Any) -> bool:
         return False
     args, kwargs, embed = body
     return isinstance(args, list | tuple) and isinstance(kwargs, dict) and isinstance(embed, dict)
+
+
+def _is_linked(body: Any) -> bool:
+    return _is_protocol_2(body) and any(body[2].values())
 
 
 def _deadline(expires: Any, time_limits: Any) -> float | None:

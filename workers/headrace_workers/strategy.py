@@ -6,8 +6,9 @@ No slot of Celery's real pool is taken, so one worker process holds as many requ
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+import msgpack
 import structlog
 from celery.exceptions import InvalidTaskError
 from celery.worker.strategy import default as default_strategy
@@ -16,6 +17,10 @@ from kombu.exceptions import OperationalError
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.task import OUTCOME, EngineRequest
+
+# In place of the message's own body: neither its prompt nor its links are wanted when the task has been done.
+_EMPTY_BODY: Final = msgpack.packb([[], {}, {}])
+_LINKS: Final = ("callbacks", "errbacks", "chain", "chord")
 
 
 class EnginePool:
@@ -29,11 +34,13 @@ class EnginePool:
     ) -> None:
         celery_request = callback.__self__  # type: ignore[attr-defined]  # the bound Request.on_success
         received = time.monotonic()
+        task, request_id, headers, *_body = args
+        headers = {name: value for name, value in headers.items() if name not in _LINKS}
 
         def run_task(outcome: dict[str, Any]) -> None:
             token = OUTCOME.set(outcome)
             try:
-                failed, result, _ = target(*args)
+                failed, result, _ = target(task, request_id, headers, _EMPTY_BODY, "application/x-msgpack", "binary")
             finally:
                 OUTCOME.reset(token)
             if failed:  # the task itself cannot fail; Celery would acknowledge what it could not store
@@ -76,6 +83,8 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
     handler = default_strategy(task, app, ConsumerProxy(consumer, EnginePool(dispatcher)), **options)
 
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
+        if "id" not in message.headers or "task" not in message.headers:
+            raise InvalidTaskError("malformed message: it is not of Celery's protocol 2")
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)):
                 return handler(message, body, ack, reject, callbacks, **rest)

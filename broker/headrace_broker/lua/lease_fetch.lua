@@ -11,6 +11,9 @@ local FIRST_LIST = 9
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 4 * 1024 * 1024
 local ages_left = 100
+local reply_bytes_left = 32 * 1024 * 1024
+-- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
+local LONGEST_MESSAGE, BYTES_KEPT = 16 * 1024 * 1024, 4096
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
 local LOOKED_AT, MOST_SKIPS = 16, 8
 
@@ -50,7 +53,9 @@ local function sort(list)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
     local id = redis.sha1hex(body)
-    if redis.call('HEXISTS', BODIES, id) == 1 then
+    if #body > LONGEST_MESSAGE then
+      bury(string.sub(body, 1, BYTES_KEPT), list, 0, 'too large: ' .. #body .. ' bytes, of which the first are kept')
+    elseif redis.call('HEXISTS', BODIES, id) == 1 then
       bury(body, list, 0, 'duplicate') -- a copy of a message that waits or is being worked on
     else
       -- a clock that was set back must not turn the order round
@@ -127,6 +132,7 @@ local function take(id, record, start)
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   charge(id, record, start, policy.weights[record.tenant] or 1)
   leased[#leased + 1] = {id, record.list, body, deliveries, 0}
+  reply_bytes_left = reply_bytes_left - #body
 end
 
 local unsorted = 0
@@ -147,7 +153,7 @@ if unsorted == 0 then
   local tries_left = wanted + 100
   for i = FIRST_LIST, #KEYS do
     local level = KEYS[i]
-    while #leased - num_refused < wanted and tries_left > 0 do
+    while #leased - num_refused < wanted and tries_left > 0 and reply_bytes_left > 0 do
       local least = redis.call('ZRANGE', tenants_at(level), 0, 0, 'WITHSCORES')
       local tenant, start = least[1], tonumber(least[2])
       if not tenant then break end

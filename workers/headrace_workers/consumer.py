@@ -1,0 +1,17 @@
+"""Celery's consumer, which loses no message that it cannot decode."""
+
+import logging
+from typing import Any
+
+from celery.worker.consumer import Consumer
+
+logger = logging.getLogger(__name__)
+
+
+class EngineConsumer(Consumer):
+    """Selected by `worker_consumer`."""
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        """Celery acknowledges such a message, and writes its body into the log. Here it becomes a dead letter."""
+        logger.error("a message could not be decoded: %s", type(exc).__name__)
+        message.reject_log_error(logger, self.connection_errors)

@@ -375,9 +375,9 @@ def peer(device: str, folder: str) -> dict[str, Any]:
         max_new_tokens=scale.peer_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     prompts = [prompt for prompt, _ in requests]
-    for _ in range(2):  # the first one warms up, and its manager stays for the second
+    for _ in range(2):  # the first one warms up
         started = time.perf_counter()
-        outputs = model.generate_batch(prompts, generation_config=options, progress_bar=False, persistent_manager=True)
+        outputs = model.generate_batch(prompts, generation_config=options, progress_bar=False)
         seconds = time.perf_counter() - started
     made = sum(len(output.generated_tokens) for output in outputs.values())
     theirs = made / seconds

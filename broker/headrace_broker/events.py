@@ -66,7 +66,7 @@ class EndEvent:
 StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
 
 
-def pack(data: Mapping[str, Any]) -> bytes:
+def pack(data: Any) -> bytes:
     """msgpack as Redis's own cmsgpack reads it too: without the separate type for binary data."""
     packed: bytes = msgpack.packb(data, use_bin_type=False)
     return packed

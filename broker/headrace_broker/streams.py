@@ -174,15 +174,17 @@ class StreamWriter:
         attempts: list[Attempt] = []
         keys: list[str] = []
         marks: list[str] = []
-        args: list[Any] = [self._ttl_seconds, ENDED_SECONDS]
+        entries: list[tuple[str, str, str, bytes]] = []
         for write in writes:
             attempts.append(write.key)
             keys.append(stream_key(write.request_id))
-            args += (write.entry_id, write.entry_before, write.type, pack(write.data))
+            entries.append((write.entry_id, write.entry_before, write.type, pack(write.data)))
             if write.type == "end":
                 marks.append(ended_key(write.request_id))
         if not keys:
             return {}
+        # in one argument: each argument of its own costs redis-py more than Redis takes to unpack them all
+        args: list[int | bytes] = [self._ttl_seconds, ENDED_SECONDS, pack(entries)]
         failed = self._publish(keys=[*keys, *marks], args=args)
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):

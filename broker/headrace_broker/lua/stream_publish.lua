@@ -1,7 +1,7 @@
 -- Appends entries to many streams in one call. Redis itself rejects every id that is not above the stream's last.
 -- KEYS: the stream of each write; then, for each write that is an end, the mark of it.
--- ARGV: seconds to live, seconds that a mark outlives its stream; then id, id of the entry before it, type, data of each
--- write.
+-- ARGV: seconds to live, seconds that a mark outlives its stream, msgpack list of {id, id of the entry before it, type,
+-- data} of each write.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
 local function is_cancelled(entry)
@@ -26,10 +26,10 @@ local function verdict(key, id, before)
 end
 
 local failed = {}
-local num_writes = (#ARGV - 2) / 4
-local mark = num_writes
-for i = 1, num_writes do
-  local key, id, before, kind, data = KEYS[i], ARGV[4 * i - 1], ARGV[4 * i], ARGV[4 * i + 1], ARGV[4 * i + 2]
+local writes = cmsgpack.unpack(ARGV[3])
+local mark = #writes
+for i, write in ipairs(writes) do
+  local key, id, before, kind, data = KEYS[i], unpack(write)
   if kind == 'end' then mark = mark + 1 end
   local outcome
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)

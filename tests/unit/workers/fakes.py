@@ -330,10 +330,10 @@ class FakeRedis:
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1
         failed: list[Any] = []
-        for position, key in enumerate(keys[: (len(args) - 2) // 4]):
-            entry_id, before, kind, data = args[2 + 4 * position : 6 + 4 * position]
+        for position, write in enumerate(msgpack.unpackb(args[2], raw=True)):
+            (entry_id, before, kind), data = (part.decode() for part in write[:3]), write[3]
             attempt, offset = map(int, entry_id.split("-"))
-            entries = self.streams.get(key)
+            entries = self.streams.get(keys[position])
             if entries is None:
                 failed += [position, b"gone"]
             elif entries[-1][0] > attempt:

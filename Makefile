@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-gpu fuzz schemas chaos hostile venv clean
+.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-gpu fuzz schemas chaos hostile venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -50,6 +50,12 @@ lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
 
 bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
 	@$(BIN)/python benchmarks/throughput.py
+
+bench-latency: $(STAMP) ## time to first token and between tokens, at arrivals one by one
+	@$(BIN)/python benchmarks/latency.py
+
+bench-floor: $(STAMP) ## decode steps against their matrix products alone: a ratio to compare releases by
+	@$(BIN)/python benchmarks/step_floor.py
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py

@@ -1,0 +1,53 @@
+"""What the benchmarks' command lines have in common."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import runs
+from headrace_workers import default_model
+
+_FOLDER = Path(__file__).parent
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="model folder [default: the default model, fetched]")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=("int8",))
+    parser.add_argument("--vllm", metavar="PYTHON", help="also measure vLLM, by the Python that has it installed")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", metavar="FILE", help="draw them there, as SVG")
+
+
+def describe(args: argparse.Namespace) -> str:
+    return f"{args.dtype}, {args.quantization}" if args.quantization else str(args.dtype)
+
+
+def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
+    """One measurement of `measurements.py`."""
+    chosen = ["--quantization", args.quantization] if args.quantization else []
+    return runs.run(
+        [sys.executable, str(_FOLDER / "measurements.py"), name, *_common(args), *chosen, *options],
+    )
+
+
+def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
+    """One measurement of `vllm_peer.py`, on all cores: vLLM by itself would leave one of two idle."""
+    env = {
+        "PYTHONPATH": str(_FOLDER.parent / "workers"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    return runs.run([args.vllm, str(_FOLDER / "vllm_peer.py"), kind, *_common(args), *options], env)
+
+
+def _common(args: argparse.Namespace) -> list[str]:
+    if args.model is None:
+        args.model = str(default_model.fetch(args.dtype))
+    return ["--model", args.model, "--dtype", args.dtype]

@@ -1,0 +1,259 @@
+"""What is measured, each in a process of its own: `python measurements.py NAME --model FOLDER --dtype DTYPE`.
+
+The last line of output is the figures as JSON. `runs.py` starts these; `throughput.py` and `latency.py` are for people.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import workload
+from headrace_workers.stream_timing import StreamTiming, summarise
+from workload import BenchmarkRequest
+
+BASELINE_REQUESTS = 8
+_SINGLE = BenchmarkRequest([1, 2, 3, 4] * 8, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a measurement runs on."""
+
+    model: str
+    dtype: str
+    workload: str
+    rate: float  # requests a second
+    quantization: str | None
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "quantization": self.quantization}
+
+    def requests(self) -> list[BenchmarkRequest]:
+        return workload.load(self.workload)
+
+
+def offline(setup: Setup) -> dict[str, Any]:
+    """`LLM.generate` on all requests at once."""
+    from headrace_engine import LLM, SamplingParams
+
+    begun = time.perf_counter()
+    llm = LLM(setup.model, **setup.engine_options)
+    ready = time.perf_counter()
+    requests = setup.requests()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)  # touch everything once
+    started = time.perf_counter()
+    outputs = llm.generate(
+        [request.prompt_token_ids for request in requests],
+        [SamplingParams.from_dict(request.sampling_params) for request in requests],
+        use_tqdm=False,
+    )
+    seconds = time.perf_counter() - started
+    figures = _figures(setup, seconds, [output.outputs[0].token_ids for output in outputs])
+    return figures | {"startup_seconds": ready - begun}
+
+
+def queue(setup: Setup) -> dict[str, Any]:
+    """The same requests through Redis and a Celery worker, every stream read to its end by this process."""
+    return asyncio.run(_through_queue(setup, setup.requests(), delays=None))
+
+
+def queue_poisson(setup: Setup) -> dict[str, Any]:
+    """Through the queue, arriving one by one."""
+    requests = setup.requests()
+    return asyncio.run(_through_queue(setup, requests, workload.arrivals(len(requests), setup.rate)))
+
+
+def engine_poisson(setup: Setup) -> dict[str, Any]:
+    """`AsyncLLMEngine` without a queue, requests arriving one by one."""
+    requests = setup.requests()
+    return asyncio.run(_through_engine(setup, requests, workload.arrivals(len(requests), setup.rate)))
+
+
+def single(setup: Setup) -> dict[str, Any]:
+    """One request alone."""
+    return asyncio.run(_through_engine(setup, [_SINGLE], [0.0]))
+
+
+def phases(setup: Setup) -> dict[str, Any]:
+    """Where the time of the engine's steps goes, milliseconds a step on average."""
+    from headrace_engine import LLM, SamplingParams
+    from headrace_engine.core.engine_core import EngineCore
+
+    totals: Counter[str] = Counter()
+    steps = 0
+    step: Callable[[EngineCore], Any] = EngineCore.step
+
+    def counted(core: EngineCore) -> Any:
+        nonlocal steps
+        outputs = step(core)
+        if outputs.stats is not None and outputs.stats.phase_seconds:
+            totals.update(outputs.stats.phase_seconds)
+            steps += 1
+        return outputs
+
+    EngineCore.step = counted  # type: ignore[method-assign]
+    llm = LLM(setup.model, **setup.engine_options)
+    requests = setup.requests()
+    started = time.perf_counter()
+    llm.generate(
+        [request.prompt_token_ids for request in requests],
+        [SamplingParams.from_dict(request.sampling_params) for request in requests],
+        use_tqdm=False,
+    )
+    seconds = time.perf_counter() - started
+    named = {name: 1000 * value / steps for name, value in sorted(totals.items(), key=lambda item: -item[1])}
+    outside = 1000 * (seconds - sum(totals.values())) / steps
+    return {"steps": steps, "milliseconds": named | {"outside the step": outside}}
+
+
+def transformers(setup: Setup) -> dict[str, Any]:
+    """`generate` of transformers, one request after the other; the first few requests only, as it takes minutes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.dtype)).eval()
+    outputs = []
+    started = time.perf_counter()
+    for request in setup.requests()[:BASELINE_REQUESTS]:
+        prompt = torch.tensor([request.prompt_token_ids])
+        ids = reference.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=request.max_tokens,
+            min_new_tokens=request.max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        outputs.append(ids[0, prompt.shape[1] :].tolist())
+    return _figures(setup, time.perf_counter() - started, outputs)
+
+
+async def _through_engine(setup: Setup, requests: Sequence[BenchmarkRequest], delays: list[float]) -> dict[str, Any]:
+    from headrace_engine import AsyncEngineArgs, AsyncLLMEngine, RequestOutputKind, SamplingParams
+
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=setup.model, **setup.engine_options))
+
+    async def one(name: str, request: BenchmarkRequest, delay: float) -> StreamTiming:
+        await asyncio.sleep(delay)
+        timing = StreamTiming(time.perf_counter())
+        params = SamplingParams(**request.sampling_params, output_kind=RequestOutputKind.DELTA)
+        async for output in engine.generate(request.prompt_token_ids, params, name):
+            timing.arrived(time.perf_counter(), len(output.outputs[0].token_ids))
+        return timing
+
+    try:
+        await one("warm", BenchmarkRequest([1, 2, 3], 8), 0.0)
+        timings = await asyncio.gather(
+            *(one(f"r{i}", request, delay) for i, (request, delay) in enumerate(zip(requests, delays, strict=True)))
+        )
+    finally:
+        await engine.shutdown()
+    return summarise(timings)
+
+
+async def _through_queue(
+    setup: Setup, requests: Sequence[BenchmarkRequest], delays: list[float] | None
+) -> dict[str, Any]:
+    """All at once without `delays`, read over one connection; else each at its time."""
+    from headrace_broker import ChunkEvent
+
+    async with _service(setup) as client:
+        started = time.perf_counter()
+        token_ids: dict[str, list[int]] = {}
+        timings: dict[str, StreamTiming] = {}
+
+        async def follow(request_ids: list[str]) -> None:
+            async for request_id, event in client.events_many(request_ids, timeout=600):
+                if isinstance(event, ChunkEvent):
+                    timings[request_id].arrived(time.perf_counter(), len(event.token_ids))
+                    token_ids[request_id] += event.token_ids
+
+        async def one(request: BenchmarkRequest, delay: float) -> None:
+            await asyncio.sleep(delay)
+            sent_at = time.perf_counter()
+            request_id = await client.submit(
+                prompt_token_ids=request.prompt_token_ids, sampling_params=request.sampling_params
+            )
+            timings[request_id], token_ids[request_id] = StreamTiming(sent_at), []
+            await follow([request_id])
+
+        if delays is None:
+            request_ids = await client.submit_many(
+                {"prompt_token_ids": request.prompt_token_ids, "sampling_params": request.sampling_params}
+                for request in requests
+            )
+            timings.update({request_id: StreamTiming(started) for request_id in request_ids})
+            token_ids.update({request_id: [] for request_id in request_ids})
+            await follow(request_ids)
+        else:
+            await asyncio.gather(*(one(request, delay) for request, delay in zip(requests, delays, strict=True)))
+        seconds = time.perf_counter() - started
+    return _figures(setup, seconds, list(token_ids.values())) | summarise(timings.values())
+
+
+@asynccontextmanager
+async def _service(setup: Setup) -> AsyncIterator[Any]:
+    """A server, a worker that has served a request already, and a client."""
+    from headrace_broker import AsyncClient
+    from headrace_broker.embedded import EmbeddedServer
+    from headrace_workers.local_worker import LocalWorker
+
+    settings = {"dtype": setup.dtype, "log_level": "WARNING"}
+    if setup.quantization is not None:
+        settings["quantization"] = setup.quantization
+    with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
+        log = Path(folder) / "worker.log"
+        with LocalWorker(model=setup.model, redis_url=server.url, log=log, **settings) as worker:
+            worker.wait_ready()
+            async with AsyncClient(server.url, model=Path(setup.model).name) as client:
+                warm = await client.submit(
+                    prompt_token_ids=[1, 2, 3], sampling_params={"max_tokens": 2, "temperature": 0.0}
+                )
+                await client.result(warm)
+                yield client
+
+
+def _figures(setup: Setup, seconds: float, outputs: list[list[int]]) -> dict[str, Any]:
+    num_tokens = sum(map(len, outputs))
+    figures: dict[str, Any] = {
+        "seconds": seconds,
+        "output_tokens": num_tokens,
+        "output_tokens_per_second": num_tokens / seconds,
+        "requests": len(outputs),
+    }
+    if setup.workload == "mixed":
+        expected = workload.expected_fp32()
+        figures["equal_to_fp32"] = sum(own == known for own, known in zip(outputs, expected, strict=False))
+    return figures
+
+
+MEASUREMENTS: dict[str, Callable[[Setup], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (offline, queue, queue_poisson, engine_poisson, single, phases, transformers)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=MEASUREMENTS)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--workload", default="mixed", choices=workload.NAMES)
+    parser.add_argument("--rate", type=float, default=2.6)
+    parser.add_argument("--quantization")
+    args = parser.parse_args()
+    setup = Setup(args.model, args.dtype, args.workload, args.rate, args.quantization)
+    print(json.dumps(MEASUREMENTS[args.name](setup)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""One measurement, one process: starting it, and what the machine did meanwhile.
+
+A measurement prints its figures as JSON on its last line. Beside them come the peak memory of its whole process tree
+and how many cores everybody else used: a run that shared its machine says so.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_SAMPLE_SECONDS = 0.25
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Raises CalledProcessError where the measurement fails; its error output has been seen."""
+    busy, own_before = _busy_seconds(), _own_seconds()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+    watch = _MemoryWatch(process.pid)
+    output, _ = process.communicate()
+    peak = watch.stop()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
+    others = _busy_seconds() - busy - (_own_seconds() - own_before)
+    return figures | {"peak_tree_rss_mib": peak, "other_cores": round(max(0.0, others) / watch.seconds, 2)}
+
+
+def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+    return statistics.median(run[name] for run in runs)
+
+
+def each(runs: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> str:
+    """All runs' figures, for the table."""
+    return " ".join(f"{scale * run[name]:.0f}" for run in runs)
+
+
+def save(path: str, **content: Any) -> None:
+    Path(path).write_text(json.dumps({"cores": os.cpu_count(), **content}, indent=1))
+
+
+class _MemoryWatch(threading.Thread):
+    """Samples the memory of a process and all below it."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._root = psutil.Process(pid)
+        self._over = threading.Event()
+        self._peak = 0
+        self.seconds = 0.0
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self.seconds += _SAMPLE_SECONDS
+            total = 0
+            try:
+                for process in [self._root, *self._root.children(recursive=True)]:
+                    total += process.memory_info().rss
+            except psutil.Error:  # somebody ended meanwhile
+                continue
+            self._peak = max(self._peak, total)
+
+    def stop(self) -> float:
+        """Peak of all samples, MiB; memory that processes share counts in each."""
+        self._over.set()
+        self.join()
+        self.seconds = max(self.seconds, _SAMPLE_SECONDS)
+        return self._peak / 2**20
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+
+
+def _own_seconds() -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)

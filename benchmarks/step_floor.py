@@ -1,0 +1,92 @@
+"""Decode steps against what their matrix products alone would take: how much of a step is the engine's own.
+
+    python benchmarks/step_floor.py [--dtype float32] [--rows 1 64] [--context 256]
+
+For each number of requests: the median time of a decode step of the runner, and of its packed linear layers called one
+after the other on as many rows. The ratio does not depend much on the machine; `--limit` makes it the exit status.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import command_line
+from headrace_engine import LLM, SamplingParams
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.runner.int8_linear import Int8Linear
+from headrace_engine.runner.packed_linear import PackedLinear
+
+_STEPS = 40
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command_line.add_options(parser)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=int, default=256, help="tokens that each request has before")
+    parser.add_argument("--limit", type=float, help="exit with 1 where a ratio is above this")
+    args = parser.parse_args()
+    model = args.model or command_line.default_model.fetch(args.dtype)
+    table = Table(title=f"{command_line.describe(args)}, milliseconds a step", title_justify="left")
+    for column in ("requests", "decode step", "its products alone", "ratio"):
+        table.add_column(column, justify="right")
+    llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization)
+    worst = 0.0
+    for rows in args.rows:
+        step, products = decode_step(llm, rows, args.context), linear_layers(rows)
+        worst = max(worst, step / products)
+        table.add_row(str(rows), f"{1000 * step:.1f}", f"{1000 * products:.1f}", f"{step / products:.2f}")
+    Console().print(table)
+    return 1 if args.limit is not None and worst > args.limit else 0
+
+
+def decode_step(llm: LLM, rows: int, context: int) -> float:
+    """Median seconds of a step in which `rows` requests each get one token."""
+    times: list[float] = []
+    step: Callable[[EngineCore], object] = EngineCore.step
+
+    def timed(core: EngineCore) -> object:
+        started = time.perf_counter()
+        outputs = step(core)
+        times.append(time.perf_counter() - started)
+        return outputs
+
+    EngineCore.step = timed  # type: ignore[assignment,method-assign]
+    try:
+        prompts = [[(7 * row + position) % 1000 + 10 for position in range(context)] for row in range(rows)]
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_STEPS + 1)
+        llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        EngineCore.step = step  # type: ignore[method-assign]
+    return statistics.median(times[-_STEPS // 2 :])
+
+
+@torch.inference_mode()
+def linear_layers(rows: int) -> float:
+    """Median seconds of all packed layers of this process on so many rows, biases included."""
+    layers = [found for found in gc.get_objects() if type(found) in (PackedLinear, Int8Linear)]
+    dtype = torch.float32
+    inputs: dict[int, torch.Tensor] = {}
+    times = []
+    for layer in layers:
+        if isinstance(layer, PackedLinear):
+            dtype = layer._packed.dtype
+    for layer in layers:
+        inputs.setdefault(layer.in_features, torch.randn(rows, layer.in_features).to(dtype))
+    for _ in range(_STEPS // 2):
+        started = time.perf_counter()
+        for layer in layers:
+            layer(inputs[layer.in_features])
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The dispatcher finds the request that kills engines: its neighbours pay for it neither here nor in another worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_engine.request import FinishReason
+from headrace_workers.quarantine import PROBATION_TOKENS
+from unit.workers.desk import Desk
+from unit.workers.fakes import AWAY, MODEL, FakeCeleryRequest
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def lose_engine(desk: Desk) -> list[str]:
+    """The engine dies, and the next one is ready. Returns the requests that it was sent."""
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_ready(MODEL)
+    return sent(desk)
+
+
+def sent(desk: Desk) -> list[str]:
+    return ["".join(map(chr, request.prompt_token_ids)) for request in desk.engine.sent]
+
+
+def ask(desk: Desk, name: str) -> FakeCeleryRequest:
+    """A request whose prompt shows its name in `sent`."""
+    kwargs = {"prompt_token_ids": [ord(name)], "sampling_params": {"max_tokens": 30}}
+    return desk.accept(FakeCeleryRequest(name, kwargs, lease_id=name))
+
+
+def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_neighbours_go_on(desk: Desk) -> None:
+    requests = [ask(desk, name) for name in "abc"]
+    assert lose_engine(desk) == ["a", "b", "c"]
+    assert lose_engine(desk) == ["a"]
+    assert desk.dispatcher.credit() == 0
+    assert lose_engine(desk) == ["b"]  # so it was a
+    assert desk.engine.forgiven == 1
+    desk.settle()
+    assert desk.results["a"]["error"]["code"] == "dead_letter"
+    assert desk.redis.end("a")["error"]["code"] == "dead_letter"
+    assert requests[0].burial == "poison: killed"
+    for _ in range(PROBATION_TOKENS - 1):
+        desk.generate(13)
+    assert sent(desk) == ["b"]
+    desk.generate(13)
+    assert requests[1].fate == ["accepted", "handed back"]
+    assert sent(desk) == ["b", "c"]
+    del desk.engine.sent[0]
+    for _ in range(PROBATION_TOKENS):
+        desk.generate(13)
+    assert requests[2].fate == ["accepted", "handed back"]
+    assert [request.burial for request in requests[1:]] == [None, None]
+    desk.assert_idle()
+
+
+def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(desk: Desk) -> None:
+    ask(desk, "a")
+    ask(desk, "b")
+    lose_engine(desk)
+    assert lose_engine(desk) == ["a"]
+    desk.dispatcher.terminate("a")
+    desk.dispatcher.heartbeat()
+    assert sent(desk) == ["a", "b"]
+    del desk.engine.sent[0]
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+
+
+def test_what_comes_while_a_suspect_runs_alone_waits_outside_the_engine(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    ask(desk, "b")
+    assert sent(desk) == ["a"]
+    assert lose_engine(desk) == ["b"]
+    assert desk.dispatcher.credit() == 3
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.results["b"]["error"] is None
+
+
+def test_one_death_makes_nobody_a_suspect(desk: Desk) -> None:
+    ask(desk, "a")
+    assert lose_engine(desk) == ["a"]
+    ask(desk, "b")
+    assert desk.dispatcher.credit() == 2
+    assert lose_engine(desk) == ["a"]  # b was there once
+
+
+def another_worker(desk: Desk) -> Desk:
+    """One that shares Redis with the first."""
+    other = Desk()
+    other.redis.streams, other.redis.values = desk.redis.streams, desk.redis.values
+    return other
+
+
+def test_a_death_in_one_worker_counts_in_the_next(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    other = another_worker(desk)
+    for name in "ba":
+        ask(other, name)
+    assert sent(other) == ["b", "a"]
+    assert lose_engine(other) == ["a"]  # b was in one engine only
+    assert lose_engine(other) == ["b"]
+    other.settle()
+    assert other.results["a"]["error"]["code"] == "dead_letter"
+    assert "b" not in other.results
+
+
+def test_a_suspect_from_another_worker_waits_until_it_can_have_the_engine_to_itself(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    other = another_worker(desk)
+    ask(other, "b")
+    ask(other, "a")
+    assert sent(other) == ["b"]
+    assert other.dispatcher.credit() == 0
+    other.generate(13)
+    assert sent(other) == ["b"]
+    other.generate(13, finish=FinishReason.LENGTH)
+    assert sent(other) == ["b", "a"]
+    ask(other, "c")
+    assert sent(other) == ["b", "a"]
+    assert lose_engine(other) == ["c"]
+    other.settle()
+    assert other.results["a"]["error"]["code"] == "dead_letter"
+    assert other.results["b"]["error"] is None
+
+
+def test_a_suspect_that_ends_while_it_waits_keeps_nobody_out(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    other = another_worker(desk)
+    ask(other, "b")
+    ask(other, "a")
+    other.dispatcher.terminate("a")
+    other.dispatcher.heartbeat()
+    assert other.dispatcher.credit() == 3
+
+
+def test_an_acquittal_holds_in_every_worker(desk: Desk) -> None:
+    ask(desk, "a")
+    lose_engine(desk)
+    lose_engine(desk)
+    for _ in range(PROBATION_TOKENS):
+        desk.generate(13)
+    other = another_worker(desk)
+    ask(other, "b")
+    ask(other, "a")
+    assert sent(other) == ["b", "a"]
+
+
+def test_a_death_that_redis_was_not_told_of_is_told_at_the_next_heartbeat(desk: Desk) -> None:
+    ask(desk, "a")
+    desk.redis.error = AWAY
+    lose_engine(desk)
+    assert desk.redis.values == {}
+    desk.redis.error = None
+    desk.dispatcher.heartbeat()
+    assert desk.redis.values == {"headrace:losses:a": 1}

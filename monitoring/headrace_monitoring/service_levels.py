@@ -18,8 +18,6 @@ from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import PREFIX
 from headrace_monitoring.labels import OTHER, LabelSets
 
-QUEUE_LABELS = ("model", "queue")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLevels:

@@ -1,4 +1,4 @@
-"""What a stranger may put into the queue: 30 kinds of wrong messages, and one of honest ones, all drawn from a seed.
+"""What a stranger may put into the queue: 32 kinds of wrong messages, and one of honest ones, all drawn from a seed.
 
 Every text in them holds `SECRET`, which must never stand in a log.
 """

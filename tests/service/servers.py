@@ -27,8 +27,6 @@ EVERY_PROGRAM: Final = (
     if CHOSEN
     else [pytest.param(VALKEY, id="valkey"), pytest.param(REDIS, id="redis", marks=needs_redis_server)]
 )
-on_every_server: Final = pytest.mark.parametrize("program", EVERY_PROGRAM)
-"""For tests with an argument `program`."""
 
 
 def make_server(*, program: str = PROGRAM, **options: Any) -> EmbeddedServer:

@@ -9,7 +9,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from headrace_engine.config import LoRAConfig
 from headrace_engine.core.client import InProcessCore
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError, EngineDeadError, LoRACapacityError
@@ -38,12 +37,6 @@ SPECULATIVE = st.one_of(
         num_speculative_tokens=st.sampled_from([1, 3, 9]),
         prompt_lookup_min=st.just(1),
         prompt_lookup_max=st.just(2),
-    ),
-)
-LORA_CONFIGS = st.one_of(
-    st.none(),
-    st.tuples(st.integers(1, 3), st.integers(0, 1)).map(
-        lambda sizes: LoRAConfig(max_loras=sizes[0], max_cpu_loras=sum(sizes))
     ),
 )
 # Few letters and few lengths, so that prefixes collide and blocks are shared, filled and evicted all the time.

@@ -89,7 +89,7 @@ class EngineStep(bootsteps.StartStopStep):
             logits_processors=config.model.logits_processors,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
-        self.dispatcher.supervisor = self._supervisor
+        self.dispatcher.use_engine(self._supervisor)
         self._gauges = QueueGauges(client, [queue_name(name) for name in settings.served_names], self.metrics)
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf

@@ -41,7 +41,7 @@ class Desk:
             on_given_up=self.given_up.append,
             logits_processors=logits_processors,
         )
-        self.dispatcher.supervisor = self.engine  # type: ignore[assignment]
+        self.dispatcher.use_engine(self.engine)  # type: ignore[arg-type]
         self.dispatcher.attach(self.hub)
         self.dispatcher.on_engine_ready(MODEL)
 
@@ -70,8 +70,8 @@ class Desk:
         assert self.dispatcher.is_idle
         assert self.dispatcher.credit() == 4
         assert self.value("headrace_requests_in_flight") == 0
-        assert self.dispatcher._output_processor is not None
-        assert len(self.dispatcher._output_processor) == 0
+        assert self.dispatcher._in_flight._output_processor is not None
+        assert len(self.dispatcher._in_flight._output_processor) == 0
         assert self.hub.pending() == []
 
     def value(self, name: str, **labels: str) -> float:

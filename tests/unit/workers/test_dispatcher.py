@@ -333,7 +333,7 @@ def test_a_message_whose_time_is_too_far_ahead_is_refused(desk: Desk) -> None:
 
 def be_silent(desk: Desk, seconds: float) -> None:
     desk.redis.milliseconds_left["headrace:listener:r1"] = int(1000 * (86_400 - seconds))
-    desk.dispatcher._listeners._sighted_since -= seconds
+    desk.dispatcher._in_flight._listeners._sighted_since -= seconds
 
 
 def test_a_request_to_which_nobody_listens_is_cancelled_and_keeps_what_it_has(desk: Desk) -> None:

@@ -1,0 +1,281 @@
+"""`InFlight`: the requests in this worker's hands, from their claim until their end is handed to `settlement.py`.
+
+    job --where the quarantine admits it--> engine --outputs--> text, chunks --> stream
+
+Which messages are taken from the queue is `dispatcher.py`'s business.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import redis
+import structlog
+
+from headrace_broker.engine_losses import EngineLosses
+from headrace_broker.listeners import Listeners
+from headrace_broker.results import ErrorInfo
+from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
+from headrace_engine.input_processor import request_id_of
+from headrace_engine.output_processor import OutputProcessor
+from headrace_engine.outputs import RequestOutput
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_monitoring.metrics import Metrics
+from headrace_workers.job import Job
+from headrace_workers.listener_watch import ListenerWatch
+from headrace_workers.quarantine import Quarantine
+from headrace_workers.settlement import Settlement
+from headrace_workers.supervisor import EngineSupervisor
+from headrace_workers.tracing import RequestTracing
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+
+class InFlight:
+    """Feeds the engine with jobs, publishes what it generates, and stops what is not to go on.
+
+    Runs on the thread of Celery's event loop alone. Iterating gives the jobs in the order in which they came.
+    """
+
+    supervisor: EngineSupervisor
+
+    def __init__(
+        self, client: "redis.Redis", settlement: Settlement, metrics: Metrics, tracing: RequestTracing
+    ) -> None:
+        self._settlement = settlement
+        self._metrics = metrics
+        self._tracing = tracing
+        self._jobs: dict[str, Job] = {}
+        self._quarantine = Quarantine(EngineLosses(client))
+        self._listeners = ListenerWatch(Listeners(client))
+        self._output_processor: OutputProcessor | None = None
+        self._hub: Any = None
+
+    def attach(self, hub: Any) -> None:
+        """The event loop for timers; again after each reconnect."""
+        self._hub = hub
+        self._listeners.lost_sight()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def get(self, request_id: str) -> Job | None:
+        return self._jobs.get(request_id)
+
+    @property
+    def slots_used(self) -> int:
+        """Choices that are not complete."""
+        return sum(job.num_unfinished for job in self)
+
+    @property
+    def keeps_others_out(self) -> bool:
+        """Whether nothing more is to be taken, as a suspect is to have the engine to itself."""
+        return self._quarantine.keeps_others_out
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether a suspect has the engine to itself."""
+        return self._quarantine.alone is not None
+
+    # -- begin and end --------------------------------------------------------------------------------------------
+
+    def start(self, job: Job, deadline: float | None) -> None:
+        """A request whose stream is claimed. `deadline` is in unix seconds."""
+        self._jobs[job.request_id] = job
+        self._metrics.request_started()
+        if job.attempt > 1:
+            logger.info("request continues", **job.log_fields, resumed_tokens=job.num_tokens)
+        job.celery_request.on_accepted(self.supervisor.pid, time.monotonic())
+        if deadline is not None:
+            delay = max(0.0, deadline - time.time())
+            job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
+        if job.num_unfinished and self._listeners.is_abandoned(job):
+            self.end(job, self._settlement.abandon)
+        elif job.num_unfinished:
+            self._follow(job)
+            if self._quarantine.admits(job):
+                self.supervisor.send(job.core_requests())
+            else:
+                self._go_on_with_quarantine()
+        else:  # everything was generated, only the end was not written
+            self._complete(job)
+            self.flush()
+
+    def end(self, job: Job, settle: Callable[[Job], None]) -> None:
+        """Stop a request before its last token: what it has is published, and `settle` ends it."""
+        self._publish_unshown(job, self._abort(job))
+        settle(job)
+        self.flush()
+
+    def drop(self, job: Job) -> None:
+        """Stop a request that another worker has or will have: nothing more is written."""
+        self._abort(job)
+        self._settlement.forget(job)
+        self._tracing.end(job, None)
+        self._metrics.request_handed_back()
+
+    def _expire(self, job: Job) -> None:
+        if self._jobs.get(job.request_id) is job:
+            self.end(job, self._settlement.expire)
+
+    def _end_all_unheard(self) -> None:
+        if self._settlement.waits_for_redis:
+            self._listeners.lost_sight()
+            return
+        for job in self._listeners.abandoned(self._jobs.values()):
+            self.end(job, self._settlement.abandon)
+
+    def _abort(self, job: Job) -> RequestOutput | None:
+        """Take a request out of engine and books; its stream and its message are the caller's.
+
+        Returns what was not shown yet, under stream_interval.
+        """
+        del self._jobs[job.request_id]
+        job.cancel_timers()
+        assert self._output_processor is not None
+        aborted = self._output_processor.abort(job.request_id)
+        if aborted is None:
+            return None
+        self.supervisor.abort(aborted[1])
+        return aborted[0]
+
+    def _publish_unshown(self, job: Job, last: RequestOutput | None) -> None:
+        for completion in last.outputs if last is not None else ():
+            if completion.token_ids:
+                completion.finish_reason = None  # the end of the stream says why
+                self._settlement.publish([job.take(completion, last)])
+
+    # -- the engine's life ----------------------------------------------------------------------------------------
+
+    def use_tokenizer(self, tokenizer: ModelTokenizer) -> None:
+        """The model's; before anything is started."""
+        self._output_processor = OutputProcessor(tokenizer)
+
+    def engine_lost(self, reason: str, *, was_ready: bool) -> None:
+        """All requests wait for the next engine process, but for the one that is to blame."""
+        if was_ready:  # one that was still loading had no request yet
+            poison = self._quarantine.engine_lost(self._jobs.values())
+            if poison is not None:
+                self._bury(poison, reason)
+        self.flush()
+
+    def send_chosen(self) -> None:
+        """To an engine that has no request: all, or the suspect that is to run alone."""
+        assert self._output_processor is not None
+        for job in self._quarantine.choose(self._jobs.values()):
+            self._send_again(job, self._output_processor)
+
+    def _send_again(self, job: Job, output_processor: OutputProcessor) -> None:
+        todo = job.core_requests()
+        output_processor.abort(job.request_id)  # what stream_interval held back will be generated again
+        self._follow(job)
+        self.supervisor.send(todo)
+
+    def _follow(self, job: Job) -> None:
+        assert self._output_processor is not None
+        self._output_processor.add_request(job.request)
+        for index, choice in enumerate(job.choices):
+            if choice.finish_reason is not None:
+                self._output_processor.finish_choice(job.request_id, index, choice.finish_reason, choice.stop_reason)
+
+    def _bury(self, job: Job, reason: str) -> None:
+        logger.error("request kills the engine", **job.log_fields, reason=reason)
+        self.supervisor.forgive()
+        self._publish_unshown(job, self._abort(job))
+        job.celery_request.burial = f"poison: {reason}"
+        message = f"the engine died three times while it computed this request, at last with it alone: {reason}"
+        self._settlement.complete(job, "error", ErrorInfo("dead_letter", message))
+
+    def _go_on_with_quarantine(self) -> None:
+        """If the suspect has ended or shown its innocence, it is the next one's turn, or all others'."""
+        if not self.supervisor.is_ready:
+            return
+        suspect = self._quarantine.alone
+        if suspect is None:
+            if self._quarantine.is_time(self._jobs.values()):
+                self.send_chosen()
+            return
+        if self._jobs.get(suspect.request_id) is suspect:
+            if not self._quarantine.is_acquitted:
+                return
+            logger.info("request does not kill the engine", **suspect.log_fields)
+            self.drop(suspect)
+            self._quarantine.acquit(suspect)
+            suspect.celery_request.hand_back()
+        self.send_chosen()
+
+    # -- what the engine generates --------------------------------------------------------------------------------
+
+    def publish(self, outputs: EngineCoreOutputs) -> None:
+        """One step's tokens, as text, go to their streams."""
+        assert self._output_processor is not None
+        started = time.perf_counter()
+        self._note_admitted(outputs.stats)
+        processed = self._output_processor.process(outputs.outputs)
+        self.supervisor.abort(processed.finished_choice_ids)
+        for output in processed.request_outputs:
+            self._publish(output)
+        detokenized = time.perf_counter()
+        self.flush()
+        self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
+        self._go_on_with_quarantine()
+
+    def _note_admitted(self, stats: StepStats) -> None:
+        """A request's time in the engine's queue ends where its first step began."""
+        for choice in stats.admitted_choice_ids:
+            job = self._jobs.get(request_id_of(choice))
+            if job is not None and job.admitted_at is None:
+                job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
+                self._metrics.request_admitted(job.admitted_at - job.received_at, trace_id=job.trace_id)
+
+    def _publish(self, output: RequestOutput) -> None:
+        job = self._jobs[output.request_id]
+        now = time.monotonic()
+        job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)
+        for completion in output.outputs:
+            if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
+                job.choices[completion.index].finish_reason = completion.finish_reason
+                continue
+            self._settlement.publish([job.take(completion, output)])
+            if job.first_token_at is None:
+                job.first_token_at = now
+                since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
+                prefill = None if job.admitted_at is None else now - job.admitted_at
+                self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
+                job.num_first_tokens = job.num_tokens
+            gap = None if job.last_token_at is None else now - job.last_token_at
+            self._metrics.tokens_published(len(completion.token_ids), gap, trace_id=job.trace_id)
+        job.last_token_at = now
+        if output.finished:
+            del self._jobs[job.request_id]
+            job.cancel_timers()
+            self._complete(job, output.error)
+
+    def _complete(self, job: Job, error: str | None = None) -> None:
+        """All choices have ended."""
+        if error is not None:
+            self._settlement.complete(job, "error", ErrorInfo("engine_error", error))
+            return
+        self._jobs.pop(job.request_id, None)
+        reason = job.choices[0].finish_reason or "stop"
+        self._settlement.complete(job, "length" if reason == "length" else "stop")
+
+    def flush(self, *, retry: bool = False) -> None:
+        """Write what is to be written, and stop what its stream refuses to take."""
+        for key, outcome in self._settlement.flush(retry=retry).items():
+            job = self._jobs.get(key[0])
+            if job is not None and job.key == key:  # an older attempt's refusal is nothing to its successor
+                self._abort(job)
+                self._settlement.refused(job, outcome)
+
+    def heartbeat(self) -> None:
+        """Once a second: what could not be written or recorded is tried again, and nobody runs unheard."""
+        self.flush(retry=True)
+        self._quarantine.record(self._jobs.values())
+        self._end_all_unheard()
+        self._go_on_with_quarantine()
+        self.supervisor.check_progress(has_work=any(job.num_unfinished for job in self))

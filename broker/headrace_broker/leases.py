@@ -48,6 +48,8 @@ _PURGED_AT_ONCE: Final = 500
 _REFUSED_AT_ONCE: Final = 100
 """Messages over a quota that one fetch hands out, about; each is some work for the worker."""
 _PREFIXES_KEPT: Final = 64
+_LONGEST_PREFIX: Final = 32
+"""Characters; as in `lua/tenant_prelude.lua`."""
 _SORT_ROUNDS: Final = 30
 """Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 
@@ -153,7 +155,9 @@ class Leases:
 
     def had_prefix(self, prefix: object) -> None:
         """A message with this `prefix` header has come: others of the same are welcome from now on."""
-        if self._fair_share.prefix_affinity and isinstance(prefix, str):
+        if not isinstance(prefix, str) or not prefix.isascii() or len(prefix) > _LONGEST_PREFIX:
+            return  # the scripts sort no message by such a prefix, and it may be megabytes or no text at all
+        if self._fair_share.prefix_affinity:
             self._prefixes.pop(prefix, None)
             self._prefixes[prefix] = None
             while len(self._prefixes) > _PREFIXES_KEPT:

@@ -242,12 +242,13 @@ def test_what_a_consumer_was_given_draws_others_of_the_same_prefix_to_it(
 ) -> None:
     Transport.lease_registry._leases.clear()  # else the options of an earlier test hold
     inbox = Inbox(redis_server.url, prefix_affinity=True)
-    for name, prefix in (("1", "p"), ("2", "q"), ("3", "p")):
+    for name, prefix in (("1", "p"), ("2", "q"), ("3", "p"), ("4", "\ud800"), ("5", "p" * 33)):
         redis_client.lpush(QUEUE.name, envelope(headers={"task": "headrace.generate", "id": name, "prefix": prefix}))
     inbox.channel.credit = lambda: 1
-    for _ in range(3):
+    for _ in range(5):
         inbox.channel.fetch()
-    assert [message.headers["id"] for message in inbox.messages] == ["1", "3", "2"]
+    assert [message.headers["id"] for message in inbox.messages] == ["1", "3", "2", "4", "5"]
+    inbox.channel.fetch()  # what they said was no prefix, and is not told to the server
     for message in inbox.messages:
         message.ack()
     inbox.connection.close()

@@ -12,9 +12,11 @@ import msgpack
 from headrace_broker.envelope import is_request_id
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
+    LEASE_BODIES_KEY,
     PRIORITY_SEPARATOR,
     ended_key,
     engine_losses_key,
+    listener_key,
     result_key,
     stream_key,
 )
@@ -83,14 +85,18 @@ def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:
 
 
 def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-    """Sends these messages again, to run from their beginning; the oldest first. Returns those still there to send."""
+    """Sends these messages again, to run from their beginning; the oldest first.
+
+    Returns those that were sent: others are no longer there, or are copies of messages that are alive.
+    """
     script = client.register_script(lua("dead_requeue", prelude=None))
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
     sent = []
     for letter in ordered:
         request_id = letter.request_id or ""
-        forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key)]
-        if script(keys=[DEAD_LETTERS_KEY, letter.list_name, *forgotten], args=[letter.packed, letter.body]):
+        forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key, listener_key)]
+        keys = [DEAD_LETTERS_KEY, letter.list_name, LEASE_BODIES_KEY, *forgotten]
+        if script(keys=keys, args=[letter.packed, letter.body]):
             sent.append(letter)
     return sent
 

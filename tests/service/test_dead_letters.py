@@ -9,8 +9,9 @@ from click.testing import CliRunner, Result
 
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import engine_losses_key, queue_lists, queue_name, result_key, stream_key
+from headrace_broker.keys import engine_losses_key, listener_key, queue_lists, queue_name, result_key, stream_key
 from headrace_broker.leases import Leases
+from headrace_broker.listeners import Listeners
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
 from headrace_workers.cli.dead import dead_letters
@@ -50,6 +51,35 @@ def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, red
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     messages = leases.fetch(queue_lists(queue_name(MODEL)), 10)
     assert [(message.body, message.deliveries) for message in messages] == [(oldest.body, 1), (newest.body, 1)]
+
+
+def test_a_requeued_letter_has_as_long_to_find_a_listener_as_a_new_request(
+    client: Client, redis_client: "redis.Redis"
+) -> None:
+    bury(client, redis_client, "a")
+    redis_client.set(listener_key("a"), "30", ex=100)  # nobody has listened for almost a day
+    client.requeue_dead_letters(client.dead_letters())
+    assert Listeners(redis_client).silence({"a": 30.0})["a"] < 30
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_copy_of_a_message_that_is_alive_is_not_requeued_and_its_stream_stays(
+    client: Client, redis_client: "redis.Redis", is_taken: bool
+) -> None:
+    lists = queue_lists(queue_name(MODEL))
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    client.submit("x", request_id="a")
+    [body] = redis_client.lrange(lists[0], 0, -1)
+    redis_client.lpush(lists[0], body)
+    [message] = leases.fetch(lists, 1)
+    StreamWriter(redis_client, 60).claim("a", "w")
+    if not is_taken:
+        leases.release(message.lease_id)
+    letters = client.dead_letters()
+    assert [letter.reason for letter in letters] == ["duplicate"]
+    assert client.requeue_dead_letters(letters) == []
+    assert client.dead_letters() == letters
+    assert client.status("a").state == "running"
 
 
 def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_client: "redis.Redis") -> None:

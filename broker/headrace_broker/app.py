@@ -75,7 +75,8 @@ def _celery_urls(server: ServerUrl, *, worker: bool) -> tuple[str, str]:
             # a scheme with a plus would name the transport, and a worker has one of ours
             return socket if worker else f"redis+{socket}", f"redis+{socket}"
         case "sentinel":
-            urls = [f"sentinel://{server.userinfo}{host}:{port}/{server.db}" for host, port in server.hosts]
+            addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in server.hosts]
+            urls = [f"sentinel://{server.userinfo}{address}/{server.db}" for address in addresses]
             # At a failure kombu goes to the next URL with the transport that the URL names: a worker has one URL alone.
             return urls[0] if worker else ";".join(urls), ";".join(urls)
 

@@ -45,7 +45,12 @@ class ServerUrl:
     @classmethod
     def parse(cls, url: str) -> Self:
         """Raises SettingsError, which says what is wrong and shows no password."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            if parts.scheme in ("redis", "rediss"):
+                _ = parts.port  # raises
+        except ValueError:  # whose sentence may quote a password
+            raise SettingsError("redis_url has a host or a port that cannot be one") from None
         options = dict(parse_qsl(parts.query))
         match parts.scheme:
             case "redis" | "rediss" if parts.hostname:
@@ -59,7 +64,9 @@ class ServerUrl:
 
     @classmethod
     def _tcp(cls, scheme: str, netloc: str, path: str, options: dict[str, str]) -> Self:
-        db = _database(path.lstrip("/"))
+        db = _database(path.lstrip("/") or options.get("db", ""))
+        if options.pop("db", str(db)) != str(db):
+            raise SettingsError(f"redis_url names two databases, {db} in its path and another one as db")
         _check_tls(options, tls=scheme == "rediss")
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
         username, password = _credentials(netloc)

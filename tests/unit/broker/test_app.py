@@ -30,6 +30,13 @@ def test_only_a_worker_leases() -> None:
     assert worker.worker_soft_shutdown_timeout == 0
 
 
+@pytest.mark.parametrize("worker", [False, True])
+def test_sentinels_may_have_addresses_of_ipv6(worker: bool) -> None:
+    app = make_app(BrokerSettings("sentinel://[::1]:5000,[::2]/3?master=m"), worker=worker, models=["m"])
+    with app.connection_for_read() as connection:
+        assert (connection.hostname, connection.port, connection.virtual_host) == ("::1", 5000, "3")
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
     program = "import headrace_broker, json, sys; print(json.dumps(sorted(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout

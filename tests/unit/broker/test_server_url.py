@@ -15,6 +15,7 @@ from headrace_broker.settings import BrokerSettings
     [
         ("redis://queue", "redis://queue/0"),
         ("redis://user:pass@queue:7000/3", "redis://user:pass@queue:7000/3"),
+        ("redis://queue?db=3", "redis://queue/3"),
         ("rediss://queue/1", "rediss://queue/1?ssl_cert_reqs=required"),
         ("rediss://queue/1?ssl_cert_reqs=CERT_NONE", "rediss://queue/1?ssl_cert_reqs=none"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock?db=0"),
@@ -52,6 +53,10 @@ def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
     [
         ("http://queue", "must look like"),
         ("redis://queue/one", "by a number, not by 'one'"),
+        ("redis://queue:99999/0", "a host or a port"),
+        ("redis://queue:port/0", "a host or a port"),
+        ("redis://[::1/0", "a host or a port"),
+        ("redis://queue/1?db=2", "two databases"),
         ("redis://queue/0?ssl_ca_certs=/ca.pem", "ssl_ca_certs, which need TLS"),
         ("rediss://queue/0?ssl_ca_cert=/ca.pem", "unknown options: ssl_ca_cert;"),
         ("rediss://queue/0?ssl_ca_certs=/nowhere/ca.pem", "ssl_ca_certs must be a file.* '/nowhere/ca.pem'"),

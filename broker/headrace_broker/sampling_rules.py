@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from headrace_broker.structured_rules import structured_outputs_problem
-from headrace_broker.value_rules import is_integer, is_unicode, shown
+from headrace_broker.value_rules import is_finite, is_integer, is_unicode, shown
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -45,7 +45,7 @@ def _integer(low: int, high: int) -> Rule:
 def _number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
     def rule(value: Any) -> str | None:
         number = is_integer(value) or isinstance(value, float)
-        if number and math.isfinite(value) and value <= high and (value > low if above else value >= low):
+        if number and is_finite(value) and value <= high and (value > low if above else value >= low):
             return None
         lower = f"above {low:g}" if above else f"at least {low:g}"
         upper = f" and at most {high:g}" if math.isfinite(high) else " and finite"

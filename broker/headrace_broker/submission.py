@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 import time
 import uuid
@@ -18,7 +17,7 @@ from headrace_broker.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_aban
 from headrace_broker.messages import GenerateRequest, name_problems
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import ENDED_SECONDS, end_data
-from headrace_broker.value_rules import is_integer, shown
+from headrace_broker.value_rules import is_finite, is_integer, shown
 
 LOWEST_PRIORITY: Final = 9
 QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
@@ -156,7 +155,7 @@ def _deadline(expires: float | datetime | None, now: float, problems: list[str])
             problems.append("expires must be seconds from now or a datetime with a time zone, not a naive datetime")
             return None
         seconds = expires.timestamp() - now
-    elif isinstance(expires, (int, float)) and not isinstance(expires, bool) and math.isfinite(expires):
+    elif isinstance(expires, (int, float)) and not isinstance(expires, bool) and is_finite(expires):
         seconds = float(expires)
     else:
         problems.append(f"expires must be seconds from now or a datetime, not {shown(expires)}")

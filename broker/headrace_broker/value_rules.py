@@ -1,5 +1,7 @@
 """Small questions about values that a producer sent."""
 
+import math
+
 
 def shown(value: object) -> str:
     """A value as an error message may show it: numbers and names, but never text that could be a prompt."""
@@ -12,6 +14,14 @@ def shown(value: object) -> str:
 
 def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number, which may be any integer, can be computed with as a float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_unicode(text: str) -> bool:

@@ -108,6 +108,7 @@ class AsyncClient:
         """See `Client.result`."""
         key = result_key(request_id)
         deadline = None if timeout is None else time.monotonic() + timeout
+        abandon_after: float | None = None
         with unavailable(self.settings, "wait for a result"):
             async with self._redis.pubsub() as pubsub:
                 await pubsub.subscribe(key)
@@ -119,7 +120,7 @@ class AsyncClient:
                         result = read_result(request_id, meta) if isinstance(meta, bytes) else None
                         if result is not None:
                             return result
-                        abandon_after = read_abandon_after(listener)
+                        abandon_after = read_abandon_after(listener) or abandon_after
                         if abandon_after is not None:
                             touch(pipe, request_id)
                             await pipe.execute()

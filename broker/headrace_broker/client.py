@@ -184,6 +184,7 @@ class Client:
         """Waits for the whole result. Raises RequestFailedError or ResultTimeoutError."""
         key = result_key(request_id)
         deadline = None if timeout is None else time.monotonic() + timeout
+        abandon_after: float | None = None
         with unavailable(self.settings, "wait for a result"), self._redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
             pubsub.subscribe(key)
             while True:
@@ -195,7 +196,8 @@ class Client:
                     result = read_result(request_id, meta) if isinstance(meta, bytes) else None
                     if result is not None:
                         return result
-                    abandon_after = read_abandon_after(listener)
+                    # a worker that hands the request on deletes the key, and the next one makes it again
+                    abandon_after = read_abandon_after(listener) or abandon_after
                     if abandon_after is not None:
                         touch(pipe, request_id)
                         pipe.execute()
@@ -230,7 +232,8 @@ class Client:
     def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
         """Sends these messages again, under their old ids; what their streams and results said is forgotten.
 
-        Returns those that were still among the dead letters.
+        Returns those that were sent: the others are no longer among the dead letters, or are copies of messages that
+        wait or are being worked on, and stay there.
         """
         with unavailable(self.settings, "requeue dead letters"):
             return requeue(self._redis, letters)
@@ -275,6 +278,7 @@ class Client:
             with self._redis.pipeline(transaction=False) as pipe:
                 for submission in wanted:
                     begin_listening(pipe, submission.request_id, submission.headers["abandon_after"])
+                    touch(pipe, submission.request_id)  # it may have been sent before, and be sent again
                 pipe.execute()
 
     def _publish(self, producer: Any, submission: Submission) -> None:

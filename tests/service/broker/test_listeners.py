@@ -11,10 +11,11 @@ import redis
 
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
-from headrace_broker.connections import connect
+from headrace_broker.connections import BLOCK_SECONDS, connect
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import ResultTimeoutError
-from headrace_broker.keys import listener_key
+from headrace_broker.errors import RequestFailedError, ResultTimeoutError
+from headrace_broker.events import pack
+from headrace_broker.keys import listener_key, result_key
 from headrace_broker.listeners import Listeners
 from headrace_broker.streams import StreamWrite, StreamWriter
 
@@ -151,3 +152,37 @@ def test_a_subscriber_needs_no_more_than_its_few_rights(
                     raw.execute_command(*command)
     finally:
         redis_client.execute_command("ACL", "DELUSER", "reader")
+
+
+def test_whoever_sends_a_request_again_has_listened_to_it(client: Client, redis_client: "redis.Redis") -> None:
+    client.submit("x", request_id="r", abandon_after=30)
+    age(redis_client, "r")
+    client.submit("x", request_id="r", abandon_after=30)
+    assert silence(redis_client, "r") < 30
+
+
+def test_whoever_waits_for_a_result_goes_on_asking_as_often_when_the_key_is_gone_for_a_moment(
+    client: Client, redis_client: "redis.Redis"
+) -> None:
+    def num_asked() -> int:
+        return int(redis_client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"])
+
+    client.submit("x", request_id="r", abandon_after=1)
+    asked_before = num_asked()
+
+    def wait() -> None:
+        with pytest.raises(RequestFailedError):
+            client.result("r")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while num_asked() < asked_before + 2:
+        time.sleep(0.01)
+    redis_client.delete(listener_key("r"))
+    began, asked_before = time.monotonic(), num_asked()
+    while num_asked() < asked_before + 6:  # three times for result and key
+        time.sleep(0.01)
+    seconds = time.monotonic() - began
+    redis_client.set(result_key("r"), pack({"status": "FAILURE", "result": None}))
+    thread.join()
+    assert seconds < BLOCK_SECONDS

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 
 from headrace_engine.runner.attention.backend import AttentionMetadata
-from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StepBatch
+from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StepBatch, TokenLogprobs
 from headrace_engine.runner.request_processors import ProcessorSet, RequestProcessors
 from headrace_engine.runner.rng import uniform
-from headrace_engine.runner.sampler import NO_TOKEN, SamplingRow
+from headrace_engine.runner.sampler import NO_TOKEN, SamplingRow, prompt_logprobs
 from headrace_engine.runner.token_rules import TokenRules, create_token_rules
 from headrace_engine.sampling_params import SamplingParams
 
@@ -242,6 +242,19 @@ class RequestBatch:
             request.token_ids += accepted[request_id]
             request.num_computed_tokens += equal
         return accepted, errors
+
+    def prompt_logprobs(self, logits: torch.Tensor, inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
+        """How likely the tokens of `inputs.prompt_targets` were; `logits` begins with their rows, on any device."""
+        found: dict[str, list[TokenLogprobs]] = {}
+        if not inputs.prompt_targets:  # nothing is copied from a device
+            return found
+        on_host, done = logits.cpu(), 0
+        for request_id, targets in inputs.prompt_targets.items():
+            count = self.requests[request_id].params.prompt_logprobs
+            assert count is not None
+            found[request_id] = prompt_logprobs(on_host[done : done + len(targets)], targets, count)
+            done += len(targets)
+        return found
 
 
 def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:

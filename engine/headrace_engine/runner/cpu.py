@@ -7,14 +7,14 @@ import torch
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.lora_request import LoRARequest
-from headrace_engine.runner.batch import RequestBatch, StepInputs
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
+from headrace_engine.runner.batch import RequestBatch
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
 from headrace_engine.runner.draft_model import DraftModel
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import available_memory
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
-from headrace_engine.runner.sampler import prompt_logprobs, sample
+from headrace_engine.runner.sampler import sample
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class CPURunner:
             self._batch.restrict(rows, inputs, batch.grammar_bitmask.result())
         drawn, logprobs = sample(logits[: len(rows)], rows)
         accepted, errors = self._batch.accept(inputs, drawn)
-        prompt_entries = self._prompt_logprobs(logits[len(rows) :], inputs) if inputs.prompt_targets else {}
+        prompt_entries = self._batch.prompt_logprobs(logits[len(rows) :], inputs)
         sampled = time.perf_counter()
         output = StepOutput(
             sampled_token_ids=accepted,
@@ -119,16 +119,6 @@ class CPURunner:
             output.draft_token_ids = self._draft.propose(self._batch, batch, [i for i in accepted if i not in errors])
             output.phase_seconds["draft"] = time.perf_counter() - sampled
         return output
-
-    def _prompt_logprobs(self, logits: torch.Tensor, inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
-        found: dict[str, list[TokenLogprobs]] = {}
-        done = 0
-        for request_id, targets in inputs.prompt_targets.items():
-            count = self._batch.requests[request_id].params.prompt_logprobs
-            assert count is not None
-            found[request_id] = prompt_logprobs(logits[done : done + len(targets)], targets, count)
-            done += len(targets)
-        return found
 
     def shutdown(self) -> None:
         """Nothing outlives the process."""

@@ -13,7 +13,7 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch, StepInputs
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
 from headrace_engine.runner.cuda import device as gpu
 from headrace_engine.runner.cuda.graphs import DecodeGraphs
 from headrace_engine.runner.cuda.sampling import DeviceSampler
@@ -21,7 +21,6 @@ from headrace_engine.runner.cuda.step import DeviceSteps
 from headrace_engine.runner.memory import available_memory
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
-from headrace_engine.runner.sampler import prompt_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ class CUDARunner:
         return StepOutput(
             sampled_token_ids=accepted,
             logprobs=inputs.by_request(logprobs, accepted) if logprobs else {},
-            prompt_logprobs=self._prompt_logprobs(logits[len(rows) :], inputs) if inputs.prompt_targets else {},
+            prompt_logprobs=self._batch.prompt_logprobs(logits[len(rows) :], inputs),
             errors=errors,
             num_padded_tokens=num_padded,
             compiled_graphs=self._graphs.num_graphs if self._graphs else 0,
@@ -162,16 +161,6 @@ class CUDARunner:
         if len(inputs.logits_indices) != num_seqs:  # the last but one token of a prompt, say
             logits = logits[inputs.logits_indices.to(self._device)]
         return logits, size - num_seqs
-
-    def _prompt_logprobs(self, logits: torch.Tensor, inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
-        found: dict[str, list[TokenLogprobs]] = {}
-        on_host, done = logits.cpu(), 0
-        for request_id, targets in inputs.prompt_targets.items():
-            count = self._batch.requests[request_id].params.prompt_logprobs
-            assert count is not None
-            found[request_id] = prompt_logprobs(on_host[done : done + len(targets)], targets, count)
-            done += len(targets)
-        return found
 
     def load_lora(self, version: int, request: LoRARequest) -> None:  # noqa: ARG002
         raise AssertionError("the core refuses adapters for a runner that says it serves none")

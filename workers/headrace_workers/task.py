@@ -122,7 +122,7 @@ class ResultBackend:
 
 
 class GenerateTask(Task):
-    """Runs when the engine is done with the request: Celery then stores the result and fires links and signals."""
+    """Runs when the engine is done with the request: Celery then stores the result and fires signals."""
 
     name = TASK_NAME
     Strategy = "headrace_workers.strategy:engine_strategy"

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS, register_backend
 
+from engine.static.traced_graphs import Graph, keep_graphs
 from headrace_engine.runner.static.neuron import Neuron
-from headrace_engine.runner.static.tracing import Graph, keep_graphs
 
 
 class NeuronOnCPU(Neuron):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.static.fake_neuron import NeuronOnCPU, fake_backend
+from engine.static.traced_graphs import Graph
 from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
@@ -23,7 +24,6 @@ from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.static.flavour import EagerCPU, Flavour
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
-from headrace_engine.runner.static.tracing import Graph
 from headrace_engine.runner.static.xla import XLA
 from headrace_engine.sampling_params import SamplingParams
 

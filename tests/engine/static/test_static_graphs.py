@@ -14,6 +14,7 @@ import torch
 
 from engine.model_families import VOCAB_SIZE, WINDOW
 from engine.static.fake_neuron import NeuronOnCPU, fake_backend
+from engine.static.traced_graphs import BANNED, Graph, keep_graphs
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
@@ -24,7 +25,6 @@ from headrace_engine.runner.static.group import Kind
 from headrace_engine.runner.static.inputs import empty_inputs
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.shapes import Shape
-from headrace_engine.runner.static.tracing import BANNED, Graph, keep_graphs
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -69,7 +69,7 @@ class Graph:
 def keep_graphs(graphs: list[Graph]) -> Callable[..., Any]:
     """A backend for `torch.compile` that appends what it is given to `graphs`, and computes it on the CPU."""
 
-    def compile_graph(module: GraphModule, inputs: list[torch.Tensor]) -> Any:  # noqa: ARG001
+    def compile_graph(module: GraphModule, inputs: list[torch.Tensor]) -> Any:
         graphs.append(Graph(module))
         return make_boxed_func(module.forward)
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 from unit.monitoring.scrape import STEP
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -31,6 +32,33 @@ def best(work: Callable[[], object], times: int) -> float:
             work()
         rounds.append((time.thread_time() - started) / times)
     return min(rounds)
+
+
+def exporter_of(models: int) -> ServiceExposition:
+    found = [
+        ModelLevels(
+            model=f"model-{number}",
+            queue=f"queue-{number}",
+            ready={0: 3, 9: 1},
+            leased=2,
+            run_out=1,
+            dead={"poison": 1},
+            oldest_age_seconds=12.5,
+            last_seen=900.0,
+        )
+        for number in range(models)
+    ]
+    redis = RedisLevels(
+        memory_used_bytes=1000,
+        memory_limit_bytes=0,
+        connected_clients=4,
+        persistence_ok=True,
+        evicted_keys=0,
+        rejected_connections=0,
+    )
+    exposition = ServiceExposition(version="0")
+    exposition.polled(ServiceLevels(models=found, redis=redis), 0.002)
+    return exposition
 
 
 def main() -> None:
@@ -49,9 +77,12 @@ def main() -> None:
 
             seconds = best(step, 50)
             print(f"{requests:20} | {'yes' if trace_id else 'no':6} | {1e6 * seconds:9.0f} | {1e5 * seconds:.1f} ms")
+    exporter = exporter_of(10)
     for form in ExpositionFormat:
         seconds = best(lambda form=form: metrics.exposition(form), 3)
-        print(f"scrape with 50 tenants, {form.name.lower()}: {1e3 * seconds:.1f} ms")
+        print(f"scrape of a worker with 50 tenants, {form.name.lower()}: {1e3 * seconds:.1f} ms")
+        seconds = best(lambda form=form: exporter.exposition(form), 3)
+        print(f"scrape of an exporter with 10 models, {form.name.lower()}: {1e3 * seconds:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-gpu fuzz schemas chaos hostile venv clean
+.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-gpu fuzz schemas chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -71,6 +71,9 @@ chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table o
 
 hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of what became of each kind
 	@cd tests && ../$(BIN)/python -m hostile
+
+load: $(STAMP) ## 10,000 queued requests and 1,000 live subscribers for ten minutes, with a table of what it costs
+	@cd tests && ../$(BIN)/python -m load
 
 ops-tools: $(STAMP) ## Prometheus, redis-server, helm, hadolint and Kubernetes schemas for more tests, where they can be had
 	@command -v promtool >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends prometheus; } >/dev/null 2>&1 \

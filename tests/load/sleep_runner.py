@@ -1,0 +1,66 @@
+"""A runner that computes nothing: a step lasts as long as `LOAD_STEP_SECONDS` says, and costs no processor time."""
+
+import os
+import time
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
+
+IMPORT_PATH = "load.sleep_runner:create_runner"
+_TOKENS = range(40, 140)  # of the tests' tokenizer: each is some text
+
+
+class SleepRunner:
+    """Implements `ModelRunner`. The tokens of a request are those of `_TOKENS`, over and over."""
+
+    def __init__(self, step_seconds: float, max_model_len: int) -> None:
+        self._step_seconds = step_seconds
+        self._max_model_len = max_model_len
+        self._missing: dict[str, int] = {}
+        """Tokens of a request that are known and not computed yet."""
+        self._num_drawn: dict[str, int] = {}
+
+    def load_model(self) -> ModelInfo:
+        return ModelInfo(
+            vocab_size=384,
+            max_model_len=self._max_model_len,
+            eos_token_ids=[0],
+            architecture="Sleep",
+            dtype="float32",
+            device="none",
+            attention="none",
+            num_parameters=0,
+        )
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(block_size=32, bytes_per_block=1, default_memory=1 << 20, available_memory=None)
+
+    def init_kv_cache(self, num_blocks: int) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def execute_model(self, batch: StepBatch) -> StepOutput:
+        for request_id in batch.removed_request_ids:
+            del self._missing[request_id], self._num_drawn[request_id]
+        for new in batch.new_requests:
+            self._missing[new.request_id] = len(new.token_ids) - new.num_computed_tokens
+            self._num_drawn[new.request_id] = 0
+        time.sleep(self._step_seconds)
+        sampled: dict[str, list[int]] = {}
+        for request_id, count in batch.num_scheduled_tokens.items():
+            self._missing[request_id] -= count
+            if not self._missing[request_id]:
+                self._missing[request_id] = 1
+                sampled[request_id] = [_TOKENS[self._num_drawn[request_id] % len(_TOKENS)]]
+                self._num_drawn[request_id] += 1
+        return StepOutput(sampled_token_ids=sampled, phase_seconds={"forward": self._step_seconds})
+
+
+def create_runner(config: EngineConfig) -> SleepRunner:
+    """What the engine process imports."""
+    return SleepRunner(float(os.environ["LOAD_STEP_SECONDS"]), config.model.max_model_len or 2048)

@@ -1,0 +1,62 @@
+"""`headrace worker`, but its engine sleeps, and it says at its end what the publishing of chunks cost.
+
+The processor time of every call that writes chunks to Redis, with packing, sending and reading the reply, goes into the
+file that `LOAD_PUBLISH_FILE` names.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome
+from headrace_engine.config import EngineConfig
+from headrace_workers.app import create_app
+from headrace_workers.settings import WorkerSettings
+from load.sleep_runner import IMPORT_PATH
+
+
+class SleepingSettings(WorkerSettings):
+    """An operator's settings, with another runner."""
+
+    def engine_config(self) -> EngineConfig:
+        config = super().engine_config()
+        config.runner = IMPORT_PATH
+        return config
+
+
+class Meter:
+    """Stands between the worker and `StreamWriter.publish`."""
+
+    def __init__(self) -> None:
+        self.cpu_seconds = 0.0
+        self.entries = 0
+        self.calls = 0
+        self._publish = StreamWriter.publish
+
+    def publish(self, writer: StreamWriter, writes: Iterable[StreamWrite]) -> dict[Attempt, WriteOutcome]:
+        batch = list(writes)
+        started = time.thread_time()
+        try:
+            return self._publish(writer, batch)
+        finally:
+            self.cpu_seconds += time.thread_time() - started
+            self.entries += len(batch)
+            self.calls += 1
+
+
+def main() -> None:
+    meter = Meter()
+    StreamWriter.publish = lambda writer, writes: meter.publish(writer, writes)  # type: ignore[method-assign]
+    app = create_app(SleepingSettings.from_env())
+    try:
+        options = ["--without-gossip", "--without-mingle", "--hostname", f"load-{os.getpid()}@test"]
+        app.worker_main(["worker", *options, "--loglevel", "WARNING"])
+    finally:
+        account = {"cpu_seconds": meter.cpu_seconds, "entries": meter.entries, "calls": meter.calls}
+        Path(os.environ["LOAD_PUBLISH_FILE"]).write_text(json.dumps(account))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """A whole service over every kind of connection: the worker, both clients, the exporter and `headrace top`."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -52,8 +53,11 @@ async def assert_serves_async(url: str) -> None:
 
 @pytest.mark.parametrize("program", EVERY_PROGRAM)
 async def test_over_a_socket_of_this_machine(program: str, model_folder: str, tmp_path: Path) -> None:
-    path = tmp_path / "redis.sock"
-    with make_server(program=program, arguments=["--unixsocket", str(path)]) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,  # Redis names a client by the first characters of its path only
+        make_server(program=program, arguments=["--unixsocket", f"{folder}/s"]) as server,
+    ):
+        path = Path(folder) / "s"
         service = Service(server, model_folder, tmp_path)
         try:
             worker = service.start_worker(redis_url=f"unix://{path}?db=1").wait_ready()

@@ -1,6 +1,7 @@
 """Wrong requests: each is answered where it can be, and costs the worker nothing."""
 
 import json
+import uuid
 from typing import Any
 
 import msgpack
@@ -90,11 +91,11 @@ def test_positional_arguments_are_refused(service: Service) -> None:
     ids=lambda odd: "",
 )
 def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Service, odd: dict[str, Any]) -> None:
-    service.client.delete("headrace:stream:odd-request", "celery-task-meta-odd-request")
-    service.client.lpush(QUEUE, json.dumps(odd))
-    service.wait_ended(["odd-request"], timeout=60)
-    result = service.handle("odd-request").get(timeout=60)
-    assert_refused(service, "odd-request", result, "invalid_request")
+    request_id = uuid.uuid4().hex  # Celery's backend remembers the result of an id that it has seen
+    service.client.lpush(QUEUE, json.dumps(odd).replace("odd-request", request_id))
+    service.wait_ended([request_id], timeout=60)
+    result = service.handle(request_id).get(timeout=60)
+    assert_refused(service, request_id, result, "invalid_request")
     assert_still_serves(service)
 
 

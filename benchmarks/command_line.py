@@ -12,10 +12,13 @@ from headrace_workers import default_model
 _FOLDER = Path(__file__).parent
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model folder [default: the default model, fetched]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("int8",))
+
+
+def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="also measure vLLM, by the Python that has it installed")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw them there, as SVG")

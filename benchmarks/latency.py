@@ -29,7 +29,8 @@ FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command_line.add_options(parser)
+    command_line.add_model_options(parser)
+    command_line.add_comparison_options(parser)
     parser.add_argument("--rate", type=float, default=2.6, help="requests a second")
     parser.add_argument("--runs", type=int, default=3, help="of each; medians are reported")
     args = parser.parse_args()

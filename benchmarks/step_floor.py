@@ -28,7 +28,7 @@ _STEPS = 40
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command_line.add_options(parser)
+    command_line.add_model_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=256, help="tokens that each request has before")
     parser.add_argument("--limit", type=float, help="exit with 1 where a ratio is above this")

@@ -29,7 +29,8 @@ TITLES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command_line.add_options(parser)
+    command_line.add_model_options(parser)
+    command_line.add_comparison_options(parser)
     parser.add_argument("--workload", choices=workload.NAMES, default="mixed")
     parser.add_argument("--runs", type=int, default=3, help="of each but transformers; medians are reported")
     parser.add_argument("--only", nargs="+", choices=TITLES, help="only these")

@@ -86,7 +86,7 @@ ops-tools: $(STAMP) ## Prometheus, redis-server, helm, hadolint and Kubernetes s
 		|| echo "helm could not be installed: what needs it is skipped"
 
 check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all queries on a real Prometheus
-	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py -rs
+	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis

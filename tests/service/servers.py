@@ -1,6 +1,6 @@
 """Which Redis the tests run on: the Valkey of the environment, or the program that HEADRACE_TEST_SERVER names.
 
-Without that variable some tests run on a redis-server from PATH as well, where there is one.
+With HEADRACE_CHECK_OPS, as `make check-ops` sets it, some tests run on a redis-server from PATH as well.
 """
 
 import os
@@ -21,11 +21,15 @@ needs_redis_server: Final = pytest.mark.skipif(
     REDIS is None, reason="no redis-server is installed; `make ops-tools` gets one where it can be had"
 )
 
+_on_both: Final = pytest.mark.skipif(
+    not os.environ.get("HEADRACE_CHECK_OPS"), reason="a second server takes minutes; `make check-ops` tries both"
+)
+
 # a chosen server is the only one
 EVERY_PROGRAM: Final = (
     [pytest.param(CHOSEN, id="chosen")]
     if CHOSEN
-    else [pytest.param(VALKEY, id="valkey"), pytest.param(REDIS, id="redis", marks=needs_redis_server)]
+    else [pytest.param(VALKEY, id="valkey"), pytest.param(REDIS, id="redis", marks=[needs_redis_server, _on_both])]
 )
 
 

@@ -14,21 +14,12 @@ from kombu import Connection, Producer
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.dead_letters import dead_letters
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import LEASES_KEY, bell_key, sorted_ids_key, waiting_key
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take, tenant_of
 
 pytestmark = pytest.mark.redis
-
-
-@pytest.fixture
-def make_leases(redis_client: "redis.Redis") -> Callable[..., Leases]:
-    def make(**policy: Any) -> Leases:
-        return Leases(redis_client, lease_seconds=60, delivery_limit=5, fair_share=FairShare(**policy))
-
-    return make
 
 
 def serve(leases: Leases, costs: Mapping[str, int], requests: int) -> Counter[str]:

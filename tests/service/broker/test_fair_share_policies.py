@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import msgpack
 import pytest
@@ -11,7 +10,6 @@ import redis
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import QueueFullError, TenantQueueFullError
-from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_RECORDS_KEY, LEASES_KEY, sorted_ids_key, tenant_ids_key
 from headrace_broker.leases import Leases
 from headrace_broker.queue_levels import QueueLevelReader
@@ -19,14 +17,6 @@ from headrace_broker.settings import BrokerSettings
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take
 
 pytestmark = pytest.mark.redis
-
-
-@pytest.fixture
-def make_leases(redis_client: "redis.Redis") -> Callable[..., Leases]:
-    def make(**policy: Any) -> Leases:
-        return Leases(redis_client, lease_seconds=60, delivery_limit=5, fair_share=FairShare(**policy))
-
-    return make
 
 
 def test_what_waits_for_long_is_served_under_an_unending_load_of_better_priority(

@@ -102,22 +102,17 @@ def test_a_child_says_which_option_does_not_fit(start: Start) -> None:
         start(num_blocks=3).wait_ready(20)
 
 
-def test_a_child_whose_runner_fails_says_so_and_ends(start: Start) -> None:
-    core = start(model="fails")
+@pytest.mark.parametrize(
+    ("runner", "error", "cause"),
+    [("fails", "RuntimeError", "crash"), ("recompiles", "RecompilationError", "recompilation")],
+)
+def test_a_child_whose_runner_fails_says_so_and_ends(start: Start, runner: str, error: str, cause: str) -> None:
+    core = start(model=runner)
     core.wait_ready(20)
     core.add_request(core_request("a", [13]))
-    with pytest.raises(EngineDeadError, match="RuntimeError: the fake device failed") as failure:
+    with pytest.raises(EngineDeadError, match=f"{error}: the fake device failed") as failure:
         core.get_outputs()
-    assert failure.value.cause == "crash"
-
-
-def test_a_shape_that_would_have_to_be_compiled_is_a_cause_of_its_own(start: Start) -> None:
-    core = start(model="recompiles")
-    core.wait_ready(20)
-    core.add_request(core_request("a", [13]))
-    with pytest.raises(EngineDeadError, match="RecompilationError: the fake device failed") as failure:
-        core.get_outputs()
-    assert failure.value.cause == "recompilation"
+    assert failure.value.cause == cause
 
 
 def test_what_a_failing_runner_says_is_in_the_error_and_in_no_log(

@@ -1,0 +1,20 @@
+"""What the tests of fair share have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.fair_share import FairShare
+from headrace_broker.leases import Leases
+
+
+@pytest.fixture
+def make_leases(redis_client: "redis.Redis") -> Callable[..., Leases]:
+    """One worker's leases, with a policy of fair share; they last longer than any test."""
+
+    def make(**policy: Any) -> Leases:
+        return Leases(redis_client, lease_seconds=60, delivery_limit=5, fair_share=FairShare(**policy))
+
+    return make

@@ -178,6 +178,18 @@ class Service:
             assert time.monotonic() < deadline, f"it did not come true\n{self.logs()}"
             time.sleep(0.01)
 
+    def cut_connections(self, worker: WorkerProcess) -> None:
+        """Cut every connection to the server; returns when `worker` hears control messages again.
+
+        This process's own are cut as well, and kombu hands them out again unless it is told.
+        """
+        lost = worker.log_text().count("Connection to broker lost")
+        self.client.client_kill_filter(_type="normal", skipme=True)
+        for pool in (self.app.pool, self.app.amqp.producer_pool):
+            pool.force_close_all(close_pool=False)
+        worker.wait_for_log("Connection to broker lost", count=lost + 1)
+        self.wait_until(lambda: self.app.control.ping(timeout=2, limit=1))
+
     def dead_letters(self) -> list[dict[bytes, Any]]:
         return [msgpack.unpackb(letter, raw=True) for letter in self.client.lrange("headrace:dead", 0, -1)]
 

@@ -39,7 +39,9 @@ class WriteOutcome(StrEnum):
     FENCED = "fenced"  # another worker has taken the request over, or has ended it
     CANCELLED = "cancelled"  # a client ended it
     GONE = "gone"  # the stream has expired or was deleted
-    ROLLED_BACK = "rolled_back"  # the server lost entries that it had accepted, and this one would leave a gap
+    ROLLED_BACK = "rolled_back"
+    """The server lost entries that it had accepted. This one would leave a gap; or the claim was lost, another worker
+    has made it, too, and has written these tokens under the same attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ local function is_cancelled(entry)
 end
 
 -- Why an entry is not the next one: false where it was written before and only the reply was lost, nil where it is.
-local function verdict(key, id, before)
+local function verdict(key, id, before, kind, data)
   local last, attempt, tokens = tail(key)
   if not last then return 'gone' end
   local mine, offset = split_id(id)
@@ -18,12 +18,19 @@ local function verdict(key, id, before)
   if attempt > mine then
     return field(last, 'type') == 'end' and is_cancelled(last) and 'cancelled' or 'fenced'
   end
-  if attempt == mine and last_offset >= offset then return false end
-  -- The stream lacks what was written to it: another server has taken over, or this one came back without its last
-  -- seconds. An entry behind a gap must not be written.
+  if attempt == mine and last_offset >= offset then
+    local there = redis.call('XRANGE', key, id, id)[1]
+    if there and field(there, 'type') == kind and field(there, 'data') == data then return false end
+  end
+  -- Another server has taken over, or this one came back without its last seconds. Either the stream lacks what was
+  -- written to it, and an entry behind a gap must not be written; or it lacked a claim, so that two workers have the
+  -- same attempt, and the other one has written these tokens.
   local _, expected = split_id(before)
-  if attempt < mine or tokens < expected then return 'rolled_back' end
+  if attempt < mine or last_offset >= offset or tokens ~= expected then return 'rolled_back' end
 end
+
+-- By stream and attempt: what comes behind a refused entry in the same call is refused with it.
+local refused = {}
 
 local failed = {}
 local writes = cmsgpack.unpack(ARGV[3])
@@ -31,13 +38,14 @@ local mark = #writes
 for i, write in ipairs(writes) do
   local key, id, before, kind, data = KEYS[i], unpack(write)
   if kind == 'end' then mark = mark + 1 end
-  local outcome
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  if newest.err then
+  local writer = key .. ' ' .. string.match(id, '^%d+')
+  local outcome = refused[writer]
+  if outcome == nil and newest.err then
     if not string.find(newest.err, 'WRONGTYPE', 1, true) then return newest end
     outcome = 'gone' -- somebody put something else there: only this request ends, not the step of all
-  elseif not newest[1] or newest[1][1] ~= before then
-    outcome = verdict(key, id, before)
+  elseif outcome == nil and (not newest[1] or newest[1][1] ~= before) then
+    outcome = verdict(key, id, before, kind, data)
   end
   if outcome == nil then
     local reply = redis.pcall('XADD', key, 'NOMKSTREAM', id, 'type', kind, 'data', data)
@@ -50,6 +58,7 @@ for i, write in ipairs(writes) do
     end
   end
   if outcome then
+    refused[writer] = outcome
     failed[#failed + 1] = i - 1
     failed[#failed + 1] = outcome
   end

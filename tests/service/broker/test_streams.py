@@ -186,6 +186,26 @@ def test_an_attempt_whose_claim_the_server_has_lost_writes_nothing(
     assert entry_ids(redis_client) == ["1-0", "1-1"]
 
 
+def test_two_workers_of_one_attempt_write_no_token_twice_and_leave_none_out(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "a")
+    writer.publish([chunk(1, 1)])
+    writer.claim("r", "b")
+    roll_back(redis_client, "2-0")
+    assert writer.claim("r", "c").attempt == 2
+    ours = [chunk(2, 2), chunk(2, 4, tokens=2)]
+    assert writer.publish(ours) == {}
+    # chunks of other sizes, of other text, and an end, as if none of ours were there
+    for late in (chunk(2, 3, tokens=2), chunk(2, 5, tokens=4), end(2, 1), end(2, 3)):
+        assert writer.publish([late]) == {("r", 2): WriteOutcome.ROLLED_BACK}
+    other = StreamWrite.chunk("r", 2, 2, index=0, token_ids=[9], text="of another draw")
+    behind = [chunk(2, 4, tokens=2), chunk(2, 5)]  # which would fit
+    assert writer.publish([other, *behind]) == {("r", 2): WriteOutcome.ROLLED_BACK}
+    assert writer.publish([*ours, end(2, 4)]) == {}  # a lost reply, and then the next
+    assert entry_ids(redis_client) == ["1-0", "1-1", "2-0", "2-2", "2-4", "2-5"]
+
+
 def test_an_expired_stream_is_not_recreated(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w")
     redis_client.delete(stream_key("r"))

@@ -11,9 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from headrace_broker.connections import REDIS_ERRORS
+import redis
+
+from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
 from headrace_broker.dead_letters import DELIVERY_LIMIT, DeadLetter
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import (
@@ -27,9 +29,6 @@ from headrace_broker.keys import (
     SHARE_PREFIX,
 )
 from headrace_broker.scripts import lua
-
-if TYPE_CHECKING:
-    import redis
 
 logger = logging.getLogger(__name__)
 
@@ -211,15 +210,28 @@ class Leases:
         self._settle(lease_id, bury)
 
     def tick(self) -> None:
-        """To be called every third of the lease: pays what is owed and renews what is held."""
+        """To be called every third of the lease: renews what is held and pays what is owed."""
         try:
-            for lease_id, settle in list(self._owed.items()):
-                settle()
-                self._owed.pop(lease_id, None)
             self._renew_held()
+            self._pay_owed()
         except REDIS_ERRORS as error:
             self._refused = True
             logger.warning("leases not renewed: %s; %d held, %d owed", error, len(self._held), len(self._owed))
+
+    def _pay_owed(self) -> None:
+        """Pays each debt that the server accepts. Raises only where the server cannot be reached."""
+        refusal = None
+        for lease_id, settle in list(self._owed.items()):
+            try:
+                settle()
+            except CONNECTION_ERRORS:
+                raise
+            except redis.RedisError as error:  # of this debt: one that cannot be paid must not keep others from it
+                refusal = error
+            else:
+                self._owed.pop(lease_id, None)
+        if refusal is not None:
+            logger.warning("%d lease(s) still not settled, the last because: %s", len(self._owed), refusal)
 
     def reap(self) -> int:
         """Puts back the messages of workers that fell silent, whoever they were. Redis's errors pass through."""

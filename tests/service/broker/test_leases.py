@@ -397,3 +397,25 @@ def test_a_postponement_that_redis_did_not_take_is_owed(make_leases: MakeLeases,
     assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(leases.owner.encode())
     leases.tick()
     assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(b"delayed|")
+
+
+def test_a_debt_that_cannot_be_paid_keeps_nobody_from_renewing_paying_and_reaping(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push(redis_client, "later", "kept", "done")
+    later, kept, done = take(leases)
+    run_out(redis_client)
+    redis_client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
+    leases.postpone(later.lease_id, 3000)
+    leases.ack(done.lease_id)
+    redis_client.config_set("maxmemory", 1)  # a postponement needs memory, all else does not
+    redis_client.replicaof("NO", "ONE")
+    try:
+        leases.tick()
+        assert redis_client.zscore(LEASES_KEY, done.lease_id) is None
+        assert redis_client.zscore(LEASES_KEY, kept.lease_id) > 1
+        assert leases.reap() == 1
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert bodies(take(leases)) == [b"later"]

@@ -164,7 +164,7 @@ async def _through_queue(
     setup: Setup, requests: Sequence[BenchmarkRequest], delays: list[float] | None
 ) -> dict[str, Any]:
     """All at once without `delays`, read over one connection; else each at its time."""
-    from headrace_broker import ChunkEvent
+    from headrace_broker import ChunkEvent, StreamExpiredError
 
     async with _service(setup) as client:
         started = time.perf_counter()
@@ -176,6 +176,8 @@ async def _through_queue(
                 if isinstance(event, ChunkEvent):
                     timings[request_id].arrived(time.perf_counter(), len(event.token_ids))
                     token_ids[request_id] += event.token_ids
+                elif isinstance(event, StreamExpiredError):
+                    raise event
 
         async def one(request: BenchmarkRequest, delay: float) -> None:
             await asyncio.sleep(delay)

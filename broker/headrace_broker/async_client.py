@@ -9,7 +9,7 @@ from typing import Any, Final, Self, Unpack
 from headrace_broker.client import READ_RETRIES, Client, last_ids, unavailable, wait_seconds
 from headrace_broker.connections import connect_async
 from headrace_broker.dead_letters import DeadLetter
-from headrace_broker.errors import ResultTimeoutError
+from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import MODELS_KEY, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
@@ -98,7 +98,7 @@ class AsyncClient:
 
     async def events_many(
         self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None
-    ) -> AsyncIterator[tuple[str, StreamEvent]]:
+    ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
         """See `Client.events_many`."""
         with unavailable(self.settings, "read streams"):
             async for item in read_streams_async(self._redis, last_ids(request_ids), timeout=timeout):

@@ -20,6 +20,7 @@ from headrace_broker.errors import (
     QueueFullError,
     QueueUnavailableError,
     ResultTimeoutError,
+    StreamExpiredError,
     TenantQueueFullError,
     UnknownModelError,
 )
@@ -172,10 +173,13 @@ class Client:
 
     def events_many(
         self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None
-    ) -> Iterator[tuple[str, StreamEvent]]:
+    ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
         """Yields (request id, event) of many streams as they come, over one connection, until all have ended.
 
-        A map gives the entry after which each stream is read. Much cheaper than a reader a stream.
+        A map gives the entry after which each stream is read. Much cheaper than a reader a stream. What becomes of one
+        stream does not end the others: the last item of a stream is its EndEvent, which says if the request failed, or,
+        not raised but yielded, a StreamExpiredError where it was read too late. Raises ResultTimeoutError if nothing
+        comes of one of them for `timeout` seconds.
         """
         with unavailable(self.settings, "read streams"):
             yield from read_streams(self._redis, last_ids(request_ids), timeout=timeout)

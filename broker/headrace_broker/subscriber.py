@@ -33,20 +33,26 @@ def read_stream(
     any more.
     """
     for _request_id, event in read_streams(client, {request_id: last_id}, timeout=timeout):
+        if isinstance(event, StreamExpiredError):
+            raise event
         yield event
 
 
 def read_streams(
     client: "redis.Redis", last_ids: Mapping[str, str], *, timeout: float | None = None
-) -> Iterator[tuple[str, StreamEvent]]:
-    """`read_stream` for many requests over one connection; stops after the last end event."""
+) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
+    """`read_stream` for many requests over one connection; stops when the last stream has ended.
+
+    A stream that has expired ends with its StreamExpiredError, as an item, and the others go on.
+    """
     readers = _Readers(last_ids, timeout)
     while readers:
         yield from readers.received(client.xread(readers.streams, _ENTRIES_AT_ONCE, readers.block_ms()))
         if readers.has_questions():
             with client.pipeline(transaction=False) as pipe:
                 readers.ask(pipe)
-                readers.answered(pipe.execute())
+                replies = pipe.execute()
+            yield from readers.answered(replies)
 
 
 async def read_stream_async(
@@ -54,12 +60,14 @@ async def read_stream_async(
 ) -> AsyncIterator[StreamEvent]:
     """`read_stream` for asyncio; `client` comes from `connections.connect_async`."""
     async for _request_id, event in read_streams_async(client, {request_id: last_id}, timeout=timeout):
+        if isinstance(event, StreamExpiredError):
+            raise event
         yield event
 
 
 async def read_streams_async(
     client: "redis.asyncio.Redis", last_ids: Mapping[str, str], *, timeout: float | None = None
-) -> AsyncIterator[tuple[str, StreamEvent]]:
+) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
     """`read_streams` for asyncio."""
     readers = _Readers(last_ids, timeout)
     while readers:
@@ -68,7 +76,9 @@ async def read_streams_async(
         if readers.has_questions():
             async with client.pipeline(transaction=False) as pipe:
                 readers.ask(pipe)
-                readers.answered(await pipe.execute())
+                replies = await pipe.execute()
+            for expired in readers.answered(replies):
+                yield expired
 
 
 class _Readers:
@@ -121,11 +131,13 @@ class _Readers:
         for reader in self._asking:
             reader.ask(pipe)
 
-    def answered(self, replies: Sequence[Any]) -> None:
-        """What the pipeline brought."""
+    def answered(self, replies: Sequence[Any]) -> Iterator[tuple[str, StreamExpiredError]]:
+        """What the pipeline brought: the streams that are no more."""
         answers = replies[len(self._touching) :]
         for position, reader in enumerate(self._asking):
-            reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
+            expired = reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
+            if expired is not None:
+                yield reader.request_id, expired
         self._close_ended()
 
     def _close_ended(self) -> None:
@@ -202,18 +214,20 @@ class _Reader:
         pipe.xrevrange(self.key, count=1)
         ask_abandon_after(pipe, self.request_id)
 
-    def found(self, has_ended: int, newest: Any, listener: bytes | None) -> None:
-        """The answers, after a read that brought nothing."""
+    def found(self, has_ended: int, newest: Any, listener: bytes | None) -> StreamExpiredError | None:
+        """The answers, after a read that brought nothing. Returns an error where there is no stream any more."""
         if listener is not None:
             self._learn(read_abandon_after(listener))
         if not newest and (has_ended or self.last_id != BEGINNING):
-            raise StreamExpiredError(self.request_id, self.last_id)
+            self.ended = True
+            return StreamExpiredError(self.request_id, self.last_id)
         if newest:
             event = read_entry(*newest[0])
             # it may also have arrived just now, and then the next read brings it
             self.ended = isinstance(event, EndEvent) and _not_after(event.entry_id, self.last_id)
         if not self.ended and self._timeout is not None and self._clock() - self._heard_at >= self._timeout:
             raise ResultTimeoutError(self.request_id, self._timeout, "stream entry")
+        return None
 
 
 def _not_after(entry_id: str, last_id: str) -> bool:

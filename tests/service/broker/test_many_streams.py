@@ -1,13 +1,16 @@
 """Reading many streams over one connection."""
 
+from collections.abc import Sequence
+
 import pytest
 import redis
 
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import ResultTimeoutError
-from headrace_broker.events import ChunkEvent, EndEvent
+from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
+from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent
+from headrace_broker.keys import stream_key
 from headrace_broker.streams import StreamWrite, StreamWriter
 
 
@@ -50,6 +53,34 @@ async def test_streams_resume_each_at_its_own_entry_also_where_one_had_ended(
             async for request_id, event in client.events_many({"a": "1-2", "b": "1-4"}, timeout=5)
         ]
     assert events == [("a", "1-3"), ("a", "1-4")]
+
+
+def last_items(items: Sequence[tuple[str, StreamEvent | StreamExpiredError]]) -> dict[str, type]:
+    """How each stream ended; an expired one shows nothing else."""
+    lasts = {request_id: type(item) for request_id, item in items}
+    assert all(isinstance(item, StreamExpiredError) for request_id, item in items if request_id.startswith("expired"))
+    return lasts
+
+
+async def test_a_stream_that_has_expired_ends_for_itself_and_the_others_go_on(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    writer = StreamWriter(redis_client, 60)
+    for request_id in ("expired", "expired while read", "served"):
+        write(writer, request_id, 2)
+    redis_client.delete(stream_key("expired"), stream_key("expired while read"))
+    last_ids = {"expired": "0-0", "expired while read": "1-1", "served": "0-0", "begins late": "0-0"}
+    expected = {"expired": StreamExpiredError, "expired while read": StreamExpiredError}
+    expected |= {"served": EndEvent, "begins late": EndEvent}
+    with Client(redis_server.url) as client:
+        items = []
+        for item in client.events_many(last_ids, timeout=60):
+            items.append(item)
+            if isinstance(item[1], StreamExpiredError) and not redis_client.exists(stream_key("begins late")):
+                write(writer, "begins late", 1)
+    assert last_items(items) == expected
+    async with AsyncClient(redis_server.url) as async_client:
+        assert last_items([item async for item in async_client.events_many(last_ids, timeout=60)]) == expected
 
 
 def test_a_silent_stream_times_out_by_its_name(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:

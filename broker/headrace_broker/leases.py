@@ -16,7 +16,7 @@ from typing import Any, Final
 import redis
 
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
-from headrace_broker.dead_letters import DELIVERY_LIMIT, DeadLetter
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
@@ -126,12 +126,12 @@ class Leases:
         while unsorted:
             is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE
             rounds_left -= 1
-            leased, exhausted, unsorted = self._fetch(
+            leased, dead, unsorted = self._fetch(
                 keys=[*_KEYS, *lists],
                 args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, int(is_to_sort)],
             )
-            for list_name, body, deliveries in exhausted:
-                self._report_dead(DeadLetter(DELIVERY_LIMIT, list_name.decode(), deliveries, body))
+            for list_name, body, deliveries, reason in dead:
+                self._report_dead(DeadLetter(reason.decode(), list_name.decode(), deliveries, body))
             messages += [
                 LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, over_quota)
                 for lease_id, list_name, body, deliveries, over_quota in leased

@@ -199,7 +199,8 @@ class Settlement:
         self._metrics.dead_lettered(letter.reason)
         if letter.request_id is None or letter.reason == DUPLICATE:
             return
-        error = ErrorInfo("dead_letter", f"given up after {letter.deliveries} deliveries: {letter.reason}")
+        after = f"after {letter.deliveries} deliveries" if letter.deliveries else "before its first delivery"
+        error = ErrorInfo("dead_letter", f"given up {after}: {letter.reason}")
         if self.end_stream(letter.request_id, "error", error):
             self._store_error(letter.request_id, error)
 

@@ -3,8 +3,8 @@
 -- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota,
 -- prefixes that this worker holds, or nothing), 1 to sort first.
 -- Returns {{id, list, body, deliveries, the quota if it was over that or 0}, ...} of the leased, {{list, body,
--- deliveries}, ...} of the exhausted, and how many are unsorted: where it was to sort and there are any, none was taken
--- but those over their tenant's quota, which come beside those asked for.
+-- deliveries, reason}, ...} of those that are dead now, and how many are unsorted: where it was to sort and there are
+-- any, none was taken but those over their tenant's quota, which come beside those asked for.
 local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] == '1'
 local FIRST_LIST = 9
@@ -13,13 +13,36 @@ local sorts_left, bytes_left = 100, 4 * 1024 * 1024
 local ages_left = 100
 local reply_bytes_left = 32 * 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
-local LONGEST_MESSAGE, BYTES_KEPT = 16 * 1024 * 1024, 4096
+local LONGEST_MESSAGE, BYTES_KEPT, LONGEST_ID = 16 * 1024 * 1024, 4096, 2048
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
 local LOOKED_AT, MOST_SKIPS = 16, 8
 
 local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
-local leased, exhausted, num_refused = {}, {}, 0
+local leased, dead, num_refused = {}, {}, 0
+
+local function give_up(body, list, deliveries, reason)
+  bury(body, list, deliveries, reason)
+  dead[#dead + 1] = {list, body, deliveries, reason}
+end
+
+-- What is kept of a message that is too large: its headers, which most producers write behind the body and some before
+-- it, so that whoever waits for the request can be told; where these cannot be read, its beginning.
+local function shortened(body)
+  local tail = string.sub(body, -LONGEST_HEADERS)
+  tail = string.sub(tail, string.find(tail, '"headers":', 1, true) or #tail + 1)
+  local headers = headers_in(tail)
+  if not headers then
+    local head = string.sub(body, 1, LONGEST_HEADERS)
+    local at = string.find(head, '"headers":', 1, true)
+    tail = at and string.match(head, '^"headers":%s*%b{}', at) -- from there alone, which takes one pass
+    tail = tail and tail .. '}'
+    headers = tail and headers_in(tail)
+  end
+  local id = headers and headers.id
+  if type(id) ~= 'string' or #id > LONGEST_ID then return string.sub(body, 1, BYTES_KEPT) end
+  return #tail < BYTES_KEPT and '{' .. tail or cjson.encode({headers = {id = id}})
+end
 
 -- Counts one more delivery. False if there were too many, and the message is buried.
 local function deliver(id, record, body)
@@ -30,8 +53,7 @@ local function deliver(id, record, body)
   end
   forget(id)
   redis.call('HDEL', DELIVERIES, id)
-  bury(body, record.list, limit, 'delivery limit')
-  exhausted[#exhausted + 1] = {record.list, body, limit}
+  give_up(body, record.list, limit, 'delivery limit')
   return false
 end
 
@@ -52,9 +74,10 @@ local function sort(list)
     local body = redis.call('RPOP', list)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
-    local id = redis.sha1hex(body)
-    if #body > LONGEST_MESSAGE then
-      bury(string.sub(body, 1, BYTES_KEPT), list, 0, 'too large: ' .. #body .. ' bytes, of which the first are kept')
+    local id = #body <= LONGEST_MESSAGE and redis.sha1hex(body)
+    if not id then
+      local reason = string.format('too large: %d bytes of at most %d, not kept whole', #body, LONGEST_MESSAGE)
+      give_up(shortened(body), list, 0, reason)
     elseif redis.call('HEXISTS', BODIES, id) == 1 then
       bury(body, list, 0, 'duplicate') -- a copy of a message that waits or is being worked on
     else
@@ -178,4 +201,4 @@ for i = FIRST_LIST, #KEYS do
   if not rung[queue] then ring(queue) end
   rung[queue] = true
 end
-return {leased, exhausted, unsorted}
+return {leased, dead, unsorted}

@@ -4,14 +4,19 @@ local function text_of(value, longest)
   return type(value) == 'string' and #value <= longest and not string.find(value, '%c') and value or nil
 end
 
+-- The headers of a message that begins with '"headers":', up to its end; nil where they cannot be read.
+local function headers_in(message)
+  local readable, envelope = pcall(cjson.decode, '{' .. message)
+  return readable and type(envelope.headers) == 'table' and envelope.headers or nil
+end
+
 -- Who sent the message, '' where it does not say or says nonsense; and the hash of its prompt's beginning, or nil. Only
 -- what begins with its headers is decoded: the pattern cannot match inside a string of the message, where its quotes
 -- would be escaped.
 local function tenant_of(body)
   local at = string.find(body, '"headers":', 1, true)
   if not at or #body - at > LONGEST_HEADERS then return '' end
-  local readable, tail = pcall(cjson.decode, '{' .. string.sub(body, at))
-  local headers = readable and tail.headers
-  if type(headers) ~= 'table' then return '' end
+  local headers = headers_in(string.sub(body, at))
+  if not headers then return '' end
   return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX)
 end

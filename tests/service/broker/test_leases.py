@@ -258,6 +258,35 @@ def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis
     assert traces(redis_client) == []
 
 
+@pytest.mark.parametrize(
+    ("message", "request_id"),
+    [
+        ('{"body": "%s", "headers": {"id": "r-1", "x": "}"}, "properties": {}}', "r-1"),  # as kombu writes it
+        ('{"headers": {"id": "r-2", "x": {}}, "body": "%s", "properties": {}}', "r-2"),
+        ('{"headers": {"id": "r-3", "x": "' + 5000 * "y" + '"}, "body": "%s"}', "r-3"),
+        ('{"headers": {"id": 4}, "body": "%s"}', None),
+        ('{"body": "%s", "headers": {', None),
+        ("no JSON %s", None),
+    ],
+)
+def test_a_message_that_is_too_large_becomes_a_small_dead_letter_which_says_whose_it_was(
+    make_leases: MakeLeases, redis_client: "redis.Redis", message: str, request_id: str | None
+) -> None:
+    push(redis_client, message % ("x" * 16 * 1024 * 1024), "good")
+    leases = make_leases()
+    dead: list[DeadLetter] = []
+    leases.on_dead_letter = dead.append
+    assert bodies(take(leases)) == [b"good"]
+    (stored,) = dead_letters(redis_client)
+    assert [letter.request_id for letter in (*dead, stored)] == [request_id, request_id]
+    assert (
+        dead[0].reason
+        == stored.reason
+        == f"too large: {len(message) - 2 + 2**24} bytes of at most 16777216, not kept whole"
+    )
+    assert len(stored.packed) < 5000
+
+
 def test_a_copy_of_a_message_in_work_is_put_aside_and_the_original_goes_on(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:

@@ -264,17 +264,17 @@ class Client:
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():
                 queue = queue_name(model)
-                levels = self._levels.read([queue])[queue]
-                excess = levels.num_ready + count - limit
+                levels = self._levels.read([queue], with_dead=False)[queue]
+                excess = levels.num_queued + count - limit
                 if excess > 0:
-                    raise QueueFullError(model, levels.num_ready, limit, retry_after(levels, excess))
+                    raise QueueFullError(model, levels.num_queued, limit, retry_after(levels, excess))
         if quota:
             tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
             for (model, tenant), count in tenants.items():
                 level = read_tenant_level(self._redis, queue_name(model), tenant, of_interest=quota - count + 1)
-                excess = level.num_ready + count - quota
+                excess = level.num_queued + count - quota
                 if excess > 0:
-                    raise TenantQueueFullError(model, tenant, level.num_ready, quota, retry_after(level, excess))
+                    raise TenantQueueFullError(model, tenant, level.num_queued, quota, retry_after(level, excess))
 
     def _begin_listening(self, submissions: Iterable[Submission]) -> None:
         wanted = [submission for submission in submissions if "abandon_after" in submission.headers]

@@ -8,6 +8,7 @@ DEAD_LETTERS_KEY: Final = "headrace:dead"
 
 # The worker's lease transport; one set of keys serves all queues of a Redis database.
 LEASES_KEY: Final = "headrace:lease:leases"  # sorted set: lease id -> when it expires, by Redis's clock
+# :held:<list>, :delayed:<list>  the same, of one list's messages: in a worker's hands, and before their time
 LEASE_BODIES_KEY: Final = "headrace:lease:body"  # hash: lease id -> the message, byte for byte, sorted or leased
 LEASE_RECORDS_KEY: Final = "headrace:lease:record"  # hash: lease id -> its place and charge, msgpack
 LEASE_META_KEY: Final = "headrace:lease:meta"  # hash: lease id -> "<owner>|<list it came from>"
@@ -19,6 +20,7 @@ READY_PREFIX: Final = "headrace:ready:"
 # of:<level>\x06<tenant>  the same, of one tenant
 # tenants:<level>         sorted set: tenant that has messages there -> its service, tokens by weight
 # waiting:<queue>         sorted set: tenant -> its messages at all levels
+# delayed:<queue>         sorted set: tenant -> its messages whose time has not come
 # bell:<queue>            list: one token as long as sorted messages wait
 # What tenants have had, forgotten after a day without a message.
 SHARE_PREFIX: Final = "headrace:share:"
@@ -55,6 +57,21 @@ def tenant_ids_key(list_name: str, tenant: str) -> str:
 def waiting_key(queue: str) -> str:
     """How many sorted messages of each tenant wait in this queue."""
     return f"{READY_PREFIX}waiting:{queue}"
+
+
+def held_key(list_name: str) -> str:
+    """The leases of the messages of this list that are in a worker's hands."""
+    return f"{LEASES_KEY}:held:{list_name}"
+
+
+def delayed_key(list_name: str) -> str:
+    """The leases of the messages of this list whose time has not come."""
+    return f"{LEASES_KEY}:delayed:{list_name}"
+
+
+def delayed_tenants_key(queue: str) -> str:
+    """How many messages each tenant has in this queue whose time has not come."""
+    return f"{READY_PREFIX}delayed:{queue}"
 
 
 def bell_key(queue: str) -> str:

@@ -4,17 +4,19 @@ For monitors. Works with no worker running, and under a Redis user that may only
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
-    LEASE_META_KEY,
-    LEASES_KEY,
     PRIORITY_SEPARATOR,
     PRIORITY_STEPS,
+    delayed_key,
+    delayed_tenants_key,
+    held_key,
     queue_lists,
     sorted_ids_key,
     tenant_ids_key,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_RETRY_SECONDS: Final = 3600.0
+_DEAD_BYTES_READ: Final = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,17 @@ class QueueLevels:
     oldest_age_seconds: float | None
     """Since the enqueue of the message that has waited longest at the head of a list, the producer's clock against
     Redis's; None where no head says when it was enqueued."""
+    delayed: int = 0
+    """Of the leased, those whose time has not come, or has and nobody has put them back yet."""
 
     @property
     def num_ready(self) -> int:
         return sum(self.ready.values())
+
+    @property
+    def num_queued(self) -> int:
+        """What a bound on the queue counts: all that no worker holds."""
+        return self.num_ready + self.delayed
 
     @property
     def num_dead(self) -> int:
@@ -62,12 +72,13 @@ class TenantLevel:
     num_ready: int
     oldest_age_seconds: float | None
     """Since the message that has waited longest was sorted, by Redis's clock; None where none is sorted."""
+    delayed: int = 0
+    """Messages whose time has not come."""
 
-
-@dataclass(slots=True)
-class _DeadLetters:
-    mark: str = ""
-    by_queue: dict[str, Counter[str]] = field(default_factory=dict)
+    @property
+    def num_queued(self) -> int:
+        """What the tenant's quota counts."""
+        return self.num_ready + self.delayed
 
 
 class QueueLevelReader:
@@ -78,72 +89,65 @@ class QueueLevelReader:
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
-        self._dead: Final = _DeadLetters()
+        self._dead: dict[str, Counter[str]] = {}
+        self._dead_mark = b""
 
-    def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
-        """The levels of these queues, by name."""
+    def read(self, queues: Iterable[str], *, with_dead: bool = True) -> dict[str, QueueLevels]:
+        """The levels of these queues, by name; without dead letters where they are of no interest."""
         queues = list(queues)
-        keys = [
-            LEASES_KEY,
-            LEASE_META_KEY,
-            DEAD_LETTERS_KEY,
-            LEASE_BODIES_KEY,
-            *(key for queue in queues for name in queue_lists(queue) for key in (name, sorted_ids_key(name))),
-        ]
+        lists = [name for queue in queues for name in queue_lists(queue)]
+        keys_of = (str, sorted_ids_key, held_key, delayed_key)
+        keys = [DEAD_LETTERS_KEY, LEASE_BODIES_KEY, *(key(name) for name in lists for key in keys_of)]
         # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
-        reply: Any = self._client.eval_ro(lua("queue_levels", prelude=None), len(keys), *keys, self._dead.mark)
-        now, lists, leases, mark, dead = reply
-        if dead is not None:
-            self._dead.mark, self._dead.by_queue = mark.decode(), _by_queue(dead)
-        held, run_out = Counter[str](), Counter[str]()
-        for name, num_held, num_run_out in _triples(leases):
-            queue = _queue_of(name)
-            held[queue] += num_held
-            run_out[queue] += num_run_out
+        reply: Any = self._client.eval_ro(lua("queue_levels", prelude=None), len(keys), *keys)
+        now, mark, counts = reply
+        if with_dead and mark != self._dead_mark:
+            self._dead, self._dead_mark = self._count_dead(), mark
         levels = {}
         for position, queue in enumerate(queues):
-            heads = lists[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
+            of_lists = counts[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
+            arrived, is_sorted, held, delayed, run_out, *enqueue_times = zip(*of_lists, strict=True)
             levels[queue] = QueueLevels(
-                ready={
-                    step: arrived + num_sorted
-                    for step, (arrived, num_sorted, *_) in zip(PRIORITY_STEPS, heads, strict=True)
-                },
-                leased=held[queue],
-                run_out=run_out[queue],
-                dead=self._dead.by_queue.get(queue, Counter()),
-                oldest_age_seconds=_oldest_age(float(now), [text for _, _, *texts in heads for text in texts]),
+                ready=dict(zip(PRIORITY_STEPS, map(sum, zip(arrived, is_sorted, strict=True)), strict=True)),
+                leased=sum(held) + sum(delayed),
+                run_out=sum(run_out),
+                dead=self._dead.get(queue, Counter()) if with_dead else Counter(),
+                oldest_age_seconds=_oldest_age(float(now), chain.from_iterable(enqueue_times)),
+                delayed=sum(delayed),
             )
         return levels
 
+    def _count_dead(self) -> dict[str, Counter[str]]:
+        """By queue and reason. Letters that come or go meanwhile change the mark, and all are counted again."""
+        by_queue: dict[str, Counter[str]] = {}
+        num_counted, bytes_read, is_more = 0, 0, True
+        while is_more and bytes_read < _DEAD_BYTES_READ:
+            reply: Any = self._client.eval_ro(lua("dead_levels", prelude=None), 1, DEAD_LETTERS_KEY, str(num_counted))
+            counted, num_bytes, dead = reply
+            for name, reason, count in zip(dead[0::3], dead[1::3], dead[2::3], strict=True):
+                by_queue.setdefault(_queue_of(name), Counter())[reason.decode(errors="replace")] += count
+            is_more, num_counted, bytes_read = counted > num_counted, counted, bytes_read + num_bytes
+        return by_queue
+
 
 def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> TenantLevel:
-    """How many messages of the tenant wait; '' is the tenant of those that name none. Redis's errors pass through.
+    """How many messages the tenant has in the queue; '' is that of those that name none. Redis's errors pass through.
 
     Exact up to the count `of_interest`, as long as no more than a thousand messages are unsorted.
     """
     lists = queue_lists(queue)
-    keys = [waiting_key(queue), *(key for name in lists for key in (name, tenant_ids_key(name, tenant)))]
+    tenants = (waiting_key(queue), delayed_tenants_key(queue))
+    keys = [*tenants, *(key for name in lists for key in (name, tenant_ids_key(name, tenant)))]
     script = lua("tenant_level", prelude="tenant_prelude")
     reply: Any = client.eval_ro(script, len(keys), *keys, tenant, str(of_interest))
-    count, since, now = reply
-    return TenantLevel(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None)
+    count, delayed, since, now = reply
+    return TenantLevel(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None, delayed)
 
 
 def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
     """Sorted messages that wait, by tenant; at most some more than a thousand tenants. Redis's errors pass through."""
     found: Any = client.zrange(waiting_key(queue), 0, -1, withscores=True)
     return {tenant.decode(errors="replace"): int(count) for tenant, count in found}
-
-
-def _by_queue(dead: Sequence[Any]) -> dict[str, Counter[str]]:
-    by_queue: dict[str, Counter[str]] = {}
-    for name, reason, count in _triples(dead):
-        by_queue.setdefault(_queue_of(name), Counter())[reason.decode(errors="replace")] += count
-    return by_queue
-
-
-def _triples(flat: Sequence[Any]) -> Iterable[tuple[Any, Any, Any]]:
-    return zip(flat[0::3], flat[1::3], flat[2::3], strict=True)
 
 
 def _queue_of(list_name: bytes) -> str:

@@ -153,15 +153,15 @@ class Dispatcher:
         if self._intake is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
             celery_request.hand_back()
             return
-        if 0 < incoming.delay <= self._max_delay_seconds:
-            celery_request.postpone(incoming.delay)
-            return
         try:
             if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
                 raise RefusedError(
                     "quota_exceeded",
                     f"the queue holds {incoming.over_quota} requests of this tenant, which is as many as it may",
                 )
+            if 0 < incoming.delay <= self._max_delay_seconds:
+                celery_request.postpone(incoming.delay)
+                return
             self._start(incoming, self._intake, celery_request, run_task)
         except RefusedError as refusal:
             self.settlement.refuse(incoming, refusal.error, celery_request, run_task)

@@ -68,7 +68,7 @@ local function refuse(id, record, body)
 end
 
 local function sort(list)
-  local waiting = waiting_in(queue_of(list))
+  local waiting, delayed = waiting_in(queue_of(list)), delayed_in(queue_of(list))
   local since
   while sorts_left > 0 and bytes_left > 0 do
     local body = redis.call('RPOP', list)
@@ -89,7 +89,7 @@ local function sort(list)
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
       local record = {list = list, level = list, tenant = tenant, since = since, prefix = prefix}
       redis.call('HSET', BODIES, id, body)
-      if policy.quota > 0 and (queued or 0) >= policy.quota then
+      if policy.quota > 0 and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota then
         refuse(id, record, body)
       else
         keep(id, record)

@@ -3,14 +3,17 @@
 local owner, id, seconds = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local list = owned_list(id, owner)
 if not list then return 0 end
-redis.call('ZADD', LEASES, now() + seconds, id)
+local due = now() + seconds
+redis.call('ZADD', LEASES, due, id)
+redis.call('ZREM', held_from(list), id)
+redis.call('ZADD', delayed_from(list), due, id)
 redis.call('HSET', META, id, 'delayed|' .. list)
 take_back_strike(id)
 local record = record_of(id)
 if record then
   refund(id, record)
   -- it does not wait, and so does not age, before its time
-  record.since, record.level = math.floor((now() + seconds) * 1000000), record.list
-  keep(id, record)
+  record.since, record.level = math.floor(due * 1000000), record.list
+  delay(id, record)
 end
 return 1

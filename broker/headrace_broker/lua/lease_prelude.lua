@@ -9,6 +9,15 @@ local function now()
   return time[1] + time[2] / 1000000
 end
 
+-- The leases once more, by the list that their messages came from: of those in a worker's hands, and of those whose time
+-- has not come. Whoever asks how many there are need not look at each.
+local function held_from(list) return LEASES .. ':held:' .. list end
+local function delayed_from(list) return LEASES .. ':delayed:' .. list end
+
+local function list_of(meta)
+  return string.sub(meta, string.find(meta, '|', 1, true) + 1)
+end
+
 -- The list that the owner's message came from; nil where the lease is not, or no longer, the owner's.
 local function owned_list(id, owner)
   local meta = redis.call('HGET', META, id)
@@ -16,13 +25,19 @@ local function owned_list(id, owner)
 end
 
 local function grant(id, owner, list, seconds)
-  redis.call('ZADD', LEASES, now() + seconds, id)
+  local expires = now() + seconds
+  redis.call('ZADD', LEASES, expires, id)
+  redis.call('ZADD', held_from(list), expires, id)
   redis.call('HSET', META, id, owner .. '|' .. list)
 end
 
 -- Nobody holds the message any more. It is still known, as one that waits.
 local function revoke(id)
   redis.call('ZREM', LEASES, id)
+  local meta = redis.call('HGET', META, id)
+  if not meta then return end
+  redis.call('ZREM', held_from(list_of(meta)), id)
+  redis.call('ZREM', delayed_from(list_of(meta)), id)
   redis.call('HDEL', META, id)
 end
 

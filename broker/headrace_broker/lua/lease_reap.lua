@@ -5,8 +5,9 @@ local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, A
 for i = #expired, 1, -1 do
   local meta = redis.call('HGET', META, expired[i])
   if meta then
-    put_back(expired[i], string.sub(meta, string.find(meta, '|', 1, true) + 1))
-  else
+    put_back(expired[i], list_of(meta))
+  else -- somebody has deleted keys by hand
+    undelay(expired[i], record_of(expired[i]))
     revoke(expired[i])
     forget(expired[i])
   end

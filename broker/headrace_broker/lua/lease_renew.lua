@@ -5,8 +5,10 @@ local lost = {}
 -- needs none; after a removal, here of nothing, it is allowed.
 redis.call('ZREM', LEASES, '')
 for i = 3, #ARGV do
-  if owned_list(ARGV[i], owner) then
+  local list = owned_list(ARGV[i], owner)
+  if list then
     redis.call('ZADD', LEASES, expires, ARGV[i])
+    redis.call('ZADD', held_from(list), expires, ARGV[i])
   else
     lost[#lost + 1] = ARGV[i]
   end

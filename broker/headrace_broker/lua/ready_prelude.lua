@@ -5,7 +5,7 @@
 -- least is next, and who comes back from idleness begins at the level's clock, so that nobody can save up.
 -- A record is what is known of a message, waiting or leased: list, level, tenant, since (microseconds: from when on it
 -- counts at its level, which is its place), prefix (a hash of its prompt's beginning, where it says) and skipped (how
--- often affinity went before it), and once it was taken charge and weight.
+-- often affinity went before it), delayed (true before its time), and once it was taken charge and weight.
 
 local READY, SHARE = KEYS[7], KEYS[8]
 local SHARE_SECONDS = 86400
@@ -22,6 +22,7 @@ local function ids_at(level) return READY .. 'ids:' .. level end
 local function tenants_at(level) return READY .. 'tenants:' .. level end
 local function messages_of(level, tenant) return READY .. 'of:' .. level .. '\6' .. tenant end
 local function waiting_in(queue) return READY .. 'waiting:' .. queue end
+local function delayed_in(queue) return READY .. 'delayed:' .. queue end
 local function served_at(level) return SHARE .. 'served:' .. level end
 local function costs_in(queue) return SHARE .. 'costs:' .. queue end
 
@@ -33,6 +34,24 @@ end
 local function record_of(id)
   local packed = redis.call('HGET', RECORDS, id)
   return packed and cmsgpack.unpack(packed)
+end
+
+-- The message has a time of its own, until which it counts among its tenant's as if it waited.
+local function delay(id, record)
+  record.delayed = true
+  keep(id, record)
+  redis.call('ZINCRBY', delayed_in(queue_of(record.list)), 1, record.tenant)
+end
+
+-- Its time has come, or it is no more.
+local function undelay(id, record)
+  if not record or not record.delayed then return end
+  record.delayed = nil
+  keep(id, record)
+  local delayed = delayed_in(queue_of(record.list))
+  if tonumber(redis.call('ZINCRBY', delayed, -1, record.tenant)) <= 0 then
+    redis.call('ZREM', delayed, record.tenant)
+  end
 end
 
 -- The least service of those that wait now. The clock is the service at which the last message was taken; a tenant may
@@ -134,6 +153,7 @@ end
 local function put_back(id, list)
   revoke(id)
   local record = record_of(id)
+  undelay(id, record)
   if record and not record.refused then
     refund(id, record)
     enter(id, record)

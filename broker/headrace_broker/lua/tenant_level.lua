@@ -1,20 +1,23 @@
--- How many messages of one tenant wait in a queue, read and nothing written. KEYS: the tenants that wait in the queue; then
--- each of its lists with the tenant's sorted messages of that level. ARGV: the tenant, the count that is of interest.
--- Returns {count, microseconds since when the longest of those that are sorted waits, or '', microseconds now}.
+-- How many messages of one tenant a queue holds, read and nothing written. KEYS: the tenants that wait in the queue, and
+-- those that have delayed messages; then each of its lists with the tenant's sorted messages of that level. ARGV: the
+-- tenant, the count that is of interest. Returns {count of those that wait, delayed, microseconds since when the longest
+-- of those that are sorted waits, or '', microseconds now}.
 -- Unsorted messages are looked at only where the count may be reached with them, and a thousand at most.
 local tenant, of_interest = ARGV[1], tonumber(ARGV[2])
 local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
 
-local count, unsorted, oldest = tonumber(redis.call('ZSCORE', KEYS[1], tenant) or 0), 0, nil
-for i = 2, #KEYS, 2 do
+local count = tonumber(redis.call('ZSCORE', KEYS[1], tenant) or 0)
+local delayed = tonumber(redis.call('ZSCORE', KEYS[2], tenant) or 0)
+local unsorted, oldest = 0, nil
+for i = 3, #KEYS, 2 do
   unsorted = unsorted + redis.call('LLEN', KEYS[i])
   local since = tonumber(redis.call('ZRANGE', KEYS[i + 1], 0, 0, 'WITHSCORES')[2] or nil)
   if since and since < (oldest or math.huge) then oldest = since end
 end
 
-if count + unsorted >= of_interest then
+if count + delayed + unsorted >= of_interest then
   local left, bytes_left = LOOKED_AT, LOOKED_AT_BYTES
-  for i = 2, #KEYS, 2 do
+  for i = 3, #KEYS, 2 do
     local last = -1
     while left > 0 and bytes_left > 0 do
       local bodies = redis.call('LRANGE', KEYS[i], last - CHUNK + 1, last)
@@ -28,4 +31,4 @@ if count + unsorted >= of_interest then
   end
 end
 local time = redis.call('TIME')
-return {count, oldest and string.format('%.0f', oldest) or '', string.format('%.0f', time[1] * 1000000 + time[2])}
+return {count, delayed, oldest and string.format('%.0f', oldest) or '', string.format('%.0f', time[1] * 1000000 + time[2])}

@@ -28,6 +28,7 @@ from headrace_broker import (
 )
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import MODELS_KEY, queue_lists, stream_key
+from headrace_broker.leases import Leases
 from headrace_broker.registry import RegisteredModel, register_model
 from headrace_broker.results import CompletionOutput, ErrorInfo
 from headrace_broker.streams import StreamWrite, StreamWriter
@@ -317,6 +318,19 @@ def test_a_full_queue_takes_no_more_and_says_when_to_come_again(
         bounded.submit("x", idempotency_key="k", request_id="first")
     redis_client.delete(*queue_lists("headrace.m"))
     assert bounded.submit("x", idempotency_key="k") == "first"
+
+
+def test_messages_whose_time_has_not_come_count_in_the_bound(
+    bounded: Client, client: Client, redis_client: "redis.Redis"
+) -> None:
+    client.submit_many([{"prompt": "x"}] * 3)
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    later, now, _held = leases.fetch(queue_lists("headrace.m"), 3)
+    for message in (later, now):
+        leases.postpone(message.lease_id, 3000)
+    bounded.submit("x")
+    with pytest.raises(QueueFullError, match="it holds 3 of at most 3"):
+        bounded.submit("x")
 
 
 def test_of_many_requests_all_are_sent_or_none(bounded: Client, redis_client: "redis.Redis") -> None:

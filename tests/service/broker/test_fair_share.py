@@ -14,7 +14,15 @@ from kombu import Connection, Producer
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.dead_letters import dead_letters
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import LEASES_KEY, bell_key, sorted_ids_key, waiting_key
+from headrace_broker.keys import (
+    LEASES_KEY,
+    bell_key,
+    delayed_key,
+    delayed_tenants_key,
+    held_key,
+    sorted_ids_key,
+    waiting_key,
+)
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take, tenant_of
@@ -218,6 +226,11 @@ def test_every_message_comes_once_and_byte_for_byte(
     assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
 
 
+def run_out(client: "redis.Redis") -> None:
+    for lease_id in client.zrange(LEASES_KEY, 0, -1):
+        client.zadd(LEASES_KEY, {lease_id: 1})
+
+
 def check_books(client: "redis.Redis") -> None:
     """What is kept in several places agrees."""
     waiting = sum(score for _, score in client.zrange(waiting_key(QUEUE), 0, -1, withscores=True))
@@ -225,6 +238,9 @@ def check_books(client: "redis.Redis") -> None:
     assert client.exists(bell_key(QUEUE)) == (waiting > 0)
     assert client.hlen("headrace:lease:body") == client.hlen("headrace:lease:record")
     assert client.hlen("headrace:lease:body") == waiting + client.zcard(LEASES_KEY)
+    delayed = sum(client.zcard(delayed_key(name)) for name in LISTS)
+    assert client.zcard(LEASES_KEY) == delayed + sum(client.zcard(held_key(name)) for name in LISTS)
+    assert delayed == sum(count for _, count in client.zrange(delayed_tenants_key(QUEUE), 0, -1, withscores=True))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -232,7 +248,7 @@ def check_books(client: "redis.Redis") -> None:
     st.lists(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(0, 3))
         | st.tuples(st.sampled_from(["take", "take aged"]), st.integers(0, 4))
-        | st.tuples(st.sampled_from(["ack", "release", "strike", "fall silent"])),
+        | st.tuples(st.sampled_from(["ack", "release", "strike", "postpone", "fall silent"])),
         max_size=30,
     )
 )
@@ -253,8 +269,7 @@ def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
             holder = aged if action == "take aged" else leases
             held += [(holder, message) for message in take(holder, details[0])]
         elif held and action == "fall silent":
-            for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
-                redis_client.zadd(LEASES_KEY, {lease_id: 1})
+            run_out(redis_client)
             leases.reap()
             held.clear()
         elif held:
@@ -262,12 +277,16 @@ def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
             if action == "ack":
                 holder.ack(message.lease_id)
                 done[name_of(message)] += 1
+            elif action == "postpone":
+                holder.postpone(message.lease_id, 1000)
             else:
                 holder.release(message.lease_id, strike=action == "strike")
         check_books(redis_client)
     for holder, message in held:
         holder.ack(message.lease_id)
         done[name_of(message)] += 1
+    run_out(redis_client)  # every time has come
+    leases.reap()
     while messages := take(leases, 100):
         for message in messages:
             leases.ack(message.lease_id)
@@ -275,6 +294,7 @@ def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
     dead = [json.loads(letter.body)["body"] for letter in dead_letters(redis_client)]
     assert done + Counter(dead) == Counter(str(number) for number in range(sent))
     check_books(redis_client)
+    assert redis_client.keys("headrace:lease:leases*") + redis_client.keys("headrace:ready:*") == []
 
 
 def test_more_tenants_than_are_told_apart_share_one_place(

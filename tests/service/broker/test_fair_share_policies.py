@@ -134,6 +134,25 @@ def test_a_refusal_that_no_worker_lived_to_say_is_judged_again(
     assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
 
 
+def test_messages_whose_time_has_not_come_count_in_their_tenants_quota_until_it_has(
+    client: Client, make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(quota=3)
+    push(redis_client, "greedy", numbered("later", 2), step=1)
+    for message in take(leases, 2):
+        leases.postpone(message.lease_id, 3000)
+    push(redis_client, "greedy", ["g0", "g1"])
+    push(redis_client, "modest", ["m0"])
+    assert {name_of(message): message.over_quota for message in take(leases, 0)} == {"g1": 3}
+    with pytest.raises(TenantQueueFullError, match="holds 3 of at most 3 requests of tenant 'greedy'"):
+        client.submit("x", tenant="greedy")
+    for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
+        redis_client.zadd(LEASES_KEY, {lease_id: 1})
+    leases.reap()
+    assert sorted(names(take(leases, 9))) == ["g0", "g1", "later0", "later1", "m0"]
+    client.submit_many([{"prompt": "x", "tenant": "greedy"}] * 3)
+
+
 def test_a_flood_over_a_quota_does_not_bury_a_worker_or_keep_others_waiting(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:

@@ -61,6 +61,32 @@ def test_a_lease_that_ran_out_and_was_put_back_by_nobody_is_shown(
     assert (levels.leased, levels.run_out) == (1, 1)
 
 
+def test_delayed_messages_are_counted_and_run_out_like_leases(redis_client: "redis.Redis") -> None:
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=1)
+    redis_client.lpush(queue_lists(QUEUE)[2], "held", "due", "later")
+    for message, seconds in zip(leases.fetch(queue_lists(QUEUE), 2), (3000, 0), strict=True):
+        leases.postpone(message.lease_id, seconds)
+    leases.fetch(queue_lists(QUEUE), 1)
+    levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
+    assert (levels.leased, levels.delayed, levels.run_out, levels.num_queued) == (3, 2, 1, 2)
+
+
+def test_the_cost_of_reading_does_not_grow_with_what_there_is(redis_client: "redis.Redis") -> None:
+    leases, lists = Leases(redis_client, lease_seconds=60, delivery_limit=1), queue_lists(QUEUE)
+    reader, commands = QueueLevelReader(redis_client), []
+    for count in (10, 300):
+        redis_client.lpush(lists[0], *[f"{count} {number}" for number in range(count)])
+        for number, message in enumerate(leases.fetch(lists, count - 5)):
+            if number % 2:
+                leases.postpone(message.lease_id, 0)
+        redis_client.config_resetstat()
+        assert reader.read([QUEUE], with_dead=False)[QUEUE].run_out > 0
+        stats = redis_client.info("commandstats")
+        commands.append({name: stats[name]["calls"] for name in stats if name != "cmdstat_config|resetstat"})
+    assert commands[0] == commands[1]
+    assert not commands[0].keys() & {"cmdstat_hvals", "cmdstat_hgetall", "cmdstat_zrangebyscore", "cmdstat_lrange"}
+
+
 def test_the_oldest_message_is_the_one_that_waits_longest_in_any_list(redis_client: "redis.Redis") -> None:
     now = time.time()
     urgent, _, low, _ = queue_lists(QUEUE)
@@ -89,9 +115,10 @@ def test_dead_letters_are_counted_by_queue_and_reason_and_again_when_they_change
     for message in leases.fetch(queue_lists(QUEUE), 2):
         leases.hold(message.lease_id, message)
         leases.bury(message.lease_id, "poison")
-    redis_client.lpush(DEAD_LETTERS_KEY, b"not a letter")
+    redis_client.lpush(DEAD_LETTERS_KEY, *[b"not a letter"] * 250)  # of which one script does not look at all
     levels = reader.read([QUEUE, OTHER])
     assert dict(levels[QUEUE].dead) == {"poison": 2}
+    assert reader.read([QUEUE], with_dead=False)[QUEUE].num_dead == 0
     assert levels[OTHER].num_dead == 0
     assert reader.read([QUEUE])[QUEUE].num_dead == 2
     redis_client.delete(DEAD_LETTERS_KEY)

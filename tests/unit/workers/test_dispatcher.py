@@ -50,8 +50,9 @@ def test_a_claim_that_redis_does_not_take_goes_back_and_nothing_is_fetched_for_a
     desk.assert_idle()
 
 
-def test_a_message_over_its_tenants_quota_is_refused_and_costs_nothing(desk: Desk) -> None:
-    request = desk.accept(FakeCeleryRequest(over_quota=7))
+@pytest.mark.parametrize("delay", [timedelta(0), timedelta(seconds=3000)])
+def test_a_message_over_its_tenants_quota_is_refused_and_costs_nothing(desk: Desk, delay: timedelta) -> None:
+    request = desk.accept(FakeCeleryRequest(over_quota=7, eta=datetime.now(UTC) + delay))
     desk.assert_idle()
     assert desk.results["r1"]["error"]["code"] == "quota_exceeded"
     assert "holds 7 requests" in desk.redis.end("r1")["error"]["message"]

@@ -1,0 +1,28 @@
+-- Counts dead letters by list and reason, read and nothing written. A letter carries its message, which may be large: one
+-- call looks at a part of them only, so that it does not hold up the server.
+-- KEYS: dead letters. ARGV: how many newer ones have been counted.
+-- Returns {how many have been counted now, of how many bytes, {list, reason, count, ...}}.
+local MOST_LETTERS, MOST_BYTES = 100, 1024 * 1024
+
+local counts, bytes, at = {}, 0, tonumber(ARGV[1])
+local last = at + MOST_LETTERS
+while at < last and bytes < MOST_BYTES do
+  local packed = redis.call('LINDEX', KEYS[1], at)
+  if not packed then break end
+  at, bytes = at + 1, bytes + #packed
+  local readable, letter = pcall(cmsgpack.unpack, packed)
+  if readable and type(letter) == 'table' then
+    local list, reason = tostring(letter.list), tostring(letter.reason)
+    counts[list] = counts[list] or {}
+    counts[list][reason] = (counts[list][reason] or 0) + 1
+  end
+end
+local dead = {}
+for list, reasons in pairs(counts) do
+  for reason, count in pairs(reasons) do
+    dead[#dead + 1] = list
+    dead[#dead + 1] = reason
+    dead[#dead + 1] = count
+  end
+end
+return {at, bytes, dead}

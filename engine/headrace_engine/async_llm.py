@@ -11,12 +11,11 @@ from typing import Any
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, LoRACapacityError
 from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
-from headrace_engine.llm_engine import create_input_processor, start_core
+from headrace_engine.llm_engine import create_input_processor, fetch_tokenizer, start_core
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
 
 
 class AsyncLLMEngine:
@@ -34,7 +33,7 @@ class AsyncLLMEngine:
     def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
         self._core = start_core(config, in_process=core_in_process)
         self.model_info = self._core.model_info
-        tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = fetch_tokenizer(config, self._core)
         self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
         self._output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}

@@ -96,8 +96,8 @@ class EngineConfig:
     static: StaticConfig = field(default_factory=StaticConfig)
     runner: str = "headrace_engine.runner.loader:create_runner"
     """Import path of the function that makes the runner from this config."""
-    tokenizer: str = "headrace_engine.tokenizer:tokenizer_json"
-    """Import path of the function that gives the content of `tokenizer.json`; called when a grammar needs it."""
+    tokenizer: str = "headrace_engine.tokenizer_loader:load_tokenizer"
+    """Import path of the function that gives the `TokenizerParts`; called when a door or a grammar needs them."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -15,7 +15,8 @@ from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
 
 
 class LLMEngine:
@@ -27,7 +28,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, *, core_in_process: bool = True) -> None:
         self._core = start_core(config, in_process=core_in_process)
         self.model_info = self._core.model_info
-        self.tokenizer = ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code)
+        self.tokenizer = fetch_tokenizer(config, self._core)
         self._input_processor = create_input_processor(config, self._core.model_info, self.tokenizer)
         self._output_processor = OutputProcessor(self.tokenizer)
         self._arrivals = 0
@@ -192,6 +193,19 @@ def create_input_processor(config: EngineConfig, model_info: ModelInfo, tokenize
         max_logprobs=config.model.max_logprobs,
         logits_processors=load_logits_processors(config.model.logits_processors),
     )
+
+
+def fetch_tokenizer(config: EngineConfig, core: CoreClient) -> ModelTokenizer:
+    """The tokenizer of the core's model. Raises ModelLoadError, and ends the core: it has none that can be used."""
+    try:
+        answer = core.call("tokenizer")
+        core.wait(answer)
+        parts = TokenizerParts(**answer.result())
+        return create_tokenizer(config.model.model, parts, trust_remote_code=config.model.trust_remote_code)
+    except BaseException:
+        core.shutdown()
+        core.close()
+        raise
 
 
 def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:

@@ -1,35 +1,28 @@
-"""The model's tokenizer as the engine uses it: text or chat to ids, ids to text."""
+"""The model's tokenizer as the engine uses it: text or chat to ids, ids to text.
+
+Imports no torch, and transformers only for chats, so that a process which computes nothing starts quickly and stays
+small. `tokenizer_loader` reads the parts, with both.
+"""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
-from headrace_engine.checkpoint import pretrained_source
-from headrace_engine.config import EngineConfig
-from headrace_engine.errors import InvalidRequestError, ModelLoadError
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.tokenizer_parts import TokenizerParts
 
 
 class ModelTokenizer:
-    """A fast (Rust) tokenizer with its chat template.
+    """A fast (Rust) tokenizer with its chat template."""
 
-    Raises:
-        ModelLoadError: the folder has no tokenizer, or only a slow one.
-    """
-
-    def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
-        source, options = pretrained_source(model)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-        except (OSError, ValueError, ImportError) as error:
-            raise ModelLoadError(f"model {model!r} has no usable tokenizer: {error}") from error
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
-        self.backend: Tokenizer = backend
+    def __init__(self, parts: TokenizerParts) -> None:
+        self.backend: Tokenizer = Tokenizer.from_str(parts.tokenizer_json)
+        self.backend.encode_special_tokens = parts.split_special_tokens
+        self._chat_template = parts.chat_template
+        self._special_tokens = parts.special_tokens
 
     @cached_property
     def longest_token_chars(self) -> int:
@@ -37,13 +30,11 @@ class ModelTokenizer:
         return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
-        return ids
+        return self.backend.encode(text, add_special_tokens=True).ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Without the special tokens that a prompt gets."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Apply the chat template; returns its text and ids, ready for the assistant's turn.
@@ -51,32 +42,50 @@ class ModelTokenizer:
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
         """
-        if not self._tokenizer.chat_template:
+        if not self._chat_template:
             raise InvalidRequestError("the model has no chat template: send a prompt instead of messages")
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            text = self._render_chat(self._chat_template, messages)
         except Exception as error:  # templates are programs of the model's authors and raise what they like
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
         # The template writes the special tokens itself.
         return text, self.encode_plain(text)
+
+    def _render_chat(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """As transformers' `apply_chat_template`, which leaves out what is None, too."""
+        conversation = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        texts, _ = _chat_templates().render_jinja_template(
+            [conversation], chat_template=template, add_generation_prompt=True, **self._special_tokens
+        )
+        text: str = texts[0]
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """With special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """The content of `tokenizer.json`, with the tokens that the tokenizer's configuration adds."""
-        plain = copy(self.backend)
-        plain.no_padding()
-        plain.no_truncation()
-        return plain.to_str()
+        """The content of `tokenizer.json`."""
+        return self.backend.to_str()
 
     def decode_token(self, token_id: int) -> str:
         return self.backend.decode([token_id], skip_special_tokens=False)
 
 
-def tokenizer_json(config: EngineConfig) -> str:
-    """What the core needs of the tokenizer: `EngineConfig.tokenizer` names this function."""
-    return ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code).to_json()
+def create_tokenizer(model: str, parts: TokenizerParts, *, trust_remote_code: bool = False) -> ModelTokenizer:
+    """The tokenizer of these parts; read once more from the model, torch and all, where they do not suffice."""
+    if not parts.has_own_methods:
+        return ModelTokenizer(parts)
+    loader = import_module("headrace_engine.tokenizer_loader")
+    whole = loader.read_tokenizer(model, trust_remote_code=trust_remote_code)
+    tokenizer: ModelTokenizer = loader.OwnMethodsTokenizer(parts, whole)
+    return tokenizer
+
+
+def import_chat_templates() -> None:
+    """Import what the first chat needs, which takes a second: for a moment when nothing waits for this process."""
+    _chat_templates()
+
+
+def _chat_templates() -> Any:
+    return import_module("transformers.utils.chat_template_utils")

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from engine.model_families import VOCAB_SIZE
-from engine.tiny_models import TinyModel
+from engine.tiny_models import TinyModel, load_model_tokenizer
 from headrace_engine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from headrace_engine.input_processor import InputProcessor, choice_seed
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.torch
 
@@ -31,7 +30,7 @@ def processor(llama: TinyModel) -> InputProcessor:
         attention="none",
         num_parameters=1,
     )
-    return InputProcessor(info, ModelTokenizer(llama.folder))
+    return InputProcessor(info, load_model_tokenizer(llama.folder))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_wrong_messages_are_refused(processor: InputProcessor, messages: Any, se
 def test_a_chat_is_rendered_for_the_assistants_turn(processor: InputProcessor, llama: TinyModel) -> None:
     made = processor.process_chat("a", [{"role": "user", "content": "hi"}], SamplingParams())
     assert made.prompt == "<|user|>hi<eos><|assistant|>"
-    tokenizer = ModelTokenizer(llama.folder).backend
+    tokenizer = load_model_tokenizer(llama.folder).backend
     ends = [tokenizer.token_to_id(token) for token in ("<|user|>", "<eos>", "<|assistant|>")]
     assert [made.prompt_token_ids[0], *made.prompt_token_ids[-2:]] == ends
 
@@ -140,4 +139,4 @@ def test_the_cores_names_of_an_id_that_comes_back_are_new(processor: InputProces
 
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Any) -> None:
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
-        ModelTokenizer(str(tmp_path))
+        load_model_tokenizer(str(tmp_path))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.tiny_models import VOCAB_SIZE, TinyModel
+from engine.tiny_models import VOCAB_SIZE, TinyModel, load_model_tokenizer
 from headrace_engine import LLM, LLMEngine, RequestOutput, SamplingParams
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.sampling_params import RequestOutputKind
@@ -28,7 +28,7 @@ def llm(llama: TinyModel) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def tokenizer(llama: TinyModel) -> ModelTokenizer:
-    return ModelTokenizer(llama.folder)
+    return load_model_tokenizer(llama.folder)
 
 
 def generate(llm: LLM, prompt: Any = "The wheel", **params: Any) -> RequestOutput:

@@ -20,6 +20,8 @@ from engine.model_families import FAMILIES, VOCAB_SIZE, Family
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
+from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ CHAT_TEMPLATE = (
     "<|{{ message['role'] }}|>{{ message['content'] }}<eos>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def load_model_tokenizer(folder: str, *, trust_remote_code: bool = False) -> ModelTokenizer:
+    """As a door gets it from its core."""
+    parts = parts_of(read_tokenizer(folder, trust_remote_code=trust_remote_code))
+    return create_tokenizer(folder, parts, trust_remote_code=trust_remote_code)
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -17,7 +17,7 @@ from celery.worker import state as worker_state
 from headrace_broker.connections import connect
 from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer import import_chat_templates
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
@@ -78,7 +78,7 @@ class EngineStep(bootsteps.StartStopStep):
             served_names=settings.served_names,
             adapters=adapters,
             worker_name=name,
-            tokenizer=lambda: ModelTokenizer(config.model.model, trust_remote_code=config.model.trust_remote_code),
+            tokenizer=lambda: self._supervisor.tokenizer,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_delay_seconds=settings.max_delay_seconds,
             metrics=self.metrics,
@@ -101,6 +101,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._server.start()
         logger.info("metrics on %s/metrics, health on %s/health/ready", self._server.url, self._server.url)
         self._supervisor.start()
+        import_chat_templates()  # while the engine loads, so that no chat has to wait for it
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
         hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)

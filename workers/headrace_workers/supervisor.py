@@ -4,6 +4,7 @@ import logging
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
 from headrace_engine.config import EngineConfig
@@ -12,6 +13,8 @@ from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.logging import frames
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,9 @@ class EngineSupervisor:
         self._progress_at = clock()
         self._process: EngineCoreProcess | None = None
         self._hub: Any = None
+        self._tokenizer: ModelTokenizer | None = None
+        self._tokenizer_answer: Future[Any] = Future()
+        """Of the engine, which reads the tokenizer with torch at hand; asked once."""
         self._deaths_in_a_row = 0
         self._started_at = 0.0
         self._ready = False
@@ -75,6 +81,12 @@ class EngineSupervisor:
         return self._ready
 
     @property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's, of an engine that is or was ready."""
+        assert self._tokenizer is not None, "no engine was ready yet"
+        return self._tokenizer
+
+    @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
@@ -82,6 +94,8 @@ class EngineSupervisor:
         """Start a process; must be called on the main thread, with which the process dies."""
         self._started_at = time.monotonic()
         self._process = self._spawn(self._config)
+        if self._tokenizer is None:
+            self._tokenizer_answer = self._process.call("tokenizer")
         logger.info("engine process %d is loading %s", self._process.pid, self._config.model.model)
         if self._hub is not None:
             self.attach(self._hub)
@@ -172,13 +186,20 @@ class EngineSupervisor:
             self._give_up(f"what the engine sent could not be handled: {type(error).__name__}")
 
     def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
-        if process.is_ready and not self._ready:
+        if process.is_ready and not self._ready and self._has_tokenizer():
             self._ready = True
             logger.info("engine ready after %.1f s", time.monotonic() - self._started_at)
             self._events.on_engine_ready(process.model_info)
         for step in steps:
             self._deaths_in_a_row = 0
             self._events.on_engine_outputs(step)
+
+    def _has_tokenizer(self) -> bool:
+        if self._tokenizer is None and self._tokenizer_answer.done():
+            parts, self._tokenizer_answer = TokenizerParts(**self._tokenizer_answer.result()), Future()
+            model = self._config.model
+            self._tokenizer = create_tokenizer(model.model, parts, trust_remote_code=model.trust_remote_code)
+        return self._tokenizer is not None
 
     def _on_death(self, reason: str, cause: DeathCause, *, was_ready: bool) -> None:
         if self._stopped:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 from headrace_engine.config import EngineConfig
@@ -15,13 +16,14 @@ from headrace_engine.core.grammar_preparation import GrammarPreparation
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
-from headrace_engine.core.runner_factory import load_tokenizer_json
+from headrace_engine.core.runner_factory import load_tokenizer
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError, raised_at
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelRunner, StepBatch
+from headrace_engine.tokenizer_parts import TokenizerParts
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class EngineCore:
         )
         self._config = config
         self._grammars = GrammarPreparation(self._create_grammar_compiler)
+        self._tokenizer: TokenizerParts | None = None
+        """Kept from a door's call until the first grammar, which needs it, too."""
         self.wake: Callable[[], None] = _nobody_sleeps
         """Set by whoever sleeps until `has_work()`: called, from any thread, when it has come true by itself."""
         self.loras = self._load_adapters(config, runner.capabilities())
@@ -131,8 +135,11 @@ class EngineCore:
     def call(self, method: str, *args: Any) -> "Future[Any]":
         """Do something beside the step loop and answer; `args` and the answer are plain data. From any thread.
 
+        `tokenizer`: the model's `TokenizerParts`.
         `add_lora`, `remove_lora`, `list_loras`, `pin_lora`: see `LoRAManager`.
         """
+        if method == "tokenizer":
+            return self._describe_tokenizer()
         if self.loras is None:
             refused: Future[Any] = Future()
             refused.set_exception(LoRAError(_NO_LORA))
@@ -214,10 +221,23 @@ class EngineCore:
         self._grammars.close()
         self.runner.shutdown()
 
+    def _describe_tokenizer(self) -> "Future[Any]":
+        described: Future[Any] = Future()
+        try:
+            parts = load_tokenizer(self._config)
+        except HeadraceEngineError as error:
+            described.set_exception(error)
+        else:
+            if not self._grammars.is_loaded:
+                self._tokenizer = parts
+            described.set_result(asdict(parts))
+        return described
+
     def _create_grammar_compiler(self) -> GrammarCompiler:
+        parts, self._tokenizer = self._tokenizer or load_tokenizer(self._config), None
         return GrammarCompiler(
             TokenizerDefinition(
-                tokenizer_json=load_tokenizer_json(self._config),
+                tokenizer_json=parts.tokenizer_json,
                 vocab_size=self.model_info.vocab_size,
                 eos_token_ids=self.model_info.eos_token_ids,
             )

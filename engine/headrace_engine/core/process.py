@@ -293,6 +293,8 @@ def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, errors.InvalidRequestError):
         return known(sentences)
+    if kind in _STARTUP_ERRORS:
+        return _STARTUP_ERRORS[kind](sentences[0])
     return HeadraceEngineError(f"{kind}: {sentences[0]}")
 
 

@@ -5,6 +5,7 @@ from importlib import import_module
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.contracts import ModelRunner
+from headrace_engine.tokenizer_parts import TokenizerParts
 
 
 def create_runner(config: EngineConfig) -> ModelRunner:
@@ -19,8 +20,8 @@ def create_runner(config: EngineConfig) -> ModelRunner:
     return runner
 
 
-def load_tokenizer_json(config: EngineConfig) -> str:
-    """The content of `tokenizer.json`, by the function that the config names.
+def load_tokenizer(config: EngineConfig) -> TokenizerParts:
+    """The model's tokenizer, by the function that the config names.
 
     Raises:
         ConfigError: there is no such function.
@@ -31,5 +32,5 @@ def load_tokenizer_json(config: EngineConfig) -> str:
         load = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"tokenizer {config.tokenizer!r} cannot be imported ({error})") from error
-    text: str = load(config)
-    return text
+    parts: TokenizerParts = load(config)
+    return parts

@@ -333,6 +333,7 @@ def fake_config(
     watermark: float = 0.0,
     speculative: SpeculativeConfig | None = None,
     model: str = "fake",
+    tokenizer: str = "unit.engine.letters:load_tokenizer",
     lora: LoRAConfig | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
@@ -349,7 +350,7 @@ def fake_config(
         speculative=speculative,
         lora=lora,
         runner=IMPORT_PATH,
-        tokenizer="unit.engine.letters:tokenizer_json",
+        tokenizer=tokenizer,
     )
 
 

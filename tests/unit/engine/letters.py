@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from headrace_engine.tokenizer_parts import TokenizerParts
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 
 CHARACTERS = '0123456_789abcdefghijklmnopqrstuvwxyzABCDEFGHIJ{}[]":,.-+!?%&'
@@ -18,8 +19,12 @@ def decode(token_ids: list[int]) -> str:
     return "".join("" if token_id == EOS else CHARACTERS[token_id] for token_id in token_ids)
 
 
-def tokenizer_json(_: object = None) -> str:
+def load_tokenizer(_: object) -> TokenizerParts:
     """What `EngineConfig.tokenizer` names for a core on the fake runner."""
+    return TokenizerParts(tokenizer_json=tokenizer_json(), special_tokens={"eos_token": "<eos>"})
+
+
+def tokenizer_json() -> str:
     vocab = {char if index != EOS else "<eos>": index for index, char in enumerate(CHARACTERS)}
     end = {"id": EOS, "content": "<eos>", "special": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

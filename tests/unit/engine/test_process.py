@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace_engine.errors import ConfigError, EngineDeadError, HeadraceEngineE
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import FinishReason
 from unit.engine.fake_runner import VOCAB_SIZE, fake_config, tokens_alone
+from unit.engine.letters import load_tokenizer
 from unit.engine.requests import core_request
 
 Start = Callable[..., EngineCoreProcess]
@@ -239,6 +241,18 @@ def test_a_child_refuses_a_call_with_every_reason_and_lives_on(start: Start) -> 
     message = core_request("a", max_tokens=2, lora="fine")
     core.add_request(message)
     assert collect(core, 1)[0] == {"a": tokens_alone(message)}
+
+
+def test_a_child_gives_its_tokenizer_or_says_why_it_has_none(start: Start) -> None:
+    core = start()
+    parts = core.call("tokenizer")
+    core.wait(parts)
+    assert parts.result() == asdict(load_tokenizer(None))
+    core = start(tokenizer="unit.engine.letters:runes")
+    refused = core.call("tokenizer")
+    core.wait(refused)
+    with pytest.raises(ConfigError, match="runes' cannot be imported"):
+        refused.result()
 
 
 def test_calls_to_a_dead_child_fail_as_it_did(start: Start) -> None:

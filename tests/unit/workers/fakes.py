@@ -6,6 +6,8 @@ import itertools
 import os
 import select
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
@@ -18,6 +20,7 @@ from headrace_broker.scripts import lua
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
+from unit.engine.letters import load_tokenizer
 
 MODEL = ModelInfo(
     vocab_size=100,
@@ -110,6 +113,9 @@ class FakeProcess:
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.calls: list[str] = []
+        self.asked: list[str] = []
+        self.answer: Future[Any] = Future()
+        self.answer.set_result(asdict(load_tokenizer(self)))
         self.send_error: Exception | None = None
         self._reader, self._writer = os.pipe()
 
@@ -130,6 +136,10 @@ class FakeProcess:
                 raise news
             steps.append(news)
         return steps
+
+    def call(self, method: str) -> Future[Any]:
+        self.asked.append(method)
+        return self.answer
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.send_error:

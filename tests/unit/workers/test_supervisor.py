@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_workers.supervisor import RESTART_LIMIT, EngineSupervisor
+from unit.engine.letters import encode, load_tokenizer
 from unit.workers.fakes import FakeHub, FakeProcess, step
 
 CONFIG = EngineArgs(model="tiny").create_engine_config()
@@ -47,8 +50,9 @@ class Events:
 class Engine:
     """A supervisor whose processes the test plays."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Future[Any] | None = None) -> None:
         self.now = 100.0
+        self.answer = answer
         self.hub = FakeHub()
         self.events = Events()
         self.processes: list[FakeProcess] = []
@@ -67,6 +71,8 @@ class Engine:
         if self.spawn_error:
             raise self.spawn_error
         self.processes.append(FakeProcess())
+        if self.answer is not None:
+            self.process.answer = self.answer
         return self.processes[-1]
 
     @property
@@ -111,6 +117,40 @@ def test_a_dead_engine_is_buried_and_replaced_after_a_pause(engine: Engine) -> N
     engine.ready()
     assert engine.events.told == ["ready", "lost", "ready"]
     assert len(engine.processes) == 2
+
+
+def test_an_engine_is_ready_when_its_tokenizer_is_here_for_which_later_ones_are_not_asked() -> None:
+    engine = Engine(Future())
+    engine.ready()
+    assert not engine.supervisor.is_ready
+    assert engine.answer is not None
+    engine.answer.set_result(asdict(load_tokenizer(None)))
+    engine.readable()
+    assert engine.supervisor.is_ready
+    assert engine.supervisor.tokenizer.encode("ab") == encode("ab")
+    engine.die()
+    engine.hub.advance()
+    engine.ready()
+    assert engine.events.told == ["ready", "lost", "ready"]
+    assert [process.asked for process in engine.processes] == [["tokenizer"], []]
+
+
+def test_the_next_engine_is_asked_for_the_tokenizer_that_a_dead_one_did_not_give() -> None:
+    engine = Engine(Future())
+    engine.die()
+    engine.answer = None
+    engine.hub.advance()
+    engine.ready()
+    assert engine.events.told == ["lost while loading", "ready"]
+
+
+def test_a_model_without_a_usable_tokenizer_is_given_up() -> None:
+    engine = Engine(Future())
+    assert engine.answer is not None
+    engine.answer.set_exception(ModelLoadError("no tokenizer"))
+    engine.ready()
+    assert engine.events.told == ["given up: no tokenizer"]
+    assert engine.process.calls == ["kill", "close"]
 
 
 def test_pauses_double_and_the_worker_gives_up_at_the_limit(engine: Engine) -> None:

@@ -1,0 +1,81 @@
+"""Reading a tokenizer with transformers, whose `AutoTokenizer` imports all of torch.
+
+For a process that has torch anyway, as the core's has; the doors get the parts from there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from headrace_engine.checkpoint import pretrained_source
+from headrace_engine.config import EngineConfig
+from headrace_engine.errors import ModelLoadError
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
+
+# What `ModelTokenizer` does without, as the plain class does it.
+_METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_template", "special_tokens_map")
+
+
+def load_tokenizer(config: EngineConfig) -> TokenizerParts:
+    """`EngineConfig.tokenizer` names this function. Raises ModelLoadError."""
+    model = config.model
+    return parts_of(read_tokenizer(model.model, trust_remote_code=model.trust_remote_code))
+
+
+def read_tokenizer(model: str, *, trust_remote_code: bool) -> Any:
+    """A fast (Rust) tokenizer of transformers. Raises ModelLoadError: there is none, or only a slow one."""
+    source, options = pretrained_source(model)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelLoadError(f"model {model!r} has no usable tokenizer: {error}") from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
+    return tokenizer
+
+
+def parts_of(tokenizer: Any) -> TokenizerParts:
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    try:
+        chat_template = tokenizer.get_chat_template()
+    except ValueError:  # it has none, or several of which none is the default
+        chat_template = None
+    return TokenizerParts(
+        tokenizer_json=backend.to_str(),
+        chat_template=chat_template,
+        special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        split_special_tokens=bool(tokenizer.split_special_tokens),
+        has_own_methods=any(
+            getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name) for name in _METHODS
+        ),
+    )
+
+
+class OwnMethodsTokenizer(ModelTokenizer):
+    """One whose class encodes in a way of its own, such as code in the model's folder may have it."""
+
+    def __init__(self, parts: TokenizerParts, tokenizer: Any) -> None:
+        super().__init__(parts)
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _render_chat(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        return text

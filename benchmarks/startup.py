@@ -1,0 +1,108 @@
+"""What a worker's start costs: until it takes requests, and until its engine is back after a crash.
+
+    python benchmarks/startup.py [--model FOLDER] [--dtype float32] [--runs 3]
+
+Processor time and memory (Pss, so that what processes share is counted once) of the worker's own process and of its
+engine's, when both are ready and nothing was served yet. But for a first run, all files are in the page cache.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import command_line
+from headrace_broker.embedded import EmbeddedServer
+from headrace_workers.local_worker import LocalWorker, WorkerStartError
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PATIENCE_SECONDS = 180.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command_line.add_model_options(parser)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    args = parser.parse_args()
+    model = str(args.model or command_line.default_model.fetch(args.dtype))
+    settings = {"dtype": args.dtype, "log_level": "INFO"}
+    if args.quantization is not None:
+        settings["quantization"] = args.quantization
+    with EmbeddedServer() as server:
+        runs = [start(model, server.url, settings) for _ in range(args.runs)]
+    table = Table(title=f"{Path(model).name}, {command_line.describe(args)}", title_justify="left")
+    for column in ("", *(f"run {number}" for number in range(1, args.runs + 1)), "median"):
+        table.add_column(column, justify="right" if column else "left")
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        table.add_row(name, *(f"{value:.1f}" for value in [*values, statistics.median(values)]))
+    Console().print(table)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps({"model": model, "settings": settings, "runs": runs}, indent=1) + "\n")
+
+
+def start(model: str, redis_url: str, settings: dict[str, Any]) -> dict[str, float]:
+    """Start a worker, then end its engine as a crash would, and have it start another."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.monotonic()
+        with LocalWorker(model=model, redis_url=redis_url, log=Path(folder) / "log", **settings) as worker:
+            worker.wait_ready()
+            ready = time.monotonic()
+            engine = _engine_of(worker.pid)
+            figures = {
+                "ready, s": ready - begun,
+                "processor time of the worker, s": _processor_seconds(worker.pid),
+                "processor time of the engine, s": _processor_seconds(engine),
+                "memory of the worker, MiB": _pss_mib(worker.pid),
+                "memory of the engine, MiB": _pss_mib(engine),
+            }
+            crashed = time.monotonic()
+            os.kill(engine, signal.SIGKILL)
+            _wait_for_another(worker, engine)
+            worker.wait_ready()
+            return figures | {"ready again after a crash, s": time.monotonic() - crashed}
+
+
+def _wait_for_another(worker: LocalWorker, engine: int) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while _engine_of(worker.pid) in (engine, 0):
+        if time.monotonic() > deadline:
+            raise WorkerStartError(
+                f"the worker has no other engine after {_PATIENCE_SECONDS:g} s:\n{worker.log_tail()}"
+            )
+        time.sleep(0.05)
+
+
+def _engine_of(worker: int) -> int:
+    """The pid of its engine's process; 0 while it has none."""
+    for task in Path(f"/proc/{worker}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            try:
+                if b"headrace_engine.core.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+            except OSError:
+                continue  # it ended just now
+    return 0
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _pss_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -30,7 +30,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> Any:
     source, options = pretrained_source(model)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a broken file is a plain Exception of tokenizers', and folders have code of their own
         raise ModelLoadError(f"model {model!r} has no usable tokenizer: {error}") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
@@ -38,15 +38,20 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> Any:
 
 
 def parts_of(tokenizer: Any) -> TokenizerParts:
+    """Raises ModelLoadError: a part of it is no data but code."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
+    try:
+        tokenizer_json = backend.to_str()
+    except Exception as error:  # so tokenizers says that a step is a Python object
+        raise ModelLoadError(f"the tokenizer {type(tokenizer).__name__} cannot be had as JSON: {error}") from error
     try:
         chat_template = tokenizer.get_chat_template()
     except ValueError:  # it has none, or several of which none is the default
         chat_template = None
     return TokenizerParts(
-        tokenizer_json=backend.to_str(),
+        tokenizer_json=tokenizer_json,
         chat_template=chat_template,
         special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         split_special_tokens=bool(tokenizer.split_special_tokens),

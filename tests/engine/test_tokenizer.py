@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers.normalizers import Normalizer
 from transformers import AutoTokenizer, BertTokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from engine.test_quantised_weights import write_gguf
 from engine.tiny_models import CHAT_TEMPLATE, load_model_tokenizer, save_tokenizer
 from headrace_engine.checkpoint import pretrained_source
-from headrace_engine.errors import InvalidRequestError
+from headrace_engine.errors import InvalidRequestError, ModelLoadError
 from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
 
 pytestmark = pytest.mark.torch
@@ -117,6 +118,25 @@ def test_a_tokenizer_made_of_its_parts_does_what_transformers_does(save: Callabl
     else:
         chat = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
         assert own.encode_chat(CHAT) == (chat, reference(chat, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"version": "1.0", "model": {"type": "BPE", "voc'])
+def test_a_folder_without_a_usable_tokenizer_is_refused_by_name(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        plain(tmp_path)
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        load_model_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_with_a_step_in_python_is_refused_by_name() -> None:
+    class Step:
+        def normalize(self, text: Any) -> None: ...
+
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    fast.backend_tokenizer.normalizer = Normalizer.custom(Step())
+    with pytest.raises(ModelLoadError, match="TokenizersBackend cannot be had as JSON"):
+        parts_of(fast)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ life tells, by Redis's clock alone, how long ago the last one was. A touch is an
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_broker.keys import listener_key
+from headrace_broker.keys import ended_key, listener_key
+from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
     import redis
@@ -64,16 +65,17 @@ class Listeners:
 
         Args:
             requests: `abandon_after` by request id. To one without a key somebody listens as of now.
-            forget: requests that are over.
+            forget: requests that are no longer this worker's. Those that have ended are forgotten.
         """
+        keys = [key(request_id) for request_id in forget for key in (listener_key, ended_key)]
         with self._client.pipeline(transaction=False) as pipe:
-            for request_id in forget:
-                pipe.delete(listener_key(request_id))
-            num_forgotten = len(pipe)
+            if keys:
+                pipe.eval(lua("listeners_forget", prelude=None), len(keys), *keys)
+            num_before = len(pipe)
             for request_id, abandon_after in requests.items():
                 begin_listening(pipe, request_id, abandon_after)
                 pipe.pttl(listener_key(request_id))
-            left = pipe.execute()[num_forgotten + 1 :: 2]
+            left = pipe.execute()[num_before + 1 :: 2]
         return {
             request_id: _KEPT_SECONDS - milliseconds / 1000
             for request_id, milliseconds in zip(requests, left, strict=True)

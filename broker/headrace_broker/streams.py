@@ -160,7 +160,7 @@ class StreamWriter:
             start["traceparent"] = traceparent
         if abandon_after is not None:
             start["abandon_after"] = abandon_after
-        keys = [stream_key(request_id), engine_losses_key(request_id)]
+        keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
         attempt, ended, raw, losses = self._claim(keys=keys, args=[pack(start), self._ttl_seconds])
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if ended else None

@@ -36,7 +36,10 @@ class ListenerWatch:
         return bool(job.abandon_after is not None and self._ask([job], over=()))
 
     def abandoned(self, jobs: Iterable[Job]) -> list[Job]:
-        """Those of all requests at hand that are to be cancelled. Nothing is asked where none wants listeners."""
+        """Those of all requests at hand that are to be cancelled. Nothing is asked where none wants listeners.
+
+        Requests that were at hand and are no more have ended, or are another worker's, whose listeners go on.
+        """
         watched = [job for job in jobs if job.abandon_after is not None]
         over = self._watched - {job.request_id for job in watched}
         return self._ask(watched, over) if watched or over else []

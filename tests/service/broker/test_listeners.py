@@ -131,6 +131,16 @@ def test_a_request_of_a_plain_producer_counts_from_its_claim(client: Client, red
         read_all(client, "r")
 
 
+def test_a_worker_that_hands_a_request_on_leaves_its_listeners_to_the_next(redis_client: "redis.Redis") -> None:
+    for request_id in ("ended", "handed on"):
+        write(redis_client, request_id, end=request_id == "ended", abandon_after=90)
+        assert silence(redis_client, request_id) < 50  # makes the key
+        age(redis_client, request_id)
+    assert Listeners(redis_client).silence({"mine": 5}, forget=["ended", "handed on"])["mine"] < 5
+    assert not redis_client.exists(listener_key("ended"))
+    assert silence(redis_client, "handed on") >= 50
+
+
 def test_a_subscriber_needs_no_more_than_its_few_rights(
     client: Client, redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:

@@ -310,6 +310,18 @@ def test_a_stream_that_expired_without_an_end_may_still_go_on(
         next(read_stream(redis_client, "r", timeout=0))
 
 
+def test_a_request_that_is_claimed_anew_after_its_stream_has_expired_has_not_ended(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    writer.publish([end(1, 0)])
+    expire(redis_client)
+    assert writer.claim("r", "another").attempt == 1
+    redis_client.delete(stream_key("r"))  # its worker was silent for long
+    with pytest.raises(ResultTimeoutError):
+        next(read_stream(redis_client, "r", timeout=0.01))
+
+
 def test_the_end_that_a_zombie_is_refused_marks_nothing(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "zombie")
     writer.claim("r", "successor")

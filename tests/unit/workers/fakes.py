@@ -261,9 +261,13 @@ class FakePipeline:
             self._client.milliseconds_left[key] = 1000 * ex
         self._replies.append(True)
 
-    def delete(self, key: str) -> None:
-        self._client.delete(key)
-        self._replies.append(1)
+    def eval(self, text: str, _num_keys: int, *keys: str) -> None:
+        assert text == lua("listeners_forget", prelude=None)
+        for listener, ended in zip(keys[::2], keys[1::2], strict=True):
+            entries = self._client.entries(ended.removeprefix("headrace:ended:"))
+            if entries and entries[-1][2] == "end":
+                self._client.delete(listener)
+        self._replies.append(None)
 
     def pttl(self, key: str) -> None:
         self._client.check()

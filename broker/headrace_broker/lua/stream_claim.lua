@@ -1,5 +1,6 @@
 -- Begins the next attempt at a request, which fences all earlier ones, and reads what they wrote.
--- KEYS: stream, engine losses, mark of the stream's end, which an earlier life of the request may have left. ARGV: data of the start entry, seconds to live.
+-- KEYS: stream, engine losses, mark of the stream's end, which an earlier life of the request may have left.
+-- ARGV: data of the start entry, seconds to live.
 -- Returns {attempt, 1 if the stream had ended (then nothing was written), entries, engine losses}.
 local last, attempt = tail(KEYS[1])
 local losses = tonumber(redis.call('GET', KEYS[2]) or 0) or 0

@@ -181,14 +181,13 @@ class Service:
     def cut_connections(self, worker: WorkerProcess) -> None:
         """Cut every connection to the server; returns when `worker` hears control messages again.
 
-        This process's own are cut as well, and kombu hands them out again unless it is told.
+        This process's own are cut as well: what is said next needs a connection that is not from kombu's pool.
         """
         lost = worker.log_text().count("Connection to broker lost")
         self.client.client_kill_filter(_type="normal", skipme=True)
-        for pool in (self.app.pool, self.app.amqp.producer_pool):
-            pool.force_close_all(close_pool=False)
         worker.wait_for_log("Connection to broker lost", count=lost + 1)
-        self.wait_until(lambda: self.app.control.ping(timeout=2, limit=1))
+        with self.app.connection_for_write() as connection:
+            self.wait_until(lambda: self.app.control.ping(timeout=2, limit=1, connection=connection))
 
     def dead_letters(self) -> list[dict[bytes, Any]]:
         return [msgpack.unpackb(letter, raw=True) for letter in self.client.lrange("headrace:dead", 0, -1)]

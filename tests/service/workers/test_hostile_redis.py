@@ -160,7 +160,8 @@ def test_delayed_messages_wait_in_redis_for_their_time_and_run_once(service: Ser
 
 
 def ask(service: Service, command: str) -> dict[str, Any]:
-    [reply] = service.app.control.broadcast(command, reply=True, timeout=60, limit=1)
+    with service.app.connection_for_write() as connection:
+        [reply] = service.app.control.broadcast(command, reply=True, timeout=60, limit=1, connection=connection)
     [answer] = reply.values()
     return dict(answer)
 
@@ -175,7 +176,8 @@ def test_running_requests_can_be_revoked_after_a_lost_connection(service: Servic
     handle = service.generate(max_tokens=2000)
     service.wait_tokens([handle.id], at_least=1)
     service.cut_connections(service.workers[0])
-    handle.revoke(terminate=True)
+    with service.app.connection_for_write() as connection:
+        handle.revoke(connection=connection, terminate=True)
     log = service.wait_ended([handle.id])[handle.id]
     assert log.end is not None
     assert log.end["finish_reason"] == "cancelled"

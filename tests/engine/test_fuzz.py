@@ -29,7 +29,7 @@ pytestmark = pytest.mark.torch
 
 EXAMPLES = int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "0"))
 SEARCH = settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 24,
     derandomize=not EXAMPLES,
     deadline=None,
     # one model serves all examples; explaining a failure on traces this long takes minutes

@@ -19,6 +19,7 @@ from unit.monitoring.scrape import EXPORTER, Scrape
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
+RULE_TESTS = ("rules_test.yml", "rules_of_hours_test.yml")
 RUNBOOKS = ROOT / "docs" / "runbooks"
 PROVISIONING = ROOT / "monitoring" / "grafana" / "provisioning"
 
@@ -110,7 +111,8 @@ def test_panels_that_runbooks_name_exist() -> None:
 
 
 def test_every_alert_is_tested_to_fire_and_to_stay_silent(alerts: list[dict[str, Any]]) -> None:
-    cases = [case for test in load(PROMETHEUS / "rules_test.yml")["tests"] for case in test["alert_rule_test"]]
+    tests = [test for name in RULE_TESTS for test in load(PROMETHEUS / name)["tests"]]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
     fires = {case["alertname"] for case in cases if case["exp_alerts"]}
     silent = {case["alertname"] for case in cases if not case["exp_alerts"]}
     names = {alert["alert"] for alert in alerts}
@@ -166,7 +168,7 @@ def test_grafana_finds_the_data_source_and_the_dashboards(rules: list[dict[str, 
         ("check", "config", "prometheus.yml"),
         ("check", "config", "local.yml"),
         ("check", "rules", "--lint=all", "rules.yml"),
-        ("test", "rules", "rules_test.yml"),
+        *(("test", "rules", name) for name in RULE_TESTS),
     ],
     ids=" ".join,
 )

@@ -323,7 +323,7 @@ def _child_main(read_fd: int, write_fd: int) -> int:
     # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
     config = EngineConfig.from_wire(commands.get())
-    logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)])
+    logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)], format="%(message)s")
     core = None
     try:
         core = EngineCore(config, _import_runner(config))

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,6 +19,8 @@ from chaos.faults import FAULTS
 from chaos.harness import Harness, Round, summary
 from chaos.model import save_chaos_model
 from chaos.site import Site
+
+ROUNDS_A_LINE: Final = 20
 
 
 def main() -> int:
@@ -42,6 +45,8 @@ def main() -> int:
 
             def report(done: Round) -> None:
                 progress.update(task, advance=1, description=done.fault)
+                if not console.is_terminal and done.number % ROUNDS_A_LINE == 0:  # a bar shows nothing in a file
+                    console.print(f"{done.number} of {options.rounds} rounds")
                 for problem in done.problems:
                     progress.console.print(f"round {done.number}, {done.fault}: {problem}", style="red", markup=False)
 

@@ -24,9 +24,10 @@ local function verdict(key, id, before, kind, data)
   end
   -- Another server has taken over, or this one came back without its last seconds. Either the stream lacks what was
   -- written to it, and an entry behind a gap must not be written; or it lacked a claim, so that two workers have the
-  -- same attempt, and the other one has written these tokens.
+  -- same attempt, and the other one has written these tokens, or has ended the stream with as many.
   local _, expected = split_id(before)
-  if attempt < mine or last_offset >= offset or tokens ~= expected then return 'rolled_back' end
+  local is_over = field(last, 'type') == 'end'
+  if attempt < mine or last_offset >= offset or tokens ~= expected or is_over then return 'rolled_back' end
 end
 
 -- By stream and attempt: what comes behind a refused entry in the same call is refused with it.

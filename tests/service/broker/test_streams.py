@@ -203,6 +203,8 @@ def test_two_workers_of_one_attempt_write_no_token_twice_and_leave_none_out(
     behind = [chunk(2, 4, tokens=2), chunk(2, 5)]  # which would fit
     assert writer.publish([other, *behind]) == {("r", 2): WriteOutcome.ROLLED_BACK}
     assert writer.publish([*ours, end(2, 4)]) == {}  # a lost reply, and then the next
+    behind_the_end = [chunk(2, 6, tokens=2)]
+    assert writer.publish(behind_the_end) == {("r", 2): WriteOutcome.ROLLED_BACK}
     assert entry_ids(redis_client) == ["1-0", "1-1", "2-0", "2-2", "2-4", "2-5"]
 
 

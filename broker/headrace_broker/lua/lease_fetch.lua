@@ -11,6 +11,7 @@ local FIRST_LIST = 9
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 4 * 1024 * 1024
 local ages_left = 100
+local STRAYS_LOOKED_AT = 10
 local reply_bytes_left = 32 * 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
 local LONGEST_MESSAGE, BYTES_KEPT, LONGEST_ID = 16 * 1024 * 1024, 4096, 2048
@@ -99,6 +100,20 @@ local function sort(list)
   end
 end
 
+-- What is kept of leases by list may hold one that is no more: somebody has deleted keys by hand, or a worker of an
+-- earlier version, which does not keep that, has ended it.
+local function forget_strays(list)
+  for _, leases in ipairs({held_from(list), delayed_from(list)}) do
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', microseconds / 1000000, 'LIMIT', 0, STRAYS_LOOKED_AT)) do
+      local meta = redis.call('HGET', META, id)
+      local is_delayed = meta == 'delayed|' .. list
+      if not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_from(list)) then
+        redis.call('ZREM', leases, id)
+      end
+    end
+  end
+end
+
 -- A message that has waited so long counts at the next better level.
 local function age(level, better)
   local step = policy.ageing_seconds * 1000000
@@ -163,6 +178,7 @@ if is_to_sort then
   local better = {}
   for i = FIRST_LIST, #KEYS do
     local list, queue = KEYS[i], queue_of(KEYS[i])
+    forget_strays(list)
     sort(list)
     unsorted = unsorted + redis.call('LLEN', list)
     better[i], better[queue] = better[queue], list

@@ -74,6 +74,7 @@ local function enter(id, record)
 end
 
 local function leave(id, record)
+  undelay(id, record) -- a worker of an earlier version, which keeps no such count, has put it back
   local level, tenant = record.level, record.tenant
   redis.call('ZREM', messages_of(level, tenant), id)
   redis.call('ZREM', ids_at(level), id)

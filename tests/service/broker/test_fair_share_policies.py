@@ -10,7 +10,14 @@ import redis
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import QueueFullError, TenantQueueFullError
-from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_RECORDS_KEY, LEASES_KEY, sorted_ids_key, tenant_ids_key
+from headrace_broker.keys import (
+    LEASE_BODIES_KEY,
+    LEASE_RECORDS_KEY,
+    LEASES_KEY,
+    delayed_tenants_key,
+    sorted_ids_key,
+    tenant_ids_key,
+)
 from headrace_broker.leases import Leases
 from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.settings import BrokerSettings
@@ -149,6 +156,10 @@ def test_messages_whose_time_has_not_come_count_in_their_tenants_quota_until_it_
     for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
         redis_client.zadd(LEASES_KEY, {lease_id: 1})
     leases.reap()
+    for lease_id, packed in redis_client.hgetall(LEASE_RECORDS_KEY).items():  # so a worker of an earlier version reaps
+        record = msgpack.unpackb(packed) | {"delayed": True}
+        redis_client.hset(LEASE_RECORDS_KEY, lease_id, msgpack.packb(record))
+        redis_client.zincrby(delayed_tenants_key(QUEUE), 1, record["tenant"])
     assert sorted(names(take(leases, 9))) == ["g0", "g1", "later0", "later1", "m0"]
     client.submit_many([{"prompt": "x", "tenant": "greedy"}] * 3)
 

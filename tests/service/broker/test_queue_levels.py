@@ -8,7 +8,7 @@ import redis
 
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import DEAD_LETTERS_KEY, queue_lists, queue_name
+from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, LEASES_KEY, queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.queue_levels import QueueLevelReader
 
@@ -69,6 +69,22 @@ def test_delayed_messages_are_counted_and_run_out_like_leases(redis_client: "red
     leases.fetch(queue_lists(QUEUE), 1)
     levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
     assert (levels.leased, levels.delayed, levels.run_out, levels.num_queued) == (3, 2, 1, 2)
+
+
+def test_leases_that_were_ended_without_these_books_are_counted_until_they_would_have_run_out(
+    redis_client: "redis.Redis",
+) -> None:
+    leases, lists = Leases(redis_client, lease_seconds=0, delivery_limit=9), queue_lists(QUEUE)
+    redis_client.lpush(lists[2], "delayed", "held", "next")
+    leases.postpone(leases.fetch(lists, 1)[0].lease_id, 0)
+    leases.fetch(lists, 1)
+    for key in (LEASES_KEY, LEASE_META_KEY):  # as a worker of an earlier version does, or somebody by hand
+        redis_client.delete(key)
+    reader = QueueLevelReader(redis_client)
+    assert reader.read([QUEUE])[QUEUE].run_out == 2
+    assert len(leases.fetch(lists, 1)) == 1
+    levels = reader.read([QUEUE])[QUEUE]
+    assert (levels.leased, levels.delayed) == (1, 0)
 
 
 def test_the_cost_of_reading_does_not_grow_with_what_there_is(redis_client: "redis.Redis") -> None:

@@ -87,10 +87,13 @@ local function sort(list)
         or math.max(microseconds, (redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2] or 0) + 1)
       local tenant, prefix = tenant_of(body)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
+      -- by its own name, also where it has to share a place with others
+      local is_over = policy.quota > 0
+        and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
       local record = {list = list, level = list, tenant = tenant, since = since, prefix = prefix}
       redis.call('HSET', BODIES, id, body)
-      if policy.quota > 0 and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota then
+      if is_over then
         refuse(id, record, body)
       else
         keep(id, record)

@@ -302,7 +302,8 @@ def test_more_tenants_than_are_told_apart_share_one_place(
 ) -> None:
     for number in range(1100):
         redis_client.lpush(QUEUE, envelope(str(number), f"tenant {number}"))
-    leases = make_leases()
+    leases = make_leases(quota=3)
+    redis_client.zadd(delayed_tenants_key(QUEUE), {"": 3})  # the quota of those who name no tenant, and nobody else's
     assert leases.fetch(LISTS, 0) == []
     assert redis_client.zcard(waiting_key(QUEUE)) == 1001
     assert redis_client.zscore(waiting_key(QUEUE), "") == 100

@@ -84,13 +84,13 @@ def _wait_for_another(worker: LocalWorker, engine: int) -> None:
 
 def _engine_of(worker: int) -> int:
     """The pid of its engine's process; 0 while it has none."""
-    for task in Path(f"/proc/{worker}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            try:
+    for children in Path(f"/proc/{worker}/task").glob("*/children"):
+        try:
+            for child in children.read_text().split():
                 if b"headrace_engine.core.process" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
-            except OSError:
-                continue  # it ended just now
+        except OSError:
+            continue  # it ended just now, process or thread
     return 0
 
 

@@ -409,7 +409,7 @@ def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
 
 def _refusal(number: int, error: BaseException) -> list[Any]:
     if not isinstance(error, errors.InvalidRequestError):
-        logger.error("a call failed", exc_info=error)  # about adapters: no request's text is in it
+        logger.error("a call failed", exc_info=error)  # about adapters or the tokenizer: no request's text is in it
         return ["refused", number, [str(error)], type(error).__name__]
     return ["refused", number, error.problems, type(error).__name__]
 

@@ -355,7 +355,8 @@ class FakeRedis:
                 failed += [position, b"cancelled" if cancelled else b"fenced"]
             elif (attempt, offset) > entries[-1][:2]:
                 tokens = max((end for _, end, kind, _ in entries if kind == "chunk"), default=0)
-                if attempt > entries[-1][0] or tokens != int(before.partition("-")[2]):
+                is_over = entries[-1][2] == "end"
+                if attempt > entries[-1][0] or tokens != int(before.partition("-")[2]) or is_over:
                     failed += [position, b"rolled_back"]
                 else:
                     entries.append((attempt, offset, kind, msgpack.unpackb(data)))

@@ -170,12 +170,13 @@ def test_a_suppressed_token_is_never_drawn_even_when_it_is_the_likeliest() -> No
     assert sample(logits, rows)[0] == [1, 2, 1]
 
 
-def test_a_temperature_beyond_float32_is_uniform_and_still_suppresses() -> None:
+@pytest.mark.parametrize("temperature", [1e300, 10**30])
+def test_a_temperature_beyond_float32_is_uniform_and_still_suppresses(temperature: float) -> None:
     logits = [9.0, 1.0, 0.0]
-    assert set(tokens_at(logits, row(temperature=1e300, suppressed=[0]), GRID)) == {1, 2}
+    assert set(tokens_at(logits, row(temperature=temperature, suppressed=[0]), GRID)) == {1, 2}
 
 
-@pytest.mark.parametrize("penalty", [1e300, 1e-300])
+@pytest.mark.parametrize("penalty", [1e300, 10**30, 1e-300])
 def test_a_repetition_penalty_beyond_float32_still_draws_what_may_be_drawn(penalty: float) -> None:
     logits = [3.0, 0.0, -2.0, -1.0]
     seen = row(repetition_penalty=penalty, prompt=[0, 1, 2, 3], suppressed=[0])

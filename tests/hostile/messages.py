@@ -247,8 +247,9 @@ class Generator:
         )
         name = self._draw.choice(names)
         place[name] = self._odd()
-        if name == "task" and SECRET in str(place[name]):
-            place[name] = "unheard of"  # a task's name is no text of a prompt, and Celery logs it
+        headers = good["headers"]
+        if isinstance(headers, dict) and SECRET in str(headers.get("task")):
+            headers["task"] = "unheard of"  # a task's name is no text of a prompt, and Celery logs it
         return good
 
     def kind_field_missing(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.cat([torch.tensor(row.prompt_token_ids, dtype=torch.long), output]).unique()  # type: ignore[no-untyped-call]
         scores = logits[seen]
-        penalty = min(max(params.repetition_penalty, 1 / _LARGEST), _LARGEST)
+        penalty = min(max(float(params.repetition_penalty), 1 / _LARGEST), _LARGEST)
         penalised = torch.where(scores > 0, scores / penalty, scores * penalty).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         logits[seen] = penalised.masked_fill(scores == float("-inf"), float("-inf"))
     if len(output) and (params.frequency_penalty or params.presence_penalty):
@@ -159,8 +159,8 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    # A float64 beyond float32 would become infinite, and suppressed tokens not a number.
-    column = torch.tensor([min(row.params.temperature, _LARGEST) for row in rows])[:, None]
+    # A float64 beyond float32 would become infinite, and suppressed tokens not a number; an integer may not fit int64.
+    column = torch.tensor([min(float(row.params.temperature), _LARGEST) for row in rows])[:, None]
     logits = logits / column
     min_p = torch.tensor([row.params.min_p for row in rows])[:, None]
     if bool((min_p > 0).any()):

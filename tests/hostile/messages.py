@@ -262,6 +262,8 @@ class Generator:
         good = self._good()
         content = {"task": "headrace.generate", "id": self._id(), "args": [], "kwargs": {"prompt": self._text()}}
         content |= {self._draw.choice([*content, "eta", "expires", "utc", "callbacks", "taskset"]): self._odd()}
+        if SECRET in str(content["task"]):
+            content["task"] = "unheard of"
         good["headers"] = {}
         try:
             good["body"] = base64.b64encode(msgpack.packb(content)).decode()

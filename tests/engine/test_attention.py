@@ -79,6 +79,17 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     assert torch.equal(outputs[0], outputs[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 90])
+def test_how_a_prompt_is_cut_into_steps_changes_no_bit(dtype: torch.dtype, window: int | None) -> None:
+    whole = Problem(((0, 150),), group=3, k_dim=20, v_dim=40, window=window, sinks=window is not None)
+    case = Case(whole, dtype)
+    output = case.compute(NativeBackend(case.spec()))
+    for past in (1, 63, 64, 77, 149):
+        case = Case(replace(whole, sequences=((past, 150 - past),)), dtype)
+        assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:])
+
+
 @both_backends
 def test_scores_far_beyond_the_range_of_exp_are_still_a_softmax(backend_type: Any) -> None:
     case = Case(Problem(((40, 9),), spread=300.0, group=2), torch.float32)

@@ -32,6 +32,7 @@ class _WriteArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, ctypes.c_void_p) for name in ("key", "value", "k_cache", "v_cache", "slot_mapping")),
+        ("num_threads", ctypes.c_int32),
     )
 
 
@@ -161,6 +162,7 @@ class NativeBackend:
                     k_cache=k_cache,
                     v_cache=v_cache,
                     slot_mapping=slot_mapping.data_ptr(),
+                    num_threads=torch.get_num_threads(),
                 )
             )
         )

@@ -11,15 +11,33 @@
  *
  * One unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query
  * attention) and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of
- * them. The softmax is computed online over the blocks (Milakov and Gimelshein 2018, FlashAttention); sums are kept in
- * float32 whatever the cache's type. Plain C with GCC/Clang vector extensions: no header of torch, compiles in a second.
+ * them. Keys are taken by columns of LANES, which never cross a block, and the softmax is computed online over chunks
+ * of columns (Milakov and Gimelshein 2018, FlashAttention); sums are kept in float32 whatever the cache's type.
+ *
+ * Decode waits for memory: while a chunk is computed the next one is asked for, also across the end of a unit, because
+ * blocks lie anywhere and the processor cannot guess the next. Prefill waits for the products: see multiply_tile.
+ *
+ * Plain C with GCC/Clang vector extensions: no header of torch, compiles in a few seconds.
  */
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
+#define CHUNK 4 /* columns (of LANES keys) between two steps of the online softmax */
+
+/* The largest tile of a product whose sums stay in registers: 32 of a whole vector, or 16 of half a one. */
+#ifdef __AVX512F__
+#define MAX_ROWS 8
+#define MAX_COLUMNS 2
+#else
+#define MAX_ROWS 6
+#define MAX_COLUMNS 1
+#endif
+
 #define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
 
 typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -53,7 +71,10 @@ typedef struct {
     const void *key, *value;
     void *k_cache, *v_cache;
     const int64_t *slot_mapping; /* [num_tokens] block * block_size + offset */
+    int32_t num_threads;
 } write_args;
+
+static inline int min(int a, int b) { return a < b ? a : b; }
 
 static inline int padded(int v_dim) { return (v_dim + LANES - 1) / LANES * LANES; }
 
@@ -68,6 +89,9 @@ static inline float load_scalar(const void *base, int64_t index, int dtype) {
 static inline f32x load_vector(const void *base, int64_t index, int dtype) {
     if (dtype == FLOAT32) return *(const f32x *)((const float *)base + index);
     u16x half = *(const u16x *)((const uint16_t *)base + index);
+#ifdef __AVX512F__ /* of what follows GCC 12 makes five instructions, and the products wait for them */
+    return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
+#endif
     return (f32x)(__builtin_convertvector(half, u32x) << 16);
 }
 
@@ -85,14 +109,23 @@ static inline void store_scalar(void *base, int64_t index, float value, int dtyp
 
 static inline f32x broadcast(float value) { return value - (f32x){0}; }
 
-static inline f32x select_vector(i32x mask, f32x yes, f32x no) { return (f32x)(((i32x)yes & mask) | ((i32x)no & ~mask)); }
+static inline f32x select_vector(i32x mask, f32x yes, f32x no) {
+    return (f32x)(((i32x)yes & mask) | ((i32x)no & ~mask));
+}
 
-static inline f32x max_vector(f32x a, f32x b) { return select_vector(a > b, a, b); }
+static inline f32x max_vector(f32x a, f32x b) {
+#ifdef __AVX512F__ /* one instruction for four */
+    return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
+#endif
+    return select_vector(a > b, a, b);
+}
 
 static inline float max_lanes(f32x v) {
-    float most = v[0];
-    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
-    return most;
+    float most[LANES];
+    memcpy(most, &v, sizeof most);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) most[i] = most[i] > most[i + half] ? most[i] : most[i + half];
+    return most[0];
 }
 
 static inline float sum_lanes(f32x v) {
@@ -101,11 +134,10 @@ static inline float sum_lanes(f32x v) {
     return sum;
 }
 
-/* exp by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error about 2e-7, 0 below -87. */
+/* exp of x <= 88 by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error about 2e-7. At the
+ * lower bound n is -127, whose power of two has all bits zero: exp is exactly 0 below -87.7. A NaN stays one. */
 static inline f32x exp_vector(f32x x) {
-    i32x tiny = x < broadcast(-87.0f);
-    x = max_vector(x, broadcast(-87.0f));
-    x = select_vector(x > broadcast(88.0f), broadcast(88.0f), x);
+    x = max_vector(broadcast(-88.0f), x);
     f32x t = x * 1.44269504088896341f;
     f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     f32x n = (t + shift) - shift;
@@ -117,129 +149,227 @@ static inline f32x exp_vector(f32x x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    i32x exponent = (__builtin_convertvector(n, i32x) + 127) << 23;
-    return select_vector(tiny, broadcast(0.0f), p * (f32x)exponent);
+    return p * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23);
 }
 
-static inline f32x tanh_vector(f32x x) { return 1.0f - 2.0f / (exp_vector(2.0f * x) + 1.0f); }
+static inline f32x tanh_vector(f32x x) {
+    x = -max_vector(broadcast(-40.0f), -x); /* beyond 9 it is 1 */
+    return 1.0f - 2.0f / (exp_vector(2.0f * x) + 1.0f);
+}
 
-/* scores[rows][block_size] = queries[rows][k_dim] . keys[k_dim][block_size], ROWS rows at a time */
-#define SCORE_ROWS(ROWS)                                                                          \
-    for (int lane = 0; lane < block_size; lane += LANES) {                                        \
-        f32x sum[ROWS] = {0};                                                                     \
-        for (int d = 0; d < k_dim; d++) {                                                         \
-            f32x keys = load_vector(k, (int64_t)d * block_size + lane, dtype);                    \
-            for (int i = 0; i < ROWS; i++) sum[i] += queries[(row + i) * k_dim + d] * keys;       \
-        }                                                                                         \
-        for (int i = 0; i < ROWS; i++) *(f32x *)(scores + (row + i) * block_size + lane) = sum[i]; \
+/* out[rows][columns * LANES] += a[rows][depth] . b[depth][columns * LANES], or = where `fresh`.
+ *
+ * Rows and columns are constants, so that the sums live in registers. Each sum is one chain of additions in the order
+ * of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. The columns of b are given
+ * apart, as two blocks may hold them. `ahead` is the same place of the next chunk, or NULL: asking for it here keeps
+ * memory busy while the sums are computed. */
+static inline __attribute__((always_inline)) void
+multiply_tile(int rows, int columns, const float *a, int a_stride, const char *const *b, const char *const *ahead,
+              int b_stride, int depth, float *out, int out_stride, int fresh, int dtype) {
+    f32x sum[MAX_ROWS][MAX_COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            sum[r][c] = fresh ? broadcast(0) : *(f32x *)(out + r * out_stride + c * LANES);
+    int64_t bytes = (int64_t)b_stride * (dtype == FLOAT32 ? 4 : 2);
+    for (int k = 0; k < depth; k++) {
+        f32x column[MAX_COLUMNS];
+        for (int c = 0; c < columns; c++) {
+            column[c] = load_vector(b[c] + k * bytes, 0, dtype);
+            /* of bfloat16 two columns, or two rows of one, share a cache line */
+            if (ahead && (columns == 1 || dtype == FLOAT32 || c == (k & 1)))
+                __builtin_prefetch(ahead[c] + k * bytes);
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < columns; c++) sum[r][c] += a[r * a_stride + k] * column[c];
     }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) *(f32x *)(out + r * out_stride + c * LANES) = sum[r][c];
+}
 
-#define MIX_ROWS(ROWS)                                                                            \
-    for (int lane = 0; lane < v_stride; lane += LANES) {                                          \
-        f32x sum[ROWS];                                                                           \
-        for (int i = 0; i < ROWS; i++) sum[i] = *(f32x *)(mixed + (row + i) * v_stride + lane);   \
-        for (int j = 0; j < num_keys; j++) {                                                      \
-            f32x values = load_vector(v, (int64_t)j * v_stride + lane, dtype);                    \
-            for (int i = 0; i < ROWS; i++) sum[i] += scores[(row + i) * block_size + j] * values; \
-        }                                                                                         \
-        for (int i = 0; i < ROWS; i++) *(f32x *)(mixed + (row + i) * v_stride + lane) = sum[i];   \
-    }
+#define TILE_CASE(ROWS)                                                                                              \
+    case ROWS:                                                                                                       \
+        if (columns == MAX_COLUMNS)                                                                                  \
+            multiply_tile(ROWS, MAX_COLUMNS, a, a_stride, b, ahead, b_stride, depth, out, out_stride, fresh, dtype); \
+        else multiply_tile(ROWS, 1, a, a_stride, b, ahead, b_stride, depth, out, out_stride, fresh, dtype);          \
+        break;
 
 static inline __attribute__((always_inline)) void
-score_block(const float *queries, const void *k, float *scores, int rows, int k_dim, int block_size, int dtype) {
-    int row = 0;
-    for (; row + 4 <= rows; row += 4) SCORE_ROWS(4)
-    for (; row + 3 <= rows; row += 3) SCORE_ROWS(3)
-    for (; row < rows; row++) SCORE_ROWS(1)
+multiply(int rows, int columns, const float *a, int a_stride, const char *const *b, const char *const *ahead,
+         int b_stride, int depth, float *out, int out_stride, int fresh, int dtype) {
+    switch (rows) {
+        TILE_CASE(1)
+        TILE_CASE(2)
+        TILE_CASE(3)
+        TILE_CASE(4)
+        TILE_CASE(5)
+        TILE_CASE(6)
+#if MAX_ROWS == 8
+        TILE_CASE(7)
+        TILE_CASE(8)
+#endif
+    }
 }
 
+/* Turn one row's scores of a chunk into weights, and rescale what the row has gathered so far. */
 static inline __attribute__((always_inline)) void
-mix_block(const float *scores, const void *v, float *mixed, int rows, int v_stride, int block_size, int num_keys, int dtype) {
-    int row = 0;
-    for (; row + 4 <= rows; row += 4) MIX_ROWS(4)
-    for (; row + 3 <= rows; row += 3) MIX_ROWS(3)
-    for (; row < rows; row++) MIX_ROWS(1)
-}
-
-/* Turn one row's scores of a block into weights, and rescale what the row has gathered so far. */
-static inline void
-soften_row(const attention_args *a, float *scores, int position, int first_key, float *most, float *total, float *mixed) {
+soften_row(const attention_args *a, float *scores, int num_columns, int first_key, int position, float *most,
+           f32x *total, float *mixed) {
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    f32x block_most = broadcast(MASKED);
-    for (int lane = 0; lane < a->block_size; lane += LANES) {
-        f32x s = *(f32x *)(scores + lane);
+    int oldest = a->window > 0 ? position - a->window + 1 : 0;
+    int whole = first_key >= oldest && first_key + num_columns * LANES - 1 <= position;
+    f32x chunk_most = broadcast(*most);
+    for (int c = 0; c < num_columns; c++) {
+        f32x s = *(f32x *)(scores + c * LANES);
         if (a->softcap > 0) s = tanh_vector(s / a->softcap) * a->softcap;
-        i32x key = lanes + (first_key + lane);
-        i32x seen = key <= position;
-        if (a->window > 0) seen &= key > position - a->window;
-        s = select_vector(seen, s, broadcast(MASKED));
-        *(f32x *)(scores + lane) = s;
-        block_most = max_vector(block_most, s);
+        if (!whole) {
+            i32x key = lanes + (first_key + c * LANES);
+            s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
+        }
+        *(f32x *)(scores + c * LANES) = s;
+        chunk_most = max_vector(s, chunk_most);
     }
-    float new_most = max_lanes(block_most);
-    if (new_most < *most) new_most = *most;
-    f32x sum = {0};
-    for (int lane = 0; lane < a->block_size; lane += LANES) {
-        f32x weight = exp_vector(*(f32x *)(scores + lane) - new_most);
-        *(f32x *)(scores + lane) = weight;
-        sum += weight;
-    }
+    float new_most = max_lanes(chunk_most);
     if (new_most > *most) {
-        float shrink = expf(*most - new_most);
+        f32x shrink = exp_vector(broadcast(*most - new_most));
         *total *= shrink;
         for (int d = 0; d < padded(a->v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
         *most = new_most;
     }
-    *total += sum_lanes(sum);
+    for (int c = 0; c < num_columns; c++) {
+        f32x weight = exp_vector(*(f32x *)(scores + c * LANES) - new_most);
+        *(f32x *)(scores + c * LANES) = weight;
+        *total += weight;
+    }
+}
+
+typedef struct {
+    int sequence, first_token, num_tokens, kv_head;
+} unit; /* of work */
+
+/* Where a run of up to CHUNK columns of one sequence and KV head lies. */
+typedef struct {
+    const char *k[CHUNK], *v[CHUNK];
+    int first_column, num_columns;
+} chunk;
+
+static inline int first_position(const attention_args *a, const unit *u) {
+    return a->seq_lens[u->sequence] - (a->query_start[u->sequence + 1] - u->first_token);
+}
+
+static inline int last_column(const attention_args *a, const unit *u) {
+    return (first_position(a, u) + u->num_tokens - 1) / LANES;
+}
+
+/* The column of the oldest key that any row of the unit sees. */
+static inline int oldest_column(const attention_args *a, const unit *u) {
+    int oldest = a->window > 0 ? first_position(a, u) - a->window + 1 : 0;
+    return oldest > 0 ? oldest / LANES : 0;
+}
+
+/* Chunks end at multiples of CHUNK columns wherever the first one begins, so that a row's sums are the same in every
+ * unit that it can be part of. */
+static inline chunk locate(const attention_args *a, const unit *u, int first_column, int64_t element) {
+    const int32_t *table = a->block_table + (int64_t)a->table_rows[u->sequence] * a->max_blocks;
+    int end = min(first_column / CHUNK * CHUNK + CHUNK, last_column(a, u) + 1);
+    chunk found = {.first_column = first_column, .num_columns = end - first_column};
+    for (int c = 0; c < CHUNK; c++) {
+        /* A place beyond the last column is only ever asked ahead for: let it be the last one. */
+        int key = min(first_column + c, end - 1) * LANES;
+        int64_t tile = (int64_t)table[key / a->block_size] * a->num_kv_heads + u->kv_head, offset = key % a->block_size;
+        found.k[c] = (const char *)a->k_cache + (tile * a->k_dim * a->block_size + offset) * element;
+        found.v[c] = (const char *)a->v_cache + (tile * a->block_size + offset) * padded(a->v_dim) * element;
+    }
+    return found;
 }
 
 static inline __attribute__((always_inline)) void
-attend(const attention_args *a, int sequence, int first_token, int num_tokens, int kv_head, float *scratch, int dtype) {
-    int group = a->num_heads / a->num_kv_heads, rows = num_tokens * group;
-    int block_size = a->block_size, k_dim = a->k_dim, v_dim = a->v_dim, v_stride = padded(v_dim);
-    float *queries = scratch, *scores = queries + (int64_t)rows * k_dim, *mixed = scores + (int64_t)rows * block_size;
-    float *most = mixed + (int64_t)rows * v_stride, *total = most + rows;
-    int first_position = a->seq_lens[sequence] - (a->query_start[sequence + 1] - first_token);
-    int last_position = first_position + num_tokens - 1;
+score_chunk(const attention_args *a, const float *queries, const chunk *now, const chunk *next, float *scores, int rows,
+            int dtype) {
+    for (int row = 0; row < rows; row += MAX_ROWS)
+        for (int c = 0; c < now->num_columns; c += MAX_COLUMNS) {
+            int columns = now->num_columns - c < MAX_COLUMNS ? 1 : MAX_COLUMNS;
+            multiply(min(rows - row, MAX_ROWS), columns, queries + row * a->k_dim, a->k_dim, now->k + c,
+                     row ? NULL : next->k + c, a->block_size, a->k_dim, scores + (row * CHUNK + c) * LANES,
+                     CHUNK * LANES, 1, dtype);
+        }
+}
+
+static inline __attribute__((always_inline)) void
+mix_chunk(const attention_args *a, const float *scores, const chunk *now, const chunk *next, float *mixed, int rows,
+          int num_keys, int dtype) {
+    int v_stride = padded(a->v_dim), vector = LANES * (dtype == FLOAT32 ? 4 : 2);
+    for (int row = 0; row < rows; row += MAX_ROWS)
+        for (int c = 0; c < now->num_columns; c++) {
+            int depth = min(num_keys - c * LANES, LANES);
+            for (int lane = 0; lane < v_stride; lane += MAX_COLUMNS * LANES) {
+                const char *v[MAX_COLUMNS], *ahead[MAX_COLUMNS];
+                for (int i = 0; i < MAX_COLUMNS; i++) {
+                    v[i] = now->v[c] + (lane / LANES + i) * vector;
+                    ahead[i] = next->v[c] + (lane / LANES + i) * vector;
+                }
+                int columns = v_stride - lane < MAX_COLUMNS * LANES ? 1 : MAX_COLUMNS;
+                multiply(min(rows - row, MAX_ROWS), columns, scores + (row * CHUNK + c) * LANES, CHUNK * LANES, v,
+                         row ? NULL : ahead, v_stride, depth, mixed + row * v_stride + lane, v_stride, 0, dtype);
+            }
+        }
+}
+
+/* `next` holds the place of the unit's first chunk, and at the end that of the first chunk of the unit to come. */
+static inline __attribute__((always_inline)) void
+attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next, float *scratch, int dtype) {
+    int group = a->num_heads / a->num_kv_heads, rows = u->num_tokens * group;
+    int k_dim = a->k_dim, v_dim = a->v_dim, v_stride = padded(v_dim);
+    int64_t element = dtype == FLOAT32 ? 4 : 2;
+    f32x *total = (f32x *)scratch;
+    float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
+    float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
+    int position = first_position(a, u), last = last_column(a, u), num_positions = position + u->num_tokens;
 
     for (int row = 0; row < rows; row++) {
-        int token = first_token + row / group, head = kv_head * group + row % group;
+        int token = u->first_token + row / group, head = u->kv_head * group + row % group;
         int64_t base = token * a->query_token_stride + head * a->query_head_stride;
         for (int d = 0; d < k_dim; d++) queries[row * k_dim + d] = load_scalar(a->query, base + d, dtype) * a->scale;
         most[row] = a->sinks ? a->sinks[head] : MASKED;
-        total[row] = a->sinks ? 1.0f : 0.0f;
+        total[row] = broadcast(0);
+        if (a->sinks) total[row][0] = 1.0f;
     }
     memset(mixed, 0, sizeof(float) * rows * v_stride);
 
-    const int32_t *table = a->block_table + (int64_t)a->table_rows[sequence] * a->max_blocks;
-    int oldest = a->window > 0 && first_position - a->window + 1 > 0 ? first_position - a->window + 1 : 0;
-    for (int index = oldest / block_size; index <= last_position / block_size; index++) {
-        int64_t tile = (int64_t)table[index] * a->num_kv_heads + kv_head;
-        int64_t element = dtype == FLOAT32 ? 4 : 2;
-        const void *k = (const char *)a->k_cache + tile * k_dim * block_size * element;
-        const void *v = (const char *)a->v_cache + tile * v_stride * block_size * element;
-        int first_key = index * block_size;
-        int num_keys = last_position - first_key + 1 < block_size ? last_position - first_key + 1 : block_size;
-        score_block(queries, k, scores, rows, k_dim, block_size, dtype);
+    for (int column = next->first_column; column <= last;) {
+        chunk now = *next;
+        column += now.num_columns;
+        if (column <= last) *next = locate(a, u, column, element);
+        else if (upcoming) *next = locate(a, upcoming, oldest_column(a, upcoming), element);
+        int first_key = now.first_column * LANES;
+        int num_keys = min(num_positions - first_key, now.num_columns * LANES);
+        score_chunk(a, queries, &now, next, scores, rows, dtype);
         for (int row = 0; row < rows; row++)
-            soften_row(a, scores + row * block_size, first_position + row / group, first_key, most + row, total + row,
-                       mixed + row * v_stride);
-        mix_block(scores, v, mixed, rows, v_stride, block_size, num_keys, dtype);
+            soften_row(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
+                       total + row, mixed + row * v_stride);
+        mix_chunk(a, scores, &now, next, mixed, rows, num_keys, dtype);
     }
     for (int row = 0; row < rows; row++) {
-        int token = first_token + row / group, head = kv_head * group + row % group;
+        int token = u->first_token + row / group, head = u->kv_head * group + row % group;
         int64_t base = ((int64_t)token * a->num_heads + head) * v_dim;
-        float inverse = 1.0f / total[row];
+        float inverse = 1.0f / sum_lanes(total[row]);
         for (int d = 0; d < v_dim; d++) store_scalar(a->output, base + d, mixed[row * v_stride + d] * inverse, dtype);
     }
+}
+
+/* The unit of that number; `sequence` is where the search begins. */
+static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_t number, int run, int sequence) {
+    while (number >= first_unit[sequence + 1]) sequence++;
+    int64_t local = number - first_unit[sequence];
+    int first = a->query_start[sequence] + (int)(local / a->num_kv_heads) * run;
+    return (unit){sequence, first, min(a->query_start[sequence + 1] - first, run), (int)(local % a->num_kv_heads)};
 }
 
 /* Returns 0, or -1 when memory for the scratch space is lacking. */
 int headrace_attention(const attention_args *a) {
     int group = a->num_heads / a->num_kv_heads;
     int run = 48 / group > 1 ? 48 / group : 1; /* query tokens a unit of work: 48 rows keep the scratch in L2 */
-    int64_t num_units = 0;
+    int64_t num_units = 0, claimed = 0;
     int64_t *first_unit = malloc(sizeof(int64_t) * (a->num_sequences + 1));
     if (!first_unit) return -1;
     for (int s = 0; s < a->num_sequences; s++) {
@@ -248,25 +378,32 @@ int headrace_attention(const attention_args *a) {
     }
     first_unit[a->num_sequences] = num_units;
     int failed = 0;
+    int64_t element = a->dtype == FLOAT32 ? 4 : 2;
 #pragma omp parallel num_threads(a->num_threads)
     {
-        int64_t floats = (int64_t)run * group * (a->k_dim + padded(a->v_dim) + a->block_size + 2);
+        int64_t floats = (int64_t)run * group * (a->k_dim + padded(a->v_dim) + CHUNK * LANES + LANES + 1);
         float *scratch = malloc(sizeof(float) * floats);
         if (!scratch) {
 #pragma omp atomic write
             failed = 1;
         }
-        int sequence = 0;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < num_units; unit++) {
-            if (!scratch) continue;
-            if (unit < first_unit[sequence]) sequence = 0;
-            while (unit >= first_unit[sequence + 1]) sequence++;
-            int64_t local = unit - first_unit[sequence];
-            int first = a->query_start[sequence] + (int)(local / a->num_kv_heads) * run;
-            int count = a->query_start[sequence + 1] - first < run ? a->query_start[sequence + 1] - first : run;
-            if (a->dtype == FLOAT32) attend(a, sequence, first, count, (int)(local % a->num_kv_heads), scratch, FLOAT32);
-            else attend(a, sequence, first, count, (int)(local % a->num_kv_heads), scratch, BFLOAT16);
+        /* A thread claims a unit when it has yet to compute the one before, so that it can ask ahead for its memory. */
+        unit units[2];
+        chunk next;
+        int64_t number = 0;
+        for (int turn = 0, ready = 0; scratch; turn ^= 1) {
+            if (number < num_units) {
+#pragma omp atomic capture
+                number = claimed++;
+            }
+            int more = number < num_units;
+            if (more) units[turn] = find_unit(a, first_unit, number, run, ready ? units[turn ^ 1].sequence : 0);
+            const unit *upcoming = more ? &units[turn] : NULL;
+            if (!ready && more) next = locate(a, upcoming, oldest_column(a, upcoming), element);
+            if (ready && a->dtype == FLOAT32) attend(a, &units[turn ^ 1], upcoming, &next, scratch, FLOAT32);
+            if (ready && a->dtype == BFLOAT16) attend(a, &units[turn ^ 1], upcoming, &next, scratch, BFLOAT16);
+            if (!more) break;
+            ready = 1;
         }
         free(scratch);
     }
@@ -277,6 +414,8 @@ int headrace_attention(const attention_args *a) {
 /* Put the keys and values of this step's tokens into their slots. */
 void headrace_write_kv(const write_args *a) {
     int64_t element = a->dtype == FLOAT32 ? 4 : 2;
+    /* A key lies in as many cache lines as it has components, so even a few tokens are worth a second thread. */
+#pragma omp parallel for num_threads(a->num_threads) schedule(static) if (a->num_tokens >= 8)
     for (int token = 0; token < a->num_tokens; token++) {
         int64_t block = a->slot_mapping[token] / a->block_size, offset = a->slot_mapping[token] % a->block_size;
         for (int head = 0; head < a->num_kv_heads; head++) {

@@ -3,11 +3,11 @@
  * Memory of one layer, block_size a multiple of 16:
  *
  *   k_cache  [num_blocks][kv_heads][k_dim][block_size]   keys of a block side by side, so that one vector holds the
- *                                                        same component of 16 keys and no horizontal sum is needed
+ *                                                        same component of many keys and no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
- * k_dim is free; a row of values is padded to whole vectors, and the padding, which may hold anything, ends in lanes of
- * `mixed` that are never stored.
+ * k_dim is free; a row of values is padded to a multiple of 16, and the padding, which may hold anything, ends in lanes
+ * of `mixed` that are never stored.
  *
  * One unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query
  * attention) and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of
@@ -26,18 +26,24 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
-#define CHUNK 4 /* columns (of LANES keys) between two steps of the online softmax */
-
-/* The largest tile of a product whose sums stay in registers: 32 of a whole vector, or 16 of half a one. */
+/* A vector is one register of the processor: of wider ones GCC makes loads and stores. The largest tile of a product
+ * leaves registers for the columns and a row's element: there are 32, with plain AVX2 16. */
 #ifdef __AVX512F__
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_ROWS 8
-#define MAX_COLUMNS 2
 #else
 #define MAX_ROWS 6
-#define MAX_COLUMNS 1
 #endif
+#define MAX_COLUMNS 2
 
+#define PADDING 16         /* a row of values has a multiple of this, in native.py too */
+#define CHUNK (64 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
 #define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
 
 typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -76,7 +82,7 @@ typedef struct {
 
 static inline int min(int a, int b) { return a < b ? a : b; }
 
-static inline int padded(int v_dim) { return (v_dim + LANES - 1) / LANES * LANES; }
+static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
 
 static inline float load_scalar(const void *base, int64_t index, int dtype) {
     if (dtype == FLOAT32) return ((const float *)base)[index];
@@ -175,8 +181,8 @@ multiply_tile(int rows, int columns, const float *a, int a_stride, const char *c
         f32x column[MAX_COLUMNS];
         for (int c = 0; c < columns; c++) {
             column[c] = load_vector(b[c] + k * bytes, 0, dtype);
-            /* of bfloat16 two columns, or two rows of one, share a cache line */
-            if (ahead && (columns == 1 || dtype == FLOAT32 || c == (k & 1)))
+            /* Two columns, or two rows of one, that share a cache line need one request for both. */
+            if (ahead && (columns == 1 || LANES * (dtype == FLOAT32 ? 4 : 2) == 64 || c == (k & 1)))
                 __builtin_prefetch(ahead[c] + k * bytes);
         }
         for (int r = 0; r < rows; r++)
@@ -298,18 +304,21 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
 static inline __attribute__((always_inline)) void
 mix_chunk(const attention_args *a, const float *scores, const chunk *now, const chunk *next, float *mixed, int rows,
           int num_keys, int dtype) {
-    int v_stride = padded(a->v_dim), vector = LANES * (dtype == FLOAT32 ? 4 : 2);
+    int v_stride = padded(a->v_dim), element = dtype == FLOAT32 ? 4 : 2;
     for (int row = 0; row < rows; row += MAX_ROWS)
-        for (int c = 0; c < now->num_columns; c++) {
-            int depth = min(num_keys - c * LANES, LANES);
+        for (int first = 0, end; first < now->num_columns; first = end) {
+            /* the columns that lie in one block are one run of rows */
+            for (end = first + 1; end < now->num_columns; end++)
+                if (now->v[end] != now->v[end - 1] + LANES * v_stride * element) break;
+            int depth = min(num_keys, end * LANES) - first * LANES;
             for (int lane = 0; lane < v_stride; lane += MAX_COLUMNS * LANES) {
                 const char *v[MAX_COLUMNS], *ahead[MAX_COLUMNS];
                 for (int i = 0; i < MAX_COLUMNS; i++) {
-                    v[i] = now->v[c] + (lane / LANES + i) * vector;
-                    ahead[i] = next->v[c] + (lane / LANES + i) * vector;
+                    v[i] = now->v[first] + (lane + i * LANES) * element;
+                    ahead[i] = next->v[first] + (lane + i * LANES) * element;
                 }
                 int columns = v_stride - lane < MAX_COLUMNS * LANES ? 1 : MAX_COLUMNS;
-                multiply(min(rows - row, MAX_ROWS), columns, scores + (row * CHUNK + c) * LANES, CHUNK * LANES, v,
+                multiply(min(rows - row, MAX_ROWS), columns, scores + (row * CHUNK + first) * LANES, CHUNK * LANES, v,
                          row ? NULL : ahead, v_stride, depth, mixed + row * v_stride + lane, v_stride, 0, dtype);
             }
         }

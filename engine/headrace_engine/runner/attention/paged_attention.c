@@ -374,6 +374,13 @@ static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_
     return (unit){sequence, first, min(a->query_start[sequence + 1] - first, run), (int)(local % a->num_kv_heads)};
 }
 
+static int64_t claim(int64_t *claimed) {
+    int64_t number;
+#pragma omp atomic capture
+    number = (*claimed)++;
+    return number;
+}
+
 /* Returns 0, or -1 when memory for the scratch space is lacking. */
 int headrace_attention(const attention_args *a) {
     int group = a->num_heads / a->num_kv_heads;
@@ -396,23 +403,21 @@ int headrace_attention(const attention_args *a) {
 #pragma omp atomic write
             failed = 1;
         }
-        /* A thread claims a unit when it has yet to compute the one before, so that it can ask ahead for its memory. */
-        unit units[2];
         chunk next;
-        int64_t number = 0;
-        for (int turn = 0, ready = 0; scratch; turn ^= 1) {
-            if (number < num_units) {
-#pragma omp atomic capture
-                number = claimed++;
-            }
-            int more = number < num_units;
-            if (more) units[turn] = find_unit(a, first_unit, number, run, ready ? units[turn ^ 1].sequence : 0);
-            const unit *upcoming = more ? &units[turn] : NULL;
-            if (!ready && more) next = locate(a, upcoming, oldest_column(a, upcoming), element);
-            if (ready && a->dtype == FLOAT32) attend(a, &units[turn ^ 1], upcoming, &next, scratch, FLOAT32);
-            if (ready && a->dtype == BFLOAT16) attend(a, &units[turn ^ 1], upcoming, &next, scratch, BFLOAT16);
-            if (!more) break;
-            ready = 1;
+        int located = 0;
+        unit now = {0}, upcoming = {0};
+        for (int64_t number = claim(&claimed), following; scratch && number < num_units; number = following) {
+            now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
+            if (!located) next = locate(a, &now, oldest_column(a, &now), element);
+            /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
+             * another thread may have time for sooner. */
+            int early = a->num_threads == 1 || number + 2 * a->num_threads < num_units;
+            following = early ? claim(&claimed) : 0;
+            located = early && following < num_units;
+            if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
+            if (a->dtype == FLOAT32) attend(a, &now, located ? &upcoming : NULL, &next, scratch, FLOAT32);
+            else attend(a, &now, located ? &upcoming : NULL, &next, scratch, BFLOAT16);
+            if (!early) following = claim(&claimed);
         }
         free(scratch);
     }

@@ -428,8 +428,9 @@ int headrace_attention(const attention_args *a) {
 /* Put the keys and values of this step's tokens into their slots. */
 void headrace_write_kv(const write_args *a) {
     int64_t element = a->dtype == FLOAT32 ? 4 : 2;
-    /* A key lies in as many cache lines as it has components, so even a few tokens are worth a second thread. */
-#pragma omp parallel for num_threads(a->num_threads) schedule(static) if (a->num_tokens >= 8)
+    /* The few tokens of a decode step are no work for a second thread: where another process has its core, waiting for
+     * it takes longer than all else. */
+#pragma omp parallel for num_threads(a->num_threads) schedule(static) if (a->num_tokens >= 256)
     for (int token = 0; token < a->num_tokens; token++) {
         int64_t block = a->slot_mapping[token] / a->block_size, offset = a->slot_mapping[token] % a->block_size;
         for (int head = 0; head < a->num_kv_heads; head++) {

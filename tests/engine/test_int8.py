@@ -86,7 +86,7 @@ def test_the_decoder_is_rounded_and_the_head_is_not(tiny_model: Callable[[str], 
         kinds = [type(module).__name__ for module in paged._model.modules()]
         assert "Linear" not in kinds
         assert kinds.count("Int8Linear") >= 6
-        assert type(paged._model.get_output_embeddings()).__name__ == "PackedLinear"
+        assert type(paged._model.get_output_embeddings()).__name__ in ("PackedLinear", "NativeLinear")
 
 
 def test_generation_works_with_preemption_and_shared_prefixes(tiny_model: Callable[[str], TinyModel]) -> None:

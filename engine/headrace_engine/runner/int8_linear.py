@@ -25,8 +25,10 @@ class Int8Linear(PreparedLinear):
         ConfigError: the rows are longer than the kernels take.
     """
 
+    exact = False
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
+        super().__init__(weight, bias)
         self.out_features, self.in_features = weight.shape
         if self.in_features > elementwise.MOST_FEATURES:
             raise ConfigError(

@@ -6,12 +6,14 @@ product itself.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from headrace_engine.runner.fused.elementwise import add_rms_norm
+from headrace_engine.runner.fused.norm import Norm
 from headrace_engine.runner.memory import release_unused
 
 # The number of rows that oneDNN's choice of layout is tuned for; 64 was the best of those measured for 1 to 512 rows.
@@ -20,24 +22,37 @@ _ROWS_HINT = 64
 _RELEASE_AFTER = 64 << 20
 
 
-class LinearKind(Protocol):
-    """A class that stands for linear layers; made of a weight and a bias, both given up by their owner."""
-
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "PreparedLinear": ...
-
-
 class PreparedLinear(nn.Module):
-    """A linear layer whose weight lies in a form of its own."""
+    """A linear layer whose weight lies in a form of its own; made of a weight and a bias given up by their owner."""
+
+    exact = True
+    """Whether it computes what the layer did, but for the order of sums."""
 
     num_bytes: int
     """Of the weight as it was read."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:  # noqa: ARG002  # what all take
+        super().__init__()
+
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        """Add `delta` to hidden [rows, in_features] in place, where there is one; the layer of its norm."""
+        out: torch.Tensor = self(add_rms_norm(hidden, delta, norm.weight, norm.eps))
+        return out
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  # others add at once
+        """Add the layer of x [rows, in_features] to out [rows, out_features], or return it for the caller to add."""
+        added: torch.Tensor = self(x)
+        return added
+
+
+LinearKind = type[PreparedLinear]
 
 
 class PackedLinear(PreparedLinear):
     """Drop-in for `nn.Linear` in inference; the unpacked weight is gone."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
+        super().__init__(weight, bias)
         self.out_features, self.in_features = weight.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
         self.num_bytes = weight.nbytes

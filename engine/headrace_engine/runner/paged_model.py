@@ -18,7 +18,9 @@ from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cuda.device import check_model_fits
+from headrace_engine.runner.fused import native_linear
 from headrace_engine.runner.fused.fusion import fuse_decoder_layers
+from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 from headrace_engine.runner.probe import ModelLayout
@@ -72,7 +74,7 @@ class PagedModel:
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
         self.num_fused = self.num_packed = 0
-        if device.type == "cpu" and (config.quantization == "int8" or packed_linear.supports(dtype)):
+        if device.type == "cpu":
             self._prepare_products(config, read_weights, fuse_layers=fuse_layers)
         self._lora: LoRALayers | None = None
 
@@ -82,16 +84,22 @@ class PagedModel:
 
     def _prepare_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
         """Bring the linear layers into the form in which they are computed, all but those of `keep`."""
-        linear: LinearKind = PackedLinear
+        dtype = self.spec.dtype
+        exact: LinearKind | None = PackedLinear if packed_linear.supports(dtype) else None
+        if native_linear.preferred(dtype):
+            exact = NativeLinear
+        linear = exact
         if config.quantization == "int8":
             int8_linear.check_supported()
             linear = int8_linear.Int8Linear
+        if linear is None:
+            return
         if fuse_layers:
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
         head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together
         self.num_packed = packed_linear.pack_linear_layers(self._model, {*keep, head}, linear)
-        if packed_linear.supports(self.spec.dtype):
-            self.num_packed += packed_linear.pack_linear_layers(self._model, keep)
+        if exact is not None:
+            self.num_packed += packed_linear.pack_linear_layers(self._model, keep, exact)
 
     def enable_lora(self, max_rank: int) -> LoRALayers:
         """Let requests run with adapters of at most this rank.

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from headrace_engine.runner.fused.elementwise import MOST_FEATURES, MOST_HEAD_DIM, add_rms_norm, norm_rope, silu_mul
+from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.fused.norm import Norm
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear, PreparedLinear
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
@@ -28,23 +30,6 @@ class AttentionShape:
     q_heads: int
     k_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A root-mean-square norm's parameters."""
-
-    weight: torch.Tensor
-    eps: float
-
-    @classmethod
-    def of(cls, module: Any) -> "Norm | None":
-        """Those of a module that may be such a norm; None where it cannot be."""
-        weight = getattr(module, "weight", None)
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if weight is None or eps is None or weight.dim() != 1 or getattr(module, "bias", None) is not None:
-            return None
-        return cls(weight.detach(), float(eps))
 
 
 class FusedDecoderLayer(nn.Module):
@@ -82,7 +67,7 @@ class FusedDecoderLayer(nn.Module):
         self._k_norm = Norm.of(getattr(attention, "k_norm", None))
         self._mlp = None if with_gate else mlp
         if with_gate:
-            self._gate_up = _merged(linear, mlp.gate_proj, mlp.up_proj)
+            self._gated = _gated(linear, mlp.gate_proj, mlp.up_proj)
             self._down = _merged(linear, mlp.down_proj)
 
     def forward(
@@ -96,18 +81,25 @@ class FusedDecoderLayer(nn.Module):
         hidden = hidden_states[0]
         assert self._input_norm is not None
         assert self._output_norm is not None
-        normed = add_rms_norm(hidden, None, self._input_norm.weight, self._input_norm.eps)
-        delta = self.attention_block(normed, position_embeddings)
-        normed = add_rms_norm(hidden, delta, self._output_norm.weight, self._output_norm.eps)
-        hidden += self._mlp_block(normed)
+        qkv = self._qkv.after_norm(hidden, None, self._input_norm)
+        delta = self._o.add_to(hidden, self._attended(qkv, position_embeddings))
+        delta = self._add_mlp(hidden, delta, self._output_norm)
+        if delta is not None:
+            hidden += delta
         return hidden_states
 
     def attention_block(
         self, normed: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """[tokens, hidden] -> what attention adds to the residual stream."""
+        out: torch.Tensor = self._o(self._attended(self._qkv(normed), position_embeddings))
+        return out
+
+    def _attended(
+        self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """[tokens, queries | keys | values] -> the values that the heads gathered, [tokens, heads * head_dim]."""
         shape = self._shape
-        qkv = self._qkv(normed)
         cosine, sine = position_embeddings if self._with_rope and position_embeddings is not None else (None, None)
         q_norm, k_norm = self._q_norm, self._k_norm
         if cosine is not None or q_norm is not None:
@@ -123,18 +115,18 @@ class FusedDecoderLayer(nn.Module):
                 sine=None if sine is None else sine[0],
             )
         heads = qkv.view(1, qkv.shape[0], -1, shape.head_dim).transpose(1, 2)
-        query, key, value = heads.split([shape.q_heads, shape.k_heads, shape.k_heads], dim=1)
+        query, key, value = torch.split(heads, [shape.q_heads, shape.k_heads, shape.k_heads], dim=1)
         mixed, _ = self.attend(self._attention, query, key, value, None, **self._options)
-        out: torch.Tensor = self._o(mixed.reshape(normed.shape[0], -1))
-        return out
+        return mixed.reshape(qkv.shape[0], -1)
 
-    def _mlp_block(self, normed: torch.Tensor) -> torch.Tensor:
+    def _add_mlp(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor | None:
+        """Add to the stream what is still to be added, and then what the MLP makes of it, or return the latter."""
         if self._mlp is not None:
+            normed = add_rms_norm(hidden, delta, norm.weight, norm.eps)
             found = self._mlp(normed[None])
             own: torch.Tensor = found[0] if isinstance(found, tuple) else found  # experts give their router's view, too
             return own.view(normed.shape)
-        out: torch.Tensor = self._down(silu_mul(self._gate_up(normed)))
-        return out
+        return self._down.add_to(hidden, self._gated.after_norm(hidden, delta, norm))
 
     def strip(self) -> None:
         """Give up the weights that are held merged now."""
@@ -178,6 +170,23 @@ def is_gated(mlp: nn.Module) -> bool:
     """Whether an MLP has the parts of a gated one; what its activation is, a comparison must tell."""
     parts = {name for name, child in mlp.named_children() if type(child) is nn.Linear}
     return parts == set(_GATED)
+
+
+class _Gated(nn.Module):
+    """gate and up projections in one, and what is made of both."""
+
+    def __init__(self, gate_up: PreparedLinear) -> None:
+        super().__init__()
+        self._gate_up = gate_up
+
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        return silu_mul(self._gate_up.after_norm(hidden, delta, norm))
+
+
+def _gated(linear: LinearKind, gate: nn.Linear, up: nn.Linear) -> "_Gated | NativeGatedLinear":
+    if linear is NativeLinear and all(layer.bias is None for layer in (gate, up)):
+        return NativeGatedLinear(torch.cat([gate.weight, up.weight]), None)
+    return _Gated(_merged(linear, gate, up))
 
 
 def _merged(linear: LinearKind, *layers: nn.Linear) -> PreparedLinear:

@@ -171,11 +171,11 @@ def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype, linear: 
     gated = is_gated(getattr(layer, "mlp"))  # noqa: B009  # nn.Module's attributes have no type
     for with_rope in (True, False) if seen.position_embeddings is not None else (False,):
         make = partial(FusedDecoderLayer, layer, _constant(seen.options[0]), with_rope=with_rope, with_gate=gated)
-        fused = make()
+        fused = make(linear=linear if linear.exact else PackedLinear)
         fused.attend = _plain_attention
         try:
             if _computes_the_same(fused, layer, seen, dtype):
-                return fused if linear is PackedLinear else make(linear=linear)
+                return fused if linear.exact else make(linear=linear)
         except (RuntimeError, TypeError, ValueError) as error:  # its parts do not fit together in this way
             logger.debug("a decoder layer cannot be fused: %s", error)
     return None

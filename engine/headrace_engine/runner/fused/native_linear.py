@@ -1,0 +1,133 @@
+"""Linear layers by the compiled kernel of `linear.c`: products in float32, weights in panels of the kernel's own.
+
+A row's result depends on that row alone, not on how many rows are computed or by how many threads.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from headrace_engine.runner import native_library, packed_linear
+from headrace_engine.runner.fused.norm import Norm
+from headrace_engine.runner.packed_linear import PreparedLinear
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_STORE, _ADD, _SILU_MUL = 0, 1, 2
+
+
+class LinearArgs(ctypes.Structure):
+    """`linear_args` of linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "threads", "result", "in_features", "out_features")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel. Raises OSError, whose message says what is missing."""
+    return declared(native_library.load("headrace_engine.runner.fused", "linear.c"))
+
+
+def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """A library made from linear.c with the types of its functions."""
+    kernels.headrace_linear.argtypes, kernels.headrace_linear.restype = (ctypes.POINTER(LinearArgs),), ctypes.c_int
+    sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    kernels.headrace_pack_weight.argtypes = (*sizes, ctypes.c_void_p, ctypes.c_void_p)
+    kernels.headrace_pack_weight.restype = None
+    return kernels
+
+
+def preferred(dtype: torch.dtype) -> bool:
+    """Whether this kernel is the fastest that there is here for weights of this type.
+
+    It was measured on processors with AVX-512 only. Where there are instructions for bfloat16, oneDNN uses them; this
+    kernel does not.
+    """
+    if not torch.cpu.get_capabilities().get("avx512_f"):
+        return False
+    if dtype is not torch.float32 and (dtype is not torch.bfloat16 or packed_linear.computes_bfloat16()):
+        return False
+    try:
+        library()
+    except OSError:
+        return False  # whoever needs the attention kernel has said so already
+    return True
+
+
+class NativeLinear(PreparedLinear):
+    """Drop-in for `nn.Linear` in inference; the weight as it was read is gone."""
+
+    gated = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.out_features, self.in_features = weight.shape
+        weight = weight.detach().contiguous()
+        panel = library().headrace_panel()
+        halves = 2 if self.gated else 1
+        panels = -(-self.out_features // (halves * panel)) * halves
+        self._packed = torch.empty((panels, self.in_features, panel), dtype=weight.dtype)
+        library().headrace_pack_weight(
+            *(_DTYPES[weight.dtype], torch.get_num_threads(), self.gated, self.in_features, self.out_features),
+            *(weight.data_ptr(), self._packed.data_ptr()),
+        )
+        self._width = self.out_features // halves
+        self._result = _SILU_MUL if self.gated else _STORE
+        self.num_bytes = weight.nbytes
+        self._bias = None if bias is None else bias.detach()
+        self._args = LinearArgs(
+            dtype=_DTYPES[weight.dtype],
+            in_features=self.in_features,
+            out_features=self.out_features,
+            weight=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )
+        self._kernel, self._reference = library().headrace_linear, ctypes.byref(self._args)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if x.dim() != 2:
+            flat: torch.Tensor = self(x.reshape(-1, self.in_features))
+            return flat.view(*x.shape[:-1], self._width)
+        out = torch.empty((x.shape[0], self._width), dtype=x.dtype)
+        self._compute(x, out, self._result)
+        return out
+
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        """The kernel makes the norm while it copies its input."""
+        if delta is not None:
+            hidden += delta
+        out = torch.empty((hidden.shape[0], self._width), dtype=hidden.dtype)
+        self._compute(hidden, out, self._result, norm)
+        return out
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """In the kernel, without another pass over memory."""
+        self._compute(x, out, _ADD)
+
+    def _compute(self, x: torch.Tensor, out: torch.Tensor, result: int, norm: Norm | None = None) -> None:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        args = self._args  # what changes from call to call; filling the whole anew takes as long as a small product
+        args.threads, args.result = torch.get_num_threads(), result
+        args.rows, args.x_stride, args.out_stride = x.shape[0], x.stride(0), out.stride(0)
+        args.x, args.out = x.data_ptr(), out.data_ptr()
+        args.norm_weight = None
+        if norm is not None:
+            args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
+        if self._kernel(self._reference):
+            raise MemoryError(f"no memory for {x.shape[0]} rows of {self.in_features} input features")
+
+
+class NativeGatedLinear(NativeLinear):
+    """gate and up projections in one: [rows, in_features] -> silu(gate) * up, [rows, half of out_features].
+
+    After SwiGLU (Shazeer 2020); without biases.
+    """
+
+    gated = True

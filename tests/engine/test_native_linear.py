@@ -1,0 +1,119 @@
+"""The compiled linear layers: right, each row by itself, and the same on processors of every vector width."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace_engine.runner import native_library
+from headrace_engine.runner.fused import native_linear
+from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.fused.norm import Norm
+
+pytestmark = pytest.mark.torch
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+# Around a tile's rows, a block's, a panel's columns, a vector's, and the inputs after which sums are put aside.
+shapes = pytest.mark.parametrize(
+    ("rows", "in_features", "out_features"),
+    [(0, 8, 8), (1, 1, 1), (1, 576, 960), (7, 70, 33), (9, 1100, 48), (64, 2050, 100), (145, 96, 97), (300, 64, 16)],
+)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to one rounding of the data's own type, and the order of float32 sums."""
+    assert found.shape == expected.shape
+    tolerance = 1e-2 if found.dtype is torch.bfloat16 else 2e-5
+    scale = float(expected.abs().max()) if expected.numel() else 1.0
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance * scale / 10)
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_products_are_those_of_torch(
+    dtype: torch.dtype, rows: int, in_features: int, out_features: int, with_bias: bool
+) -> None:
+    weight, x = random(out_features, in_features, dtype=dtype), random(rows, in_features, dtype=dtype)
+    bias = random(out_features, dtype=dtype) if with_bias else None
+    layer = NativeLinear(weight, bias)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(layer(x), expected)
+    close(layer(x[None])[0], expected)  # with the dimensions that a model gives it
+    if rows > 1:
+        close(layer(x[::2]), expected[::2])  # rows that do not lie side by side
+        close(layer(x.t().contiguous().t()), expected)
+    stream = random(rows, out_features, dtype=dtype)
+    before = stream.clone()
+    assert layer.add_to(stream, x) is None
+    close(stream, expected + before.double())
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 9, 150])
+@pytest.mark.parametrize("width", [1, 48, 100])
+def test_gate_and_up_are_one_product(dtype: torch.dtype, rows: int, width: int) -> None:
+    weight, x = random(2 * width, 70, dtype=dtype), random(rows, 70, dtype=dtype)
+    gate, up = torch.nn.functional.linear(x.double(), weight.double()).chunk(2, dim=-1)
+    assert float(gate.min()) < -10 or gate.numel() < 100  # far into both tails of the sigmoid
+    close(NativeGatedLinear(weight, None)(x), torch.nn.functional.silu(gate) * up)
+
+
+@dtypes
+@pytest.mark.parametrize("features", [5, 64, 1100])
+def test_a_norm_in_front_is_part_of_the_product(dtype: torch.dtype, features: int) -> None:
+    weight, x, delta = (random(n, features, dtype=dtype) for n in (90, 10, 10))
+    norm = Norm(random(features, dtype=dtype) + 1, 1e-5)
+    layer = NativeLinear(weight, None)
+    stream = x.clone()
+    summed = (x + delta).double()
+    normed = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+    close(layer.after_norm(stream, delta, norm), torch.nn.functional.linear(normed, weight.double()))
+    assert torch.equal(stream, x + delta)
+    close(layer(x), torch.nn.functional.linear(x.double(), weight.double()))  # and of no product after it
+
+
+@dtypes
+def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
+    layer, x = NativeLinear(random(500, 1500, dtype=dtype), None), random(200, 1500, dtype=dtype)
+    together, threads = layer(x), torch.get_num_threads()
+    for begin, end in ((0, 1), (3, 5), (10, 17), (20, 29), (40, 104), (199, 200)):
+        assert torch.equal(layer(x[begin:end]), together[begin:end])
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(layer(x), together)
+    finally:
+        torch.set_num_threads(threads)
+    x[7] = float("nan")
+    found = layer(x)
+    assert bool(found[7].isnan().all())
+    assert torch.equal(found[8:], together[8:])
+    assert torch.equal(found[:7], together[:7])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = files("headrace_engine.runner.fused").joinpath("linear.c"), tmp_path / "linear.so"
+    command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
+    subprocess.run(command, input=source.read_bytes(), check=True)
+    narrow = native_linear.declared(ctypes.CDLL(str(target)))
+    assert narrow.headrace_panel() < 48
+    monkeypatch.setattr(native_linear, "library", lambda: narrow)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, x = random(70, 1100, dtype=dtype), random(30, 1100, dtype=dtype)
+        expected = torch.nn.functional.linear(x.double(), weight.double())
+        close(NativeLinear(weight, None)(x), expected)
+        gate, up = expected.chunk(2, dim=-1)
+        close(NativeGatedLinear(weight, None)(x), torch.nn.functional.silu(gate) * up)

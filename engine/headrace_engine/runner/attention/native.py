@@ -9,31 +9,43 @@ import functools
 import torch
 
 from headrace_engine.runner import native_library
-from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
+from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _LANES = 16
 
 
-class _AttentionArgs(ctypes.Structure):
+class LayerArgs(ctypes.Structure):
+    """`layer_args` of paged_attention.c."""
+
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "k_dim", "v_dim", "block_size")),
-        *((name, ctypes.c_int32) for name in ("num_sequences", "num_threads", "max_blocks", "window")),
+        ("window", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
-        *((name, ctypes.c_void_p) for name in ("query", "output", "k_cache", "v_cache")),
-        *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "table_rows", "block_table", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "sinks")),
     )
 
 
-class _WriteArgs(ctypes.Structure):
+class StepArgs(ctypes.Structure):
+    """`step_args` of paged_attention.c."""
+
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "num_tokens", "num_kv_heads", "k_dim", "v_dim", "block_size")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_threads", "max_blocks")),
+        *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
-        *((name, ctypes.c_void_p) for name in ("key", "value", "k_cache", "v_cache", "slot_mapping")),
-        ("num_threads", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output")),
+        *((name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "table_rows", "block_table")),
+        ("slot_mapping", ctypes.c_void_p),
     )
+
+    def of(self, metadata: AttentionMetadata) -> None:
+        """Take over what the step says of its sequences; its tensors must outlive the use."""
+        self.num_sequences, self.max_blocks = metadata.seq_lens.shape[0], metadata.block_table.shape[1]
+        self.num_threads = torch.get_num_threads()
+        self.query_start, self.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
+        self.table_rows, self.block_table = metadata.table_rows.data_ptr(), metadata.block_table.data_ptr()
+        self.slot_mapping = metadata.slot_mapping.data_ptr()
 
 
 class NativeBackend:
@@ -49,6 +61,9 @@ class NativeBackend:
         self._library = _library()
         self._k_cache: list[torch.Tensor] = []
         self._v_cache: list[torch.Tensor] = []
+        self._layers: list[LayerArgs] = []
+        self._step = StepArgs()
+        self._metadata: AttentionMetadata | None = None  # what the step's arguments were made of
 
     @staticmethod
     def unsupported_reason(spec: AttentionSpec) -> str | None:
@@ -71,7 +86,7 @@ class NativeBackend:
 
     def allocate(self, num_blocks: int) -> None:
         size, dtype = self._spec.block_size, self._spec.dtype
-        self._k_cache, self._v_cache = [], []
+        self._k_cache, self._v_cache, self._layers = [], [], []
         for layer in self._spec.layers:
             if layer.kv_source is None:
                 heads = (num_blocks, layer.num_kv_heads)
@@ -81,6 +96,19 @@ class NativeBackend:
             else:
                 self._k_cache.append(self._k_cache[layer.kv_source])
                 self._v_cache.append(self._v_cache[layer.kv_source])
+            self._layers.append(
+                LayerArgs(
+                    dtype=_DTYPES[dtype],
+                    num_heads=layer.num_heads,
+                    num_kv_heads=layer.num_kv_heads,
+                    k_dim=layer.k_dim,
+                    v_dim=layer.v_dim,
+                    block_size=size,
+                    window=layer.window or 0,
+                    k_cache=self._k_cache[-1].data_ptr(),
+                    v_cache=self._v_cache[-1].data_ptr(),
+                )
+            )
 
     def forward(
         self,
@@ -94,78 +122,32 @@ class NativeBackend:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        spec = self._spec.layers[layer]
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        k_cache, v_cache = self._k_cache[layer].data_ptr(), self._v_cache[layer].data_ptr()
-        if spec.kv_source is None:
-            self._write(spec, key, value, k_cache, v_cache, metadata.slot_mapping)
+        spec, step = self._spec.layers[layer], self._step
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
         output = torch.empty((query.shape[0], spec.num_heads, spec.v_dim), dtype=query.dtype)
         sinks = None if sinks is None else sinks.float().contiguous()
-        failed = self._library.headrace_attention(
-            ctypes.byref(
-                _AttentionArgs(
-                    dtype=_DTYPES[self._spec.dtype],
-                    num_heads=spec.num_heads,
-                    num_kv_heads=spec.num_kv_heads,
-                    k_dim=spec.k_dim,
-                    v_dim=spec.v_dim,
-                    block_size=self._spec.block_size,
-                    num_sequences=metadata.seq_lens.shape[0],
-                    num_threads=torch.get_num_threads(),
-                    max_blocks=metadata.block_table.shape[1],
-                    window=spec.window or 0,
-                    scale=scale,
-                    softcap=softcap or 0.0,
-                    query_token_stride=query.stride(0),
-                    query_head_stride=query.stride(1),
-                    query=query.data_ptr(),
-                    output=output.data_ptr(),
-                    k_cache=k_cache,
-                    v_cache=v_cache,
-                    query_start=metadata.query_start.data_ptr(),
-                    seq_lens=metadata.seq_lens.data_ptr(),
-                    table_rows=metadata.table_rows.data_ptr(),
-                    block_table=metadata.block_table.data_ptr(),
-                    sinks=None if sinks is None else sinks.data_ptr(),
-                )
-            )
-        )
-        if failed:
+        if metadata is not self._metadata:
+            self._metadata = metadata
+            step.of(metadata)
+        step.num_tokens = query.shape[0]
+        step.query, step.key, step.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        step.output = output.data_ptr()
+        step.query_token_stride, step.query_head_stride, _ = query.stride()
+        step.key_token_stride, step.key_head_stride, _ = key.stride()
+        step.value_token_stride, step.value_head_stride, _ = value.stride()
+        own = ctypes.byref(self.layer_args(layer, scale=scale, softcap=softcap, sinks=sinks))
+        if spec.kv_source is None:
+            self._library.headrace_write_kv(own, ctypes.byref(step))
+        if self._library.headrace_attention(own, ctypes.byref(step)):
             raise MemoryError("no memory for the attention kernel's scratch space")
         return output
 
-    def _write(
-        self,
-        spec: LayerSpec,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_cache: int,
-        v_cache: int,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (key, value))
-        self._library.headrace_write_kv(
-            ctypes.byref(
-                _WriteArgs(
-                    dtype=_DTYPES[self._spec.dtype],
-                    num_tokens=key.shape[0],
-                    num_kv_heads=spec.num_kv_heads,
-                    k_dim=spec.k_dim,
-                    v_dim=spec.v_dim,
-                    block_size=self._spec.block_size,
-                    key_token_stride=key.stride(0),
-                    key_head_stride=key.stride(1),
-                    value_token_stride=value.stride(0),
-                    value_head_stride=value.stride(1),
-                    key=key.data_ptr(),
-                    value=value.data_ptr(),
-                    k_cache=k_cache,
-                    v_cache=v_cache,
-                    slot_mapping=slot_mapping.data_ptr(),
-                    num_threads=torch.get_num_threads(),
-                )
-            )
-        )
+    def layer_args(self, layer: int, *, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> LayerArgs:
+        """A layer's part of a call; `sinks`, [heads] float32, must outlive the use."""
+        args = self._layers[layer]
+        args.scale, args.softcap = scale, softcap or 0.0
+        args.sinks = None if sinks is None else sinks.data_ptr()
+        return args
 
 
 def _padded(v_dim: int) -> int:
@@ -176,8 +158,7 @@ def _padded(v_dim: int) -> int:
 def _library() -> ctypes.CDLL:
     """The compiled kernel. Raises OSError, whose message says what is missing."""
     library = native_library.load("headrace_engine.runner.attention", "paged_attention.c")
-    library.headrace_attention.argtypes = (ctypes.POINTER(_AttentionArgs),)
-    library.headrace_attention.restype = ctypes.c_int
-    library.headrace_write_kv.argtypes = (ctypes.POINTER(_WriteArgs),)
-    library.headrace_write_kv.restype = None
+    arguments = (ctypes.POINTER(LayerArgs), ctypes.POINTER(StepArgs))
+    library.headrace_attention.argtypes, library.headrace_attention.restype = arguments, ctypes.c_int
+    library.headrace_write_kv.argtypes, library.headrace_write_kv.restype = arguments, None
     return library

@@ -53,32 +53,42 @@ typedef uint16_t u16x __attribute__((vector_size(LANES * 2), aligned(2)));
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
+/* What stays the same from step to step. */
 typedef struct {
-    int32_t dtype;
-    int32_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
-    int32_t num_sequences, num_threads, max_blocks, window; /* window 0: none */
-    float scale, softcap;                                   /* softcap 0: none */
-    /* strides in elements, between tokens and between heads; the last dimension is contiguous */
-    int64_t query_token_stride, query_head_stride;
-    const void *query;
-    void *output;               /* [tokens][num_heads][v_dim], contiguous */
-    const void *k_cache, *v_cache;
-    const int32_t *query_start; /* [num_sequences + 1] first token of each sequence in the packed batch */
-    const int32_t *seq_lens;    /* [num_sequences] tokens with K/V, those of this step included */
-    const int32_t *table_rows;  /* [num_sequences] row of block_table */
-    const int32_t *block_table; /* [rows][max_blocks] */
-    const float *sinks;         /* [num_heads] or NULL: a logit without a value, in every row's softmax */
-} attention_args;
+    int32_t dtype, num_heads, num_kv_heads, k_dim, v_dim, block_size;
+    int32_t window;      /* 0: none */
+    float scale, softcap; /* softcap 0: none */
+    void *k_cache, *v_cache;
+    const float *sinks; /* [num_heads] or NULL: a logit without a value, in every row's softmax */
+} layer_args;
+
+/* What is the same for all layers of a step. Strides are in elements, between tokens and between heads; the last
+ * dimension is contiguous. */
+typedef struct {
+    int32_t num_tokens, num_sequences, num_threads, max_blocks;
+    int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
+        value_head_stride;
+    const void *query, *key, *value;
+    void *output;                /* [tokens][num_heads][v_dim], contiguous */
+    const int32_t *query_start;  /* [num_sequences + 1] first token of each sequence in the packed batch */
+    const int32_t *seq_lens;     /* [num_sequences] tokens with K/V, those of this step included */
+    const int32_t *table_rows;   /* [num_sequences] row of block_table */
+    const int32_t *block_table;  /* [rows][max_blocks] */
+    const int64_t *slot_mapping; /* [num_tokens] block * block_size + offset */
+} step_args;
 
 typedef struct {
     int32_t dtype;
-    int32_t num_tokens, num_kv_heads, k_dim, v_dim, block_size;
-    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
-    const void *key, *value;
-    void *k_cache, *v_cache;
-    const int64_t *slot_mapping; /* [num_tokens] block * block_size + offset */
-    int32_t num_threads;
-} write_args;
+    int32_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
+    int32_t num_sequences, num_threads, max_blocks, window;
+    float scale, softcap;
+    int64_t query_token_stride, query_head_stride;
+    const void *query;
+    void *output;
+    const void *k_cache, *v_cache;
+    const int32_t *query_start, *seq_lens, *table_rows, *block_table;
+    const float *sinks;
+} attention_args;
 
 static inline int min(int a, int b) { return a < b ? a : b; }
 
@@ -382,7 +392,18 @@ static int64_t claim(int64_t *claimed) {
 }
 
 /* Returns 0, or -1 when memory for the scratch space is lacking. */
-int headrace_attention(const attention_args *a) {
+int headrace_attention(const layer_args *layer, const step_args *step) {
+    const attention_args joined = {
+        .dtype = layer->dtype, .num_heads = layer->num_heads, .num_kv_heads = layer->num_kv_heads,
+        .k_dim = layer->k_dim, .v_dim = layer->v_dim, .block_size = layer->block_size, .window = layer->window,
+        .scale = layer->scale, .softcap = layer->softcap, .k_cache = layer->k_cache, .v_cache = layer->v_cache,
+        .sinks = layer->sinks, .num_sequences = step->num_sequences, .num_threads = step->num_threads,
+        .max_blocks = step->max_blocks, .query_token_stride = step->query_token_stride,
+        .query_head_stride = step->query_head_stride, .query = step->query, .output = step->output,
+        .query_start = step->query_start, .seq_lens = step->seq_lens, .table_rows = step->table_rows,
+        .block_table = step->block_table,
+    };
+    const attention_args *a = &joined;
     int group = a->num_heads / a->num_kv_heads;
     int run = 48 / group > 1 ? 48 / group : 1; /* query tokens a unit of work: 48 rows keep the scratch in L2 */
     int64_t num_units = 0, claimed = 0;
@@ -426,29 +447,30 @@ int headrace_attention(const attention_args *a) {
 }
 
 /* Put the keys and values of this step's tokens into their slots. */
-void headrace_write_kv(const write_args *a) {
-    int64_t element = a->dtype == FLOAT32 ? 4 : 2;
+void headrace_write_kv(const layer_args *layer, const step_args *step) {
+    int64_t element = layer->dtype == FLOAT32 ? 4 : 2;
     /* The few tokens of a decode step are no work for a second thread: where another process has its core, waiting for
      * it takes longer than all else. */
-#pragma omp parallel for num_threads(a->num_threads) schedule(static) if (a->num_tokens >= 256)
-    for (int token = 0; token < a->num_tokens; token++) {
-        int64_t block = a->slot_mapping[token] / a->block_size, offset = a->slot_mapping[token] % a->block_size;
-        for (int head = 0; head < a->num_kv_heads; head++) {
-            int64_t tile = block * a->num_kv_heads + head;
-            int64_t from = token * a->key_token_stride + head * a->key_head_stride;
-            int64_t to = tile * a->k_dim * a->block_size + offset;
-            if (a->dtype == FLOAT32) {
-                const float *source = (const float *)a->key + from;
-                float *target = (float *)a->k_cache + to;
-                for (int d = 0; d < a->k_dim; d++) target[(int64_t)d * a->block_size] = source[d];
+#pragma omp parallel for num_threads(step->num_threads) schedule(static) if (step->num_tokens >= 256)
+    for (int token = 0; token < step->num_tokens; token++) {
+        int64_t slot = step->slot_mapping[token], block = slot / layer->block_size, offset = slot % layer->block_size;
+        for (int head = 0; head < layer->num_kv_heads; head++) {
+            int64_t tile = block * layer->num_kv_heads + head;
+            int64_t from = token * step->key_token_stride + head * step->key_head_stride;
+            int64_t to = tile * layer->k_dim * layer->block_size + offset;
+            if (layer->dtype == FLOAT32) {
+                const float *source = (const float *)step->key + from;
+                float *target = (float *)layer->k_cache + to;
+                for (int d = 0; d < layer->k_dim; d++) target[(int64_t)d * layer->block_size] = source[d];
             } else {
-                const uint16_t *source = (const uint16_t *)a->key + from;
-                uint16_t *target = (uint16_t *)a->k_cache + to;
-                for (int d = 0; d < a->k_dim; d++) target[(int64_t)d * a->block_size] = source[d];
+                const uint16_t *source = (const uint16_t *)step->key + from;
+                uint16_t *target = (uint16_t *)layer->k_cache + to;
+                for (int d = 0; d < layer->k_dim; d++) target[(int64_t)d * layer->block_size] = source[d];
             }
-            from = token * a->value_token_stride + head * a->value_head_stride;
-            to = (tile * a->block_size + offset) * padded(a->v_dim);
-            memcpy((char *)a->v_cache + to * element, (const char *)a->value + from * element, a->v_dim * element);
+            from = token * step->value_token_stride + head * step->value_head_stride;
+            to = (tile * layer->block_size + offset) * padded(layer->v_dim);
+            memcpy((char *)layer->v_cache + to * element, (const char *)step->value + from * element,
+                   layer->v_dim * element);
         }
     }
 }

@@ -16,8 +16,12 @@ from torch import nn
 from engine.model_families import MAX_POSITIONS
 from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
-from headrace_engine.runner.fused import elementwise, fusion
+from headrace_engine.runner.fused import elementwise, fusion, native_linear
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
+from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
+from headrace_engine.runner.fused.fusion import decoder_layers
+from headrace_engine.runner.fused.native_linear import NativeLinear
+from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 from headrace_engine.runner.paged_model import PagedModel
 
 pytestmark = pytest.mark.torch
@@ -109,6 +113,8 @@ def test_layers_of_the_common_kind_are_fused_and_others_are_left_alone(
 ) -> None:
     model = load(tiny_model(name), dtype)
     assert model.num_fused == (3 if fused else 0)
+    in_one_call = fused and native_linear.preferred(model.spec.dtype)
+    assert isinstance(decoder_layers(model._model)[0], DecoderStack) == in_one_call
 
 
 # What a layer may do that its parts do not show.
@@ -142,12 +148,14 @@ def scaled_far_away(layer: Any) -> None:
 
 @pytest.mark.parametrize("change", [scaled_residual, other_activation, scaled_queries, norm_plus_one, scaled_far_away])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("linear", [PackedLinear, NativeLinear])
 def test_a_layer_that_computes_anything_else_is_not_replaced(
-    llama: TinyModel, change: Callable[[Any], None], dtype: torch.dtype
+    llama: TinyModel, change: Callable[[Any], None], dtype: torch.dtype, linear: LinearKind
 ) -> None:
     model = _reload(llama, dtype)
     change(model.model.layers[1])
-    assert fusion.fuse_decoder_layers(model, MAX_POSITIONS) == 2
+    assert fusion.fuse_decoder_layers(model, MAX_POSITIONS, linear=linear) == 2
+    assert not stackable(model.model.layers)
     assert [isinstance(layer, FusedDecoderLayer) for layer in model.model.layers] == [True, False, True]
 
 
@@ -162,7 +170,8 @@ def test_a_layer_without_rotation_is_fused_without_rotation(llama: TinyModel) ->
 
     attention.forward = without_positions
     assert fusion.fuse_decoder_layers(model, MAX_POSITIONS) == 3
-    assert [layer._with_rope for layer in model.model.layers] == [True, True, False]
+    assert all(layer.shares_positions for layer in model.model.layers)
+    assert [layer.with_rope for layer in model.model.layers] == [True, True, False]
 
 
 def test_layers_whose_weights_are_read_elsewhere_stay(llama: TinyModel) -> None:

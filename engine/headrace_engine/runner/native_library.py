@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +24,14 @@ _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=
 
 def load(package: str, source_name: str) -> ctypes.CDLL:
     """The library made from one C file of a package. Raises OSError, whose message says what is missing."""
-    source = files(package).joinpath(source_name).read_text()
+    folder = files(package)
+    # A header of ours becomes part of the text, so that there is one text to build and to know the library by.
+    source = re.sub(
+        r'^#include "(.+)"$',
+        lambda found: folder.joinpath(found[1]).read_text(),
+        folder.joinpath(source_name).read_text(),
+        flags=re.MULTILINE,
+    )
     library = _build(source_name, source)
     # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
     # one thread pool and not two that fight for the cores.

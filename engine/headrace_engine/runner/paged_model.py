@@ -8,18 +8,21 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner import int8_linear, memory, models, packed_linear, probe, rope, row_tiles
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cuda.device import check_model_fits
 from headrace_engine.runner.fused import native_linear
-from headrace_engine.runner.fused.fusion import fuse_decoder_layers
+from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
+from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
@@ -74,6 +77,7 @@ class PagedModel:
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
         self.num_fused = self.num_packed = 0
+        self._stack: DecoderStack | None = None
         if device.type == "cpu":
             self._prepare_products(config, read_weights, fuse_layers=fuse_layers)
         self._lora: LoRALayers | None = None
@@ -96,6 +100,7 @@ class PagedModel:
             return
         if fuse_layers:
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
+            self._stack = self._stack_layers()
         head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together
         self.num_packed = packed_linear.pack_linear_layers(self._model, {*keep, head}, linear)
         if exact is not None:
@@ -114,6 +119,21 @@ class PagedModel:
 
     def allocate(self, num_blocks: int) -> None:
         self._backend.allocate(num_blocks)
+        if self._stack is not None:
+            self._stack.bind()
+
+    def _stack_layers(self) -> DecoderStack | None:
+        """Let one call compute all layers, where all of them are of the kind for it."""
+        if not isinstance(self._backend, NativeBackend):
+            return None
+        layers = stackable(decoder_layers(self._model) or nn.ModuleList())
+        if not layers or any(layer.kv_source is not None for layer in self._layout.layers):
+            return None
+        order = {module: place for place, module in enumerate(self._layout.modules)}
+        places = [order[layer.attention] for layer in layers]
+        stack = DecoderStack(layers, places, self._backend)
+        self._model.get_decoder().layers = nn.ModuleList([stack])
+        return stack
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
@@ -129,6 +149,8 @@ class PagedModel:
         if self._lora is not None:
             self._lora.use(inputs)
         self._metadata, self._next_layer = inputs.metadata, 0
+        if self._stack is not None:
+            self._stack.metadata = inputs.metadata
         keeps_logits = self._layout.keeps_logits
         try:
             logits: torch.Tensor = self._model(

@@ -58,7 +58,7 @@ class NativeBackend:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
-        self._library = _library()
+        self.library = _library()
         self._k_cache: list[torch.Tensor] = []
         self._v_cache: list[torch.Tensor] = []
         self._layers: list[LayerArgs] = []
@@ -137,8 +137,8 @@ class NativeBackend:
         step.value_token_stride, step.value_head_stride, _ = value.stride()
         own = ctypes.byref(self.layer_args(layer, scale=scale, softcap=softcap, sinks=sinks))
         if spec.kv_source is None:
-            self._library.headrace_write_kv(own, ctypes.byref(step))
-        if self._library.headrace_attention(own, ctypes.byref(step)):
+            self.library.headrace_write_kv(own, ctypes.byref(step))
+        if self.library.headrace_attention(own, ctypes.byref(step)):
             raise MemoryError("no memory for the attention kernel's scratch space")
         return output
 

@@ -42,6 +42,8 @@ class FusedDecoderLayer(nn.Module):
     """
 
     attend: Attend
+    shares_positions = False
+    """Whether all layers of the model are given the same position embeddings."""
 
     def __init__(
         self,
@@ -55,20 +57,20 @@ class FusedDecoderLayer(nn.Module):
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
-        self._attention = attention
-        self._options = options
-        self._with_rope = with_rope
-        self._shape = attention_shape(attention)
-        self._qkv = _merged(linear, attention.q_proj, attention.k_proj, attention.v_proj)
-        self._o = _merged(linear, attention.o_proj)
-        self._input_norm = Norm.of(layer.input_layernorm)
-        self._output_norm = Norm.of(layer.post_attention_layernorm)
-        self._q_norm = Norm.of(getattr(attention, "q_norm", None))
-        self._k_norm = Norm.of(getattr(attention, "k_norm", None))
-        self._mlp = None if with_gate else mlp
+        self.attention = attention
+        self.options = options
+        self.with_rope = with_rope
+        self.shape = attention_shape(attention)
+        self.qkv = _merged(linear, attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o = _merged(linear, attention.o_proj)
+        self.input_norm = Norm.of(layer.input_layernorm)
+        self.output_norm = Norm.of(layer.post_attention_layernorm)
+        self.q_norm = Norm.of(getattr(attention, "q_norm", None))
+        self.k_norm = Norm.of(getattr(attention, "k_norm", None))
+        self.mlp = None if with_gate else mlp
         if with_gate:
-            self._gated = _gated(linear, mlp.gate_proj, mlp.up_proj)
-            self._down = _merged(linear, mlp.down_proj)
+            self.gated = _gated(linear, mlp.gate_proj, mlp.up_proj)
+            self.down = _merged(linear, mlp.down_proj)
 
     def forward(
         self,
@@ -79,11 +81,11 @@ class FusedDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """[1, tokens, hidden] -> the same shape, in place."""
         hidden = hidden_states[0]
-        assert self._input_norm is not None
-        assert self._output_norm is not None
-        qkv = self._qkv.after_norm(hidden, None, self._input_norm)
-        delta = self._o.add_to(hidden, self._attended(qkv, position_embeddings))
-        delta = self._add_mlp(hidden, delta, self._output_norm)
+        assert self.input_norm is not None
+        assert self.output_norm is not None
+        qkv = self.qkv.after_norm(hidden, None, self.input_norm)
+        delta = self.o.add_to(hidden, self._attended(qkv, position_embeddings))
+        delta = self._add_mlp(hidden, delta, self.output_norm)
         if delta is not None:
             hidden += delta
         return hidden_states
@@ -92,16 +94,16 @@ class FusedDecoderLayer(nn.Module):
         self, normed: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """[tokens, hidden] -> what attention adds to the residual stream."""
-        out: torch.Tensor = self._o(self._attended(self._qkv(normed), position_embeddings))
+        out: torch.Tensor = self.o(self._attended(self.qkv(normed), position_embeddings))
         return out
 
     def _attended(
         self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """[tokens, queries | keys | values] -> the values that the heads gathered, [tokens, heads * head_dim]."""
-        shape = self._shape
-        cosine, sine = position_embeddings if self._with_rope and position_embeddings is not None else (None, None)
-        q_norm, k_norm = self._q_norm, self._k_norm
+        shape = self.shape
+        cosine, sine = position_embeddings if self.with_rope and position_embeddings is not None else (None, None)
+        q_norm, k_norm = self.q_norm, self.k_norm
         if cosine is not None or q_norm is not None:
             norm_rope(
                 qkv,
@@ -116,22 +118,22 @@ class FusedDecoderLayer(nn.Module):
             )
         heads = qkv.view(1, qkv.shape[0], -1, shape.head_dim).transpose(1, 2)
         query, key, value = torch.split(heads, [shape.q_heads, shape.k_heads, shape.k_heads], dim=1)
-        mixed, _ = self.attend(self._attention, query, key, value, None, **self._options)
+        mixed, _ = self.attend(self.attention, query, key, value, None, **self.options)
         return mixed.reshape(qkv.shape[0], -1)
 
     def _add_mlp(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor | None:
         """Add to the stream what is still to be added, and then what the MLP makes of it, or return the latter."""
-        if self._mlp is not None:
+        if self.mlp is not None:
             normed = add_rms_norm(hidden, delta, norm.weight, norm.eps)
-            found = self._mlp(normed[None])
+            found = self.mlp(normed[None])
             own: torch.Tensor = found[0] if isinstance(found, tuple) else found  # experts give their router's view, too
             return own.view(normed.shape)
-        return self._down.add_to(hidden, self._gated.after_norm(hidden, delta, norm))
+        return self.down.add_to(hidden, self.gated.after_norm(hidden, delta, norm))
 
     def strip(self) -> None:
         """Give up the weights that are held merged now."""
         for name in PROJECTIONS:
-            delattr(self._attention, name)
+            delattr(self.attention, name)
 
 
 def attention_shape(attention: Any) -> AttentionShape:

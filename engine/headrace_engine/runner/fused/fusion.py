@@ -52,7 +52,7 @@ def fuse_decoder_layers(
         keep: linear layers whose weights the model's own code reads.
         linear: what the projections become once the layer was seen to compute the same.
     """
-    layers = _layer_list(model)
+    layers = decoder_layers(model)
     if layers is None:
         return 0
     candidates = {
@@ -68,6 +68,7 @@ def fuse_decoder_layers(
         logger.warning("decoder layers are not fused: %s", error)
         return 0
     seen = _probe(model, candidates, max_model_len)
+    shares_positions = len({id(each.position_embeddings) for each in seen.values()}) == 1
     name: str = model.config._attn_implementation
     attend = AttentionInterface._global_mapping[name]
     tried, count = len(candidates), 0
@@ -76,7 +77,7 @@ def fuse_decoder_layers(
         fused = _verified(layer, seen.pop(index, None), model.dtype, linear)
         if fused is not None:
             fused.strip()
-            fused.attend = attend
+            fused.attend, fused.shares_positions = attend, shares_positions
             layers[index] = fused
             count += 1
         del layer
@@ -86,7 +87,8 @@ def fuse_decoder_layers(
     return count
 
 
-def _layer_list(model: PreTrainedModel) -> nn.ModuleList | None:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The list that a model runs through; None where it has none of that kind."""
     found = getattr(model.get_decoder(), "layers", None)
     return found if isinstance(found, nn.ModuleList) else None
 

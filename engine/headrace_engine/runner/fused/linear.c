@@ -14,6 +14,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "linear.h"
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -37,19 +40,6 @@ typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t i32x __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint32_t u32x __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef uint16_t u16x __attribute__((vector_size(LANES * 2), aligned(2)));
-
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
-enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
-
-typedef struct {
-    int32_t dtype, threads, result; /* result: STORE, ADD to what stands in out, SILU_MUL of gate and up columns */
-    int32_t in_features, out_features;
-    int64_t rows, x_stride, out_stride; /* strides in elements */
-    const void *x, *weight, *bias;      /* bias: NULL, or one element an output */
-    void *out;
-    const void *norm_weight; /* where given, x is normed first: rms_norm(x) * norm_weight */
-    float norm_eps;
-} linear_args;
 
 static inline __attribute__((always_inline)) f32x load_vector(const void *base, int64_t index, int dtype) {
     if (dtype == FLOAT32) return *(const f32x *)((const float *)base + index);

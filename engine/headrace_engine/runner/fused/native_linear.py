@@ -110,6 +110,14 @@ class NativeLinear(PreparedLinear):
         """In the kernel, without another pass over memory."""
         self._compute(x, out, _ADD)
 
+    def args(self, norm: Norm | None = None, *, adds: bool = False) -> LinearArgs:
+        """What the kernel is called with, but for rows, threads, x and out; `adds` to what stands in out."""
+        args = LinearArgs.from_buffer_copy(self._args)
+        args.result = _ADD if adds else self._result
+        if norm is not None:
+            args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
+        return args
+
     def _compute(self, x: torch.Tensor, out: torch.Tensor, result: int, norm: Norm | None = None) -> None:
         if x.stride(-1) != 1:
             x = x.contiguous()

@@ -1,0 +1,171 @@
+"""`DecoderStack`: all decoder layers in one call, where every part of them is a kernel of ours."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace_engine.runner import native_library
+from headrace_engine.runner.attention.backend import AttentionMetadata
+from headrace_engine.runner.attention.native import NativeBackend, StepArgs
+from headrace_engine.runner.fused import elementwise, native_linear
+from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
+from headrace_engine.runner.fused.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Kernels(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("linear", "norm_rope", "write_kv", "attention"))
+
+
+class _LayerArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention", "q_norm", "k_norm")),
+        ("head_eps", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("with_rope", "q_heads", "k_heads", "head_dim")),
+    )
+
+
+class _StepArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("kernels", "layers")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "mixed", "gated", "cosine", "sine", "attention")),
+    )
+
+
+class DecoderStack(nn.Module):
+    """Stands in a model's list of layers for all of them.
+
+    Args:
+        layers: what `stackable` found.
+        places: of each layer among the attention layers of the backend.
+        backend: whose memory attention reads and writes; `bind` takes it up.
+    """
+
+    metadata: AttentionMetadata | None = None
+    """The step's, to be set before each."""
+
+    def __init__(
+        self,
+        layers: Sequence[FusedDecoderLayer],
+        places: Sequence[int],
+        backend: NativeBackend,
+    ) -> None:
+        super().__init__()
+        self._layers = nn.ModuleList(layers)  # they own what the kernels read
+        self._places = places
+        self._backend = backend
+        self._shape = layers[0].shape
+        self._width = max(_native(layer.down).in_features for layer in layers)
+        attention = backend.library
+        self._kernels = _Kernels(
+            _address(native_linear.library().headrace_linear),
+            _address(elementwise.library().headrace_norm_rope),
+            _address(attention.headrace_write_kv),
+            _address(attention.headrace_attention),
+        )
+        self._own = (_LayerArgs * len(layers))()
+        self._attention_step = StepArgs()
+        self._step = _StepArgs(
+            kernels=ctypes.addressof(self._kernels),
+            layers=ctypes.addressof(self._own),
+            num_layers=len(layers),
+            attention=ctypes.addressof(self._attention_step),
+        )
+
+    def bind(self) -> None:
+        """Take up the memory that the backend has allocated."""
+        layers: Any = self._layers
+        for own, layer, place in zip(self._own, layers, self._places, strict=True):
+            own.qkv, own.o = layer.qkv.args(layer.input_norm), layer.o.args(adds=True)
+            own.gate_up, own.down = layer.gated.args(layer.output_norm), layer.down.args(adds=True)
+            options = layer.options
+            args = self._backend.layer_args(
+                place, scale=_scale(options, self._shape.head_dim), softcap=options.get("softcap"), sinks=None
+            )
+            own.attention = ctypes.addressof(args)
+            own.q_norm = None if layer.q_norm is None else layer.q_norm.weight.data_ptr()
+            own.k_norm = None if layer.k_norm is None else layer.k_norm.weight.data_ptr()
+            own.head_eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
+            own.with_rope = layer.with_rope
+            own.q_heads, own.k_heads, own.head_dim = self._shape.q_heads, self._shape.k_heads, self._shape.head_dim
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *_: Any,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """[1, tokens, hidden] -> the same shape, in place."""
+        shape, dtype, rows = self._shape, hidden_states.dtype, hidden_states.shape[1]
+        heads = shape.q_heads + 2 * shape.k_heads
+        qkv = torch.empty((rows, heads * shape.head_dim), dtype=dtype)
+        mixed = torch.empty((rows, shape.q_heads * shape.head_dim), dtype=dtype)
+        gated = torch.empty((rows, self._width), dtype=dtype)
+        step, attention = self._step, self._attention_step
+        step.dtype, step.threads, step.rows = _DTYPES[dtype], torch.get_num_threads(), rows
+        step.hidden, step.qkv = hidden_states.data_ptr(), qkv.data_ptr()
+        step.mixed, step.gated = mixed.data_ptr(), gated.data_ptr()
+        if position_embeddings is not None:
+            cosine, sine = position_embeddings
+            step.rotary_dim, step.cosine, step.sine = cosine.shape[-1], cosine.data_ptr(), sine.data_ptr()
+        assert self.metadata is not None
+        attention.of(self.metadata)
+        attention.num_tokens = rows
+        head = shape.head_dim * dtype.itemsize
+        attention.query, attention.output = qkv.data_ptr(), mixed.data_ptr()
+        attention.key = qkv.data_ptr() + shape.q_heads * head
+        attention.value = qkv.data_ptr() + (shape.q_heads + shape.k_heads) * head
+        for name in ("query", "key", "value"):
+            setattr(attention, f"{name}_token_stride", qkv.stride(0))
+            setattr(attention, f"{name}_head_stride", shape.head_dim)
+        if _library().headrace_decoder_layers(ctypes.byref(step)):
+            raise MemoryError(f"no memory to compute {rows} tokens")
+        return hidden_states
+
+
+def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
+    """The layers, where they are of one shape and every part of them is a kernel of ours; none otherwise."""
+    fused = [layer for layer in layers if isinstance(layer, FusedDecoderLayer)]
+    whole = len(fused) == len(layers) and all(
+        layer.shares_positions
+        and layer.shape == fused[0].shape
+        and all(isinstance(part, NativeLinear) for part in (layer.qkv, layer.o))
+        and layer.mlp is None
+        and isinstance(layer.gated, NativeGatedLinear)
+        and isinstance(layer.down, NativeLinear)
+        and layer.options.get("s_aux") is None
+        and (layer.q_norm is None) == (layer.k_norm is None)
+        for layer in fused
+    )
+    return fused if whole else []
+
+
+def _native(layer: Any) -> NativeLinear:
+    assert isinstance(layer, NativeLinear)
+    return layer
+
+
+def _scale(options: dict[str, Any], head_dim: int) -> float:
+    scale = options.get("scaling")
+    return float(head_dim**-0.5 if scale is None else scale)
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = native_library.load("headrace_engine.runner.fused", "decoder_layers.c")
+    library.headrace_decoder_layers.argtypes = (ctypes.POINTER(_StepArgs),)
+    library.headrace_decoder_layers.restype = ctypes.c_int
+    return library

@@ -1,0 +1,13 @@
+/* What a linear layer is called with. */
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
+
+typedef struct {
+    int32_t dtype, threads, result; /* result: STORE, ADD to what stands in out, SILU_MUL of gate and up columns */
+    int32_t in_features, out_features;
+    int64_t rows, x_stride, out_stride; /* strides in elements */
+    const void *x, *weight, *bias;      /* bias: NULL, or one element an output */
+    void *out;
+    const void *norm_weight; /* where given, x is normed first: rms_norm(x) * norm_weight */
+    float norm_eps;
+} linear_args;

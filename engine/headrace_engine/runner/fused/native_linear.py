@@ -91,12 +91,10 @@ class NativeLinear(PreparedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if x.dim() != 2:
-            flat: torch.Tensor = self(x.reshape(-1, self.in_features))
-            return flat.view(*x.shape[:-1], self._width)
-        out = torch.empty((x.shape[0], self._width), dtype=x.dtype)
-        self._compute(x, out, self._result)
-        return out
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        out = torch.empty((rows.shape[0], self._width), dtype=x.dtype)
+        self._compute(rows, out, self._result)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self._width)
 
     def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         """The kernel makes the norm while it copies its input."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -105,9 +104,10 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
 def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = files("headrace_engine.runner.fused").joinpath("linear.c"), tmp_path / "linear.so"
+    source = native_library.source_text("headrace_engine.runner.fused", "linear.c")
+    target = tmp_path / "linear.so"
     command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
-    subprocess.run(command, input=source.read_bytes(), check=True)
+    subprocess.run(command, input=source, text=True, check=True)
     narrow = native_linear.declared(ctypes.CDLL(str(target)))
     assert narrow.headrace_panel() < 48
     monkeypatch.setattr(native_linear, "library", lambda: narrow)

@@ -24,14 +24,7 @@ _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=
 
 def load(package: str, source_name: str) -> ctypes.CDLL:
     """The library made from one C file of a package. Raises OSError, whose message says what is missing."""
-    folder = files(package)
-    # A header of ours becomes part of the text, so that there is one text to build and to know the library by.
-    source = re.sub(
-        r'^#include "(.+)"$',
-        lambda found: folder.joinpath(found[1]).read_text(),
-        folder.joinpath(source_name).read_text(),
-        flags=re.MULTILINE,
-    )
+    source = source_text(package, source_name)
     library = _build(source_name, source)
     # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
     # one thread pool and not two that fight for the cores.
@@ -41,6 +34,17 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
         logger.warning("%s is built anew: %s", library.name, error)
         library.unlink(missing_ok=True)
         return ctypes.CDLL(str(_build(source_name, source)))
+
+
+def source_text(package: str, source_name: str) -> str:
+    """A C file with our own headers in it: one text to build, and to know the library by."""
+    folder = files(package)
+    return re.sub(
+        r'^#include "(.+)"$',
+        lambda found: folder.joinpath(found[1]).read_text(),
+        folder.joinpath(source_name).read_text(),
+        flags=re.MULTILINE,
+    )
 
 
 def _build(source_name: str, source: str) -> Path:

@@ -20,6 +20,7 @@ from rich.table import Table
 import command_line
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.int8_linear import Int8Linear
 from headrace_engine.runner.packed_linear import PackedLinear
 
@@ -71,13 +72,12 @@ def decode_step(llm: LLM, rows: int, context: int) -> float:
 @torch.inference_mode()
 def linear_layers(rows: int) -> float:
     """Median seconds of all packed layers of this process on so many rows, biases included."""
-    layers = [found for found in gc.get_objects() if type(found) in (PackedLinear, Int8Linear)]
-    dtype = torch.float32
+    kinds = (PackedLinear, NativeLinear, NativeGatedLinear, Int8Linear)
+    layers = [found for found in gc.get_objects() if type(found) in kinds]
+    exact = next(layer for layer in layers if not isinstance(layer, Int8Linear))
+    dtype = exact._packed.dtype
     inputs: dict[int, torch.Tensor] = {}
     times = []
-    for layer in layers:
-        if isinstance(layer, PackedLinear):
-            dtype = layer._packed.dtype
     for layer in layers:
         inputs.setdefault(layer.in_features, torch.randn(rows, layer.in_features).to(dtype))
     for _ in range(_STEPS // 2):

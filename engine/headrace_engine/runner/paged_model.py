@@ -63,8 +63,7 @@ class PagedModel:
         self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
         check_model_fits(self._model, device)
         self._model.to(device)
-        self._batch_invariant = config.batch_invariant
-        if self._batch_invariant and self._backend.name != "native":
+        if config.batch_invariant and self._backend.name != "native":
             raise ConfigError("batch_invariant needs the compiled attention kernel, which cannot serve this model here")
         self.info = ModelInfo(
             vocab_size=hf_config.get_text_config().vocab_size,
@@ -80,6 +79,7 @@ class PagedModel:
         self._stack: DecoderStack | None = None
         if device.type == "cpu":
             self._prepare_products(config, read_weights, fuse_layers=fuse_layers)
+        self._in_tiles = config.batch_invariant and not self._computes_rows_alone()
         self._lora: LoRALayers | None = None
 
     @property
@@ -122,6 +122,10 @@ class PagedModel:
         if self._stack is not None:
             self._stack.bind()
 
+    def _computes_rows_alone(self) -> bool:
+        """Whether all products are our own, which give each row the same bits in any company."""
+        return self._stack is not None and isinstance(self._model.get_output_embeddings(), NativeLinear)
+
     def _stack_layers(self) -> DecoderStack | None:
         """Let one call compute all layers, where all of them are of the kind for it."""
         if not isinstance(self._backend, NativeBackend):
@@ -137,7 +141,7 @@ class PagedModel:
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
-        if not self._batch_invariant:
+        if not self._in_tiles:
             return self._forward(inputs)
         parts, order = [], []
         for tile, (places, rows) in row_tiles.split(inputs):

@@ -16,6 +16,7 @@ from torch import nn
 from engine.model_families import MAX_POSITIONS
 from engine.tiny_models import TinyModel
 from headrace_engine.config import EngineArgs
+from headrace_engine.runner import models
 from headrace_engine.runner.fused import elementwise, fusion, native_linear
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
@@ -170,8 +171,42 @@ def test_a_layer_without_rotation_is_fused_without_rotation(llama: TinyModel) ->
 
     attention.forward = without_positions
     assert fusion.fuse_decoder_layers(model, MAX_POSITIONS) == 3
-    assert all(layer.shares_positions for layer in model.model.layers)
+    assert all(layer.in_chain for layer in model.model.layers)
     assert [layer.with_rope for layer in model.model.layers] == [True, True, False]
+
+
+class RunTwice(nn.ModuleList):
+    """The layers of a looped transformer."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self, *self] if isinstance(index, slice) else super().__getitem__(index)
+
+
+class Between(nn.ModuleList):
+    """Layers of a model that does something of its own between them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return [lambda hidden, layer=layer, **more: layer(hidden * 1.3, **more) for layer in self]
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, RunTwice, Between])
+def test_layers_are_computed_in_one_call_only_where_the_model_runs_through_them_once_and_does_nothing_between(
+    llama: TinyModel, kind: type[nn.ModuleList], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = models.load_weights
+
+    def load_weights(*args: Any) -> Any:
+        model: Any = own(*args)
+        model.model.layers = kind(model.model.layers)
+        return model
+
+    monkeypatch.setattr(models, "load_weights", load_weights)
+    monkeypatch.setattr(native_linear, "preferred", lambda _: True)
+    layers = decoder_layers(load(llama, "float32")._model)
+    assert layers is not None
+    assert [type(layer) for layer in layers] == ([DecoderStack] if kind is nn.ModuleList else [FusedDecoderLayer] * 3)
 
 
 def test_layers_whose_weights_are_read_elsewhere_stay(llama: TinyModel) -> None:

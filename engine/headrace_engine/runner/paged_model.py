@@ -4,6 +4,7 @@ One runner may hold several: the model that it serves and, with speculative deco
 block ids, not memory.
 """
 
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -27,6 +28,8 @@ from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 from headrace_engine.runner.probe import ModelLayout
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -131,11 +134,16 @@ class PagedModel:
         if not isinstance(self._backend, NativeBackend):
             return None
         layers = stackable(decoder_layers(self._model) or nn.ModuleList())
-        if not layers or any(layer.kv_source is not None for layer in self._layout.layers):
+        # A model may run its layers twice, or have attention elsewhere.
+        if not layers or list(self._layout.modules) != [layer.attention for layer in layers]:
             return None
-        order = {module: place for place, module in enumerate(self._layout.modules)}
-        places = [order[layer.attention] for layer in layers]
-        stack = DecoderStack(layers, places, self._backend)
+        if any(layer.kv_source is not None for layer in self._layout.layers):
+            return None
+        try:
+            stack = DecoderStack(layers, self._backend)
+        except OSError as error:
+            logger.warning("decoder layers are computed one by one: %s", error)
+            return None
         self._model.get_decoder().layers = nn.ModuleList([stack])
         return stack
 
@@ -165,6 +173,8 @@ class PagedModel:
             ).logits[0]
         finally:
             self._metadata = None
+            if self._stack is not None:
+                self._stack.metadata = None
         return logits if keeps_logits else logits[inputs.logits_indices]
 
     def _attention(

@@ -42,8 +42,8 @@ class FusedDecoderLayer(nn.Module):
     """
 
     attend: Attend
-    shares_positions = False
-    """Whether all layers of the model are given the same position embeddings."""
+    in_chain = False
+    """Whether each layer of the model gets what the one before it gives, and all the same position embeddings."""
 
     def __init__(
         self,

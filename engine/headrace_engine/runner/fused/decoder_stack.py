@@ -43,9 +43,10 @@ class _StepArgs(ctypes.Structure):
 class DecoderStack(nn.Module):
     """Stands in a model's list of layers for all of them.
 
+    Raises OSError, whose message says what is missing to build its kernel.
+
     Args:
-        layers: what `stackable` found.
-        places: of each layer among the attention layers of the backend.
+        layers: what `stackable` found; they are all the layers that the backend knows, in their order.
         backend: whose memory attention reads and writes; `bind` takes it up.
     """
 
@@ -55,16 +56,15 @@ class DecoderStack(nn.Module):
     def __init__(
         self,
         layers: Sequence[FusedDecoderLayer],
-        places: Sequence[int],
         backend: NativeBackend,
     ) -> None:
         super().__init__()
         self._layers = nn.ModuleList(layers)  # they own what the kernels read
-        self._places = places
         self._backend = backend
         self._shape = layers[0].shape
         self._width = max(_native(layer.down).in_features for layer in layers)
         attention = backend.library
+        self._compute = _library().headrace_decoder_layers
         self._kernels = _Kernels(
             _address(native_linear.library().headrace_linear),
             _address(elementwise.library().headrace_norm_rope),
@@ -83,7 +83,7 @@ class DecoderStack(nn.Module):
     def bind(self) -> None:
         """Take up the memory that the backend has allocated."""
         layers: Any = self._layers
-        for own, layer, place in zip(self._own, layers, self._places, strict=True):
+        for place, (own, layer) in enumerate(zip(self._own, layers, strict=True)):
             own.qkv, own.o = layer.qkv.args(layer.input_norm), layer.o.args(adds=True)
             own.gate_up, own.down = layer.gated.args(layer.output_norm), layer.down.args(adds=True)
             options = layer.options
@@ -117,7 +117,10 @@ class DecoderStack(nn.Module):
         if position_embeddings is not None:
             cosine, sine = position_embeddings
             step.rotary_dim, step.cosine, step.sine = cosine.shape[-1], cosine.data_ptr(), sine.data_ptr()
+        else:
+            step.rotary_dim, step.cosine, step.sine = 0, None, None
         assert self.metadata is not None
+        assert hidden_states.is_contiguous()
         attention.of(self.metadata)
         attention.num_tokens = rows
         head = shape.head_dim * dtype.itemsize
@@ -127,7 +130,7 @@ class DecoderStack(nn.Module):
         for name in ("query", "key", "value"):
             setattr(attention, f"{name}_token_stride", qkv.stride(0))
             setattr(attention, f"{name}_head_stride", shape.head_dim)
-        if _library().headrace_decoder_layers(ctypes.byref(step)):
+        if self._compute(ctypes.byref(step)):
             raise MemoryError(f"no memory to compute {rows} tokens")
         return hidden_states
 
@@ -136,7 +139,7 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
     """The layers, where they are of one shape and every part of them is a kernel of ours; none otherwise."""
     fused = [layer for layer in layers if isinstance(layer, FusedDecoderLayer)]
     whole = len(fused) == len(layers) and all(
-        layer.shares_positions
+        layer.in_chain
         and layer.shape == fused[0].shape
         and all(isinstance(part, NativeLinear) for part in (layer.qkv, layer.o))
         and layer.mlp is None

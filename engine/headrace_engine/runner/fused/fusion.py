@@ -5,9 +5,10 @@ its would-be replacement, attention included, and is replaced where the two agre
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def fuse_decoder_layers(
         logger.warning("decoder layers are not fused: %s", error)
         return 0
     seen = _probe(model, candidates, max_model_len)
-    shares_positions = len({id(each.position_embeddings) for each in seen.values()}) == 1
+    in_chain = len(seen) == len(layers) and _is_chain([seen[index] for index in range(len(layers))])
     name: str = model.config._attn_implementation
     attend = AttentionInterface._global_mapping[name]
     tried, count = len(candidates), 0
@@ -77,7 +78,7 @@ def fuse_decoder_layers(
         fused = _verified(layer, seen.pop(index, None), model.dtype, linear)
         if fused is not None:
             fused.strip()
-            fused.attend, fused.shares_positions = attend, shares_positions
+            fused.attend, fused.in_chain = attend, in_chain
             layers[index] = fused
             count += 1
         del layer
@@ -91,6 +92,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """The list that a model runs through; None where it has none of that kind."""
     found = getattr(model.get_decoder(), "layers", None)
     return found if isinstance(found, nn.ModuleList) else None
+
+
+def _is_chain(seen: Sequence[_Seen]) -> bool:
+    same_positions = len({id(each.position_embeddings) for each in seen}) == 1
+    return same_positions and all(
+        one.output is not None and torch.equal(one.output, following.hidden) for one, following in pairwise(seen)
+    )
 
 
 def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_len: int) -> dict[int, _Seen]:

@@ -117,6 +117,8 @@ class NativeLinear(PreparedLinear):
         return args
 
     def _compute(self, x: torch.Tensor, out: torch.Tensor, result: int, norm: Norm | None = None) -> None:
+        assert x.shape[1] == self.in_features, f"{x.shape[1]} features for a layer of {self.in_features}"
+        assert x.dtype is out.dtype is self._packed.dtype, f"{x.dtype} for a layer of {self._packed.dtype}"
         if x.stride(-1) != 1:
             x = x.contiguous()
         args = self._args  # what changes from call to call; filling the whole anew takes as long as a small product

@@ -34,6 +34,7 @@
 #define VECTORS 3
 #define PANEL (VECTORS * LANES)
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
+#define SOON 16         /* inputs between asking for weights and multiplying with them */
 #define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
 
 typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -139,6 +140,9 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
         for (int j = 0; j < VECTORS; j++) w[j] = load_vector(weight, (int64_t)k * PANEL + j * LANES, dtype);
         __builtin_prefetch(ahead, 0, 2);
         ahead += ahead_step;
+        /* What the processor fetches by itself on its way from L2 comes late. */
+        const char *soon = (const char *)weight + (int64_t)(k + SOON) * PANEL * (dtype == FLOAT32 ? 4 : 2);
+        for (int at = 0; at < PANEL * (dtype == FLOAT32 ? 4 : 2); at += 64) __builtin_prefetch(soon + at, 0, 3);
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS; i++) {
             float x = tile[(int64_t)k * ROWS + i];
@@ -268,7 +272,7 @@ int headrace_linear(const linear_args *a) {
     int64_t tiles = (a->rows + TILE - 1) / TILE, blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
     int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features, panels = (width + PANEL - 1) / PANEL;
     /* Enough units for threads that are not equally fast, each of panels that lie side by side. */
-    int64_t wanted = (int64_t)a->threads * 8 / blocks;
+    int64_t wanted = (int64_t)a->threads * 24 / blocks;
     int groups = wanted < 1 ? 1 : wanted > panels ? panels : (int)wanted;
 #pragma omp parallel num_threads(a->threads)
     {

@@ -35,6 +35,7 @@
 #define PANEL (VECTORS * LANES)
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
+#define PACKED_PART 256 /* inputs of a tile that are copied for all rows before the next */
 #define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
 
 typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -188,17 +189,22 @@ static float inverse_rms(const linear_args *a, int64_t from) {
 }
 
 static void pack_tile(const linear_args *a, float *tiled, int64_t begin, int64_t end) {
-    float *target = tiled + begin * a->in_features;
     int rows = (int)(end - begin);
-    for (int i = 0; i < rows; i++) {
-        int64_t from = (begin + i) * a->x_stride;
-        if (a->norm_weight) {
-            float scale = inverse_rms(a, from);
-            for (int k = 0; k < a->in_features; k++)
-                target[(int64_t)k * rows + i] =
-                    load_scalar(a->x, from + k, a->dtype) * (scale * load_scalar(a->norm_weight, k, a->dtype));
-        } else {
-            for (int k = 0; k < a->in_features; k++) target[(int64_t)k * rows + i] = load_scalar(a->x, from + k, a->dtype);
+    float scales[TILE];
+    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
+    /* Part by part, so that the lines which the rows share stay in L1 until all rows have written to them. */
+    for (int part = 0; part < a->in_features; part += PACKED_PART) {
+        int last = part + PACKED_PART < a->in_features ? part + PACKED_PART : a->in_features;
+        for (int i = 0; i < rows; i++) {
+            float *target = tiled + begin * a->in_features + i;
+            int64_t from = (begin + i) * a->x_stride;
+            if (a->norm_weight) {
+                for (int k = part; k < last; k++)
+                    target[(int64_t)k * rows] =
+                        load_scalar(a->x, from + k, a->dtype) * (scales[i] * load_scalar(a->norm_weight, k, a->dtype));
+            } else {
+                for (int k = part; k < last; k++) target[(int64_t)k * rows] = load_scalar(a->x, from + k, a->dtype);
+            }
         }
     }
 }

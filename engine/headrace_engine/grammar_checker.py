@@ -104,7 +104,7 @@ class GrammarChecker:
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # a process that has ended is noticed where its answer is read
             process.stdin.write(json.dumps(asdict(definition)).encode() + b"\n")
         return process
 

@@ -175,7 +175,7 @@ class HealthServer:
         """One request, one response, within the deadline."""
         loop = asyncio.get_running_loop()
         connection.setblocking(False)
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError, TimeoutError):  # who asks too slowly, or goes away, gets no answer
             async with asyncio.timeout(self._deadline):
                 request = await self._read_head(connection)
                 if request is None:

@@ -98,7 +98,7 @@ class LocalWorker:
         assert self._process is not None, "not started"
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
                 return self._process.wait(timeout)
             self._process.kill()
         return self._process.wait()

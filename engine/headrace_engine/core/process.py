@@ -245,7 +245,7 @@ class EngineCoreProcess:
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ask the child to end, kill it after `timeout` seconds, and reap it. Outputs not yet taken are lost."""
         self._stopping = True
-        with contextlib.suppress(EngineDeadError):
+        with contextlib.suppress(EngineDeadError):  # it has ended already; what follows reaps it
             self._send(["stop"])
         try:
             self._process.wait(timeout)

@@ -15,9 +15,12 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-import torch  # noqa: F401  # see `load`
+import torch  # before any library of ours, see `load`
 
 logger = logging.getLogger(__name__)
+
+# The kernels' numbers for the types that they take, as in vectors.h and elementwise.c.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
 

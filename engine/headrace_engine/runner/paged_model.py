@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner import int8_linear, memory, models, packed_linear, probe, rope, row_tiles
-from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec
+from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
@@ -201,7 +201,7 @@ class PagedModel:
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
             self._metadata,
-            scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+            scale=scale_of(scaling, query.shape[-1]),
             softcap=softcap,
             sinks=s_aux,
         )

@@ -55,6 +55,11 @@ class AttentionSpec:
     dtype: torch.dtype
 
 
+def scale_of(scaling: float | None, k_dim: int) -> float:
+    """What scores are multiplied by, where a model says it or leaves it to the size of its heads."""
+    return k_dim**-0.5 if scaling is None else float(scaling)
+
+
 class AttentionBackend(Protocol):
     name: str
 

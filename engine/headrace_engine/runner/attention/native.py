@@ -11,7 +11,6 @@ import torch
 from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _LANES = 16
 
 
@@ -68,7 +67,7 @@ class NativeBackend:
     @staticmethod
     def unsupported_reason(spec: AttentionSpec) -> str | None:
         """Why the kernel cannot serve this model on this machine; None when it can."""
-        if spec.dtype not in _DTYPES:
+        if spec.dtype not in native_library.DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
         if spec.block_size % _LANES:
             return f"block size {spec.block_size} is not a multiple of {_LANES} tokens"
@@ -98,7 +97,7 @@ class NativeBackend:
                 self._v_cache.append(self._v_cache[layer.kv_source])
             self._layers.append(
                 LayerArgs(
-                    dtype=_DTYPES[dtype],
+                    dtype=native_library.DTYPES[dtype],
                     num_heads=layer.num_heads,
                     num_kv_heads=layer.num_kv_heads,
                     k_dim=layer.k_dim,

@@ -19,22 +19,11 @@
  *
  * Plain C with GCC/Clang vector extensions: no header of torch, compiles in a few seconds.
  */
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
-/* A vector is one register of the processor: of wider ones GCC makes loads and stores. The largest tile of a product
- * leaves registers for the columns and a row's element: there are 32, with plain AVX2 16. */
-#ifdef __AVX512F__
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
+#include "../vectors.h"
+
+/* The largest tile of a product leaves registers for the columns and a row's element: there are 32, with plain AVX2 16. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_ROWS 8
 #else
@@ -45,13 +34,6 @@
 #define PADDING 16         /* a row of values has a multiple of this, in native.py too */
 #define CHUNK (64 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
 #define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
-
-typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef int32_t i32x __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t u32x __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint16_t u16x __attribute__((vector_size(LANES * 2), aligned(2)));
-
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
 /* What stays the same from step to step. */
 typedef struct {
@@ -78,63 +60,13 @@ typedef struct {
 } step_args;
 
 typedef struct {
-    int32_t dtype;
-    int32_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
-    int32_t num_sequences, num_threads, max_blocks, window;
-    float scale, softcap;
-    int64_t query_token_stride, query_head_stride;
-    const void *query;
-    void *output;
-    const void *k_cache, *v_cache;
-    const int32_t *query_start, *seq_lens, *table_rows, *block_table;
-    const float *sinks;
+    layer_args layer;
+    step_args step;
 } attention_args;
 
 static inline int min(int a, int b) { return a < b ? a : b; }
 
 static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
-
-static inline float load_scalar(const void *base, int64_t index, int dtype) {
-    if (dtype == FLOAT32) return ((const float *)base)[index];
-    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline f32x load_vector(const void *base, int64_t index, int dtype) {
-    if (dtype == FLOAT32) return *(const f32x *)((const float *)base + index);
-    u16x half = *(const u16x *)((const uint16_t *)base + index);
-#ifdef __AVX512F__ /* of what follows GCC 12 makes five instructions, and the products wait for them */
-    return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
-#endif
-    return (f32x)(__builtin_convertvector(half, u32x) << 16);
-}
-
-static inline void store_scalar(void *base, int64_t index, float value, int dtype) {
-    if (dtype == FLOAT32) {
-        ((float *)base)[index] = value;
-        return;
-    }
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    /* round to nearest even; a NaN stays one */
-    bits = value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-    ((uint16_t *)base)[index] = (uint16_t)(bits >> 16);
-}
-
-static inline f32x broadcast(float value) { return value - (f32x){0}; }
-
-static inline f32x select_vector(i32x mask, f32x yes, f32x no) {
-    return (f32x)(((i32x)yes & mask) | ((i32x)no & ~mask));
-}
-
-static inline f32x max_vector(f32x a, f32x b) {
-#ifdef __AVX512F__ /* one instruction for four */
-    return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
-#endif
-    return select_vector(a > b, a, b);
-}
 
 static inline float max_lanes(f32x v) {
     float most[LANES];
@@ -148,24 +80,6 @@ static inline float sum_lanes(f32x v) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += v[i];
     return sum;
-}
-
-/* exp of x <= 88 by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error about 2e-7. At the
- * lower bound n is -127, whose power of two has all bits zero: exp is exactly 0 below -87.7. A NaN stays one. */
-static inline f32x exp_vector(f32x x) {
-    x = max_vector(broadcast(-88.0f), x);
-    f32x t = x * 1.44269504088896341f;
-    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
-    f32x n = (t + shift) - shift;
-    f32x r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    f32x p = r * 1.3888888888e-3f + 8.3333333333e-3f;
-    p = p * r + 4.1666666666e-2f;
-    p = p * r + 1.6666666666e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return p * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23);
 }
 
 static inline f32x tanh_vector(f32x x) {
@@ -232,12 +146,12 @@ soften_row(const attention_args *a, float *scores, int num_columns, int first_ke
            f32x *total, float *mixed) {
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    int oldest = a->window > 0 ? position - a->window + 1 : 0;
+    int oldest = a->layer.window > 0 ? position - a->layer.window + 1 : 0;
     int whole = first_key >= oldest && first_key + num_columns * LANES - 1 <= position;
     f32x chunk_most = broadcast(*most);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
-        if (a->softcap > 0) s = tanh_vector(s / a->softcap) * a->softcap;
+        if (a->layer.softcap > 0) s = tanh_vector(s / a->layer.softcap) * a->layer.softcap;
         if (!whole) {
             i32x key = lanes + (first_key + c * LANES);
             s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
@@ -249,7 +163,7 @@ soften_row(const attention_args *a, float *scores, int num_columns, int first_ke
     if (new_most > *most) {
         f32x shrink = exp_vector(broadcast(*most - new_most));
         *total *= shrink;
-        for (int d = 0; d < padded(a->v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
+        for (int d = 0; d < padded(a->layer.v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
         *most = new_most;
     }
     for (int c = 0; c < num_columns; c++) {
@@ -270,7 +184,7 @@ typedef struct {
 } chunk;
 
 static inline int first_position(const attention_args *a, const unit *u) {
-    return a->seq_lens[u->sequence] - (a->query_start[u->sequence + 1] - u->first_token);
+    return a->step.seq_lens[u->sequence] - (a->step.query_start[u->sequence + 1] - u->first_token);
 }
 
 static inline int last_column(const attention_args *a, const unit *u) {
@@ -279,22 +193,22 @@ static inline int last_column(const attention_args *a, const unit *u) {
 
 /* The column of the oldest key that any row of the unit sees. */
 static inline int oldest_column(const attention_args *a, const unit *u) {
-    int oldest = a->window > 0 ? first_position(a, u) - a->window + 1 : 0;
+    int oldest = a->layer.window > 0 ? first_position(a, u) - a->layer.window + 1 : 0;
     return oldest > 0 ? oldest / LANES : 0;
 }
 
 /* Chunks end at multiples of CHUNK columns wherever the first one begins, so that a row's sums are the same in every
  * unit that it can be part of. */
 static inline chunk locate(const attention_args *a, const unit *u, int first_column, int64_t element) {
-    const int32_t *table = a->block_table + (int64_t)a->table_rows[u->sequence] * a->max_blocks;
+    const int32_t *table = a->step.block_table + (int64_t)a->step.table_rows[u->sequence] * a->step.max_blocks;
     int end = min(first_column / CHUNK * CHUNK + CHUNK, last_column(a, u) + 1);
     chunk found = {.first_column = first_column, .num_columns = end - first_column};
     for (int c = 0; c < CHUNK; c++) {
         /* A place beyond the last column is only ever asked ahead for: let it be the last one. */
         int key = min(first_column + c, end - 1) * LANES;
-        int64_t tile = (int64_t)table[key / a->block_size] * a->num_kv_heads + u->kv_head, offset = key % a->block_size;
-        found.k[c] = (const char *)a->k_cache + (tile * a->k_dim * a->block_size + offset) * element;
-        found.v[c] = (const char *)a->v_cache + (tile * a->block_size + offset) * padded(a->v_dim) * element;
+        int64_t tile = (int64_t)table[key / a->layer.block_size] * a->layer.num_kv_heads + u->kv_head, offset = key % a->layer.block_size;
+        found.k[c] = (const char *)a->layer.k_cache + (tile * a->layer.k_dim * a->layer.block_size + offset) * element;
+        found.v[c] = (const char *)a->layer.v_cache + (tile * a->layer.block_size + offset) * padded(a->layer.v_dim) * element;
     }
     return found;
 }
@@ -305,8 +219,8 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
     for (int row = 0; row < rows; row += MAX_ROWS)
         for (int c = 0; c < now->num_columns; c += MAX_COLUMNS) {
             int columns = now->num_columns - c < MAX_COLUMNS ? 1 : MAX_COLUMNS;
-            multiply(min(rows - row, MAX_ROWS), columns, queries + row * a->k_dim, a->k_dim, now->k + c,
-                     row ? NULL : next->k + c, a->block_size, a->k_dim, scores + (row * CHUNK + c) * LANES,
+            multiply(min(rows - row, MAX_ROWS), columns, queries + row * a->layer.k_dim, a->layer.k_dim, now->k + c,
+                     row ? NULL : next->k + c, a->layer.block_size, a->layer.k_dim, scores + (row * CHUNK + c) * LANES,
                      CHUNK * LANES, 1, dtype);
         }
 }
@@ -314,7 +228,7 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
 static inline __attribute__((always_inline)) void
 mix_chunk(const attention_args *a, const float *scores, const chunk *now, const chunk *next, float *mixed, int rows,
           int num_keys, int dtype) {
-    int v_stride = padded(a->v_dim), element = dtype == FLOAT32 ? 4 : 2;
+    int v_stride = padded(a->layer.v_dim), element = dtype == FLOAT32 ? 4 : 2;
     for (int row = 0; row < rows; row += MAX_ROWS)
         for (int first = 0, end; first < now->num_columns; first = end) {
             /* the columns that lie in one block are one run of rows */
@@ -337,8 +251,8 @@ mix_chunk(const attention_args *a, const float *scores, const chunk *now, const 
 /* `next` holds the place of the unit's first chunk, and at the end that of the first chunk of the unit to come. */
 static inline __attribute__((always_inline)) void
 attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next, float *scratch, int dtype) {
-    int group = a->num_heads / a->num_kv_heads, rows = u->num_tokens * group;
-    int k_dim = a->k_dim, v_dim = a->v_dim, v_stride = padded(v_dim);
+    int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group;
+    int k_dim = a->layer.k_dim, v_dim = a->layer.v_dim, v_stride = padded(v_dim);
     int64_t element = dtype == FLOAT32 ? 4 : 2;
     f32x *total = (f32x *)scratch;
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
@@ -347,11 +261,11 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
 
     for (int row = 0; row < rows; row++) {
         int token = u->first_token + row / group, head = u->kv_head * group + row % group;
-        int64_t base = token * a->query_token_stride + head * a->query_head_stride;
-        for (int d = 0; d < k_dim; d++) queries[row * k_dim + d] = load_scalar(a->query, base + d, dtype) * a->scale;
-        most[row] = a->sinks ? a->sinks[head] : MASKED;
+        int64_t base = token * a->step.query_token_stride + head * a->step.query_head_stride;
+        for (int d = 0; d < k_dim; d++) queries[row * k_dim + d] = load_scalar(a->step.query, base + d, dtype) * a->layer.scale;
+        most[row] = a->layer.sinks ? a->layer.sinks[head] : MASKED;
         total[row] = broadcast(0);
-        if (a->sinks) total[row][0] = 1.0f;
+        if (a->layer.sinks) total[row][0] = 1.0f;
     }
     memset(mixed, 0, sizeof(float) * rows * v_stride);
 
@@ -370,9 +284,9 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
     }
     for (int row = 0; row < rows; row++) {
         int token = u->first_token + row / group, head = u->kv_head * group + row % group;
-        int64_t base = ((int64_t)token * a->num_heads + head) * v_dim;
+        int64_t base = ((int64_t)token * a->layer.num_heads + head) * v_dim;
         float inverse = 1.0f / sum_lanes(total[row]);
-        for (int d = 0; d < v_dim; d++) store_scalar(a->output, base + d, mixed[row * v_stride + d] * inverse, dtype);
+        for (int d = 0; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[row * v_stride + d] * inverse, dtype);
     }
 }
 
@@ -380,8 +294,8 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
 static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_t number, int run, int sequence) {
     while (number >= first_unit[sequence + 1]) sequence++;
     int64_t local = number - first_unit[sequence];
-    int first = a->query_start[sequence] + (int)(local / a->num_kv_heads) * run;
-    return (unit){sequence, first, min(a->query_start[sequence + 1] - first, run), (int)(local % a->num_kv_heads)};
+    int first = a->step.query_start[sequence] + (int)(local / a->layer.num_kv_heads) * run;
+    return (unit){sequence, first, min(a->step.query_start[sequence + 1] - first, run), (int)(local % a->layer.num_kv_heads)};
 }
 
 static int64_t claim(int64_t *claimed) {
@@ -393,32 +307,23 @@ static int64_t claim(int64_t *claimed) {
 
 /* Returns 0, or -1 when memory for the scratch space is lacking. */
 int headrace_attention(const layer_args *layer, const step_args *step) {
-    const attention_args joined = {
-        .dtype = layer->dtype, .num_heads = layer->num_heads, .num_kv_heads = layer->num_kv_heads,
-        .k_dim = layer->k_dim, .v_dim = layer->v_dim, .block_size = layer->block_size, .window = layer->window,
-        .scale = layer->scale, .softcap = layer->softcap, .k_cache = layer->k_cache, .v_cache = layer->v_cache,
-        .sinks = layer->sinks, .num_sequences = step->num_sequences, .num_threads = step->num_threads,
-        .max_blocks = step->max_blocks, .query_token_stride = step->query_token_stride,
-        .query_head_stride = step->query_head_stride, .query = step->query, .output = step->output,
-        .query_start = step->query_start, .seq_lens = step->seq_lens, .table_rows = step->table_rows,
-        .block_table = step->block_table,
-    };
+    const attention_args joined = {*layer, *step};
     const attention_args *a = &joined;
-    int group = a->num_heads / a->num_kv_heads;
+    int group = a->layer.num_heads / a->layer.num_kv_heads;
     int run = 48 / group > 1 ? 48 / group : 1; /* query tokens a unit of work: 48 rows keep the scratch in L2 */
     int64_t num_units = 0, claimed = 0;
-    int64_t *first_unit = malloc(sizeof(int64_t) * (a->num_sequences + 1));
+    int64_t *first_unit = malloc(sizeof(int64_t) * (a->step.num_sequences + 1));
     if (!first_unit) return -1;
-    for (int s = 0; s < a->num_sequences; s++) {
+    for (int s = 0; s < a->step.num_sequences; s++) {
         first_unit[s] = num_units;
-        num_units += (int64_t)((a->query_start[s + 1] - a->query_start[s] + run - 1) / run) * a->num_kv_heads;
+        num_units += (int64_t)((a->step.query_start[s + 1] - a->step.query_start[s] + run - 1) / run) * a->layer.num_kv_heads;
     }
-    first_unit[a->num_sequences] = num_units;
+    first_unit[a->step.num_sequences] = num_units;
     int failed = 0;
-    int64_t element = a->dtype == FLOAT32 ? 4 : 2;
-#pragma omp parallel num_threads(a->num_threads)
+    int64_t element = a->layer.dtype == FLOAT32 ? 4 : 2;
+#pragma omp parallel num_threads(a->step.num_threads)
     {
-        int64_t floats = (int64_t)run * group * (a->k_dim + padded(a->v_dim) + CHUNK * LANES + LANES + 1);
+        int64_t floats = (int64_t)run * group * (a->layer.k_dim + padded(a->layer.v_dim) + CHUNK * LANES + LANES + 1);
         float *scratch = malloc(sizeof(float) * floats);
         if (!scratch) {
 #pragma omp atomic write
@@ -432,11 +337,11 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
             if (!located) next = locate(a, &now, oldest_column(a, &now), element);
             /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
              * another thread may have time for sooner. */
-            int early = a->num_threads == 1 || number + 2 * a->num_threads < num_units;
+            int early = a->step.num_threads == 1 || number + 2 * a->step.num_threads < num_units;
             following = early ? claim(&claimed) : 0;
             located = early && following < num_units;
             if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
-            if (a->dtype == FLOAT32) attend(a, &now, located ? &upcoming : NULL, &next, scratch, FLOAT32);
+            if (a->layer.dtype == FLOAT32) attend(a, &now, located ? &upcoming : NULL, &next, scratch, FLOAT32);
             else attend(a, &now, located ? &upcoming : NULL, &next, scratch, BFLOAT16);
             if (!early) following = claim(&claimed);
         }

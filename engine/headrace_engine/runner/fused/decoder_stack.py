@@ -9,13 +9,11 @@ import torch
 from torch import nn
 
 from headrace_engine.runner import native_library
-from headrace_engine.runner.attention.backend import AttentionMetadata
+from headrace_engine.runner.attention.backend import AttentionMetadata, scale_of
 from headrace_engine.runner.attention.native import NativeBackend, StepArgs
 from headrace_engine.runner.fused import elementwise, native_linear
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Kernels(ctypes.Structure):
@@ -53,11 +51,7 @@ class DecoderStack(nn.Module):
     metadata: AttentionMetadata | None = None
     """The step's, to be set before each."""
 
-    def __init__(
-        self,
-        layers: Sequence[FusedDecoderLayer],
-        backend: NativeBackend,
-    ) -> None:
+    def __init__(self, layers: Sequence[FusedDecoderLayer], backend: NativeBackend) -> None:
         super().__init__()
         self._layers = nn.ModuleList(layers)  # they own what the kernels read
         self._backend = backend
@@ -86,10 +80,8 @@ class DecoderStack(nn.Module):
         for place, (own, layer) in enumerate(zip(self._own, layers, strict=True)):
             own.qkv, own.o = layer.qkv.args(layer.input_norm), layer.o.args(adds=True)
             own.gate_up, own.down = layer.gated.args(layer.output_norm), layer.down.args(adds=True)
-            options = layer.options
-            args = self._backend.layer_args(
-                place, scale=_scale(options, self._shape.head_dim), softcap=options.get("softcap"), sinks=None
-            )
+            scale = scale_of(layer.options.get("scaling"), self._shape.head_dim)
+            args = self._backend.layer_args(place, scale=scale, softcap=layer.options.get("softcap"), sinks=None)
             own.attention = ctypes.addressof(args)
             own.q_norm = None if layer.q_norm is None else layer.q_norm.weight.data_ptr()
             own.k_norm = None if layer.k_norm is None else layer.k_norm.weight.data_ptr()
@@ -111,7 +103,7 @@ class DecoderStack(nn.Module):
         mixed = torch.empty((rows, shape.q_heads * shape.head_dim), dtype=dtype)
         gated = torch.empty((rows, self._width), dtype=dtype)
         step, attention = self._step, self._attention_step
-        step.dtype, step.threads, step.rows = _DTYPES[dtype], torch.get_num_threads(), rows
+        step.dtype, step.threads, step.rows = native_library.DTYPES[dtype], torch.get_num_threads(), rows
         step.hidden, step.qkv = hidden_states.data_ptr(), qkv.data_ptr()
         step.mixed, step.gated = mixed.data_ptr(), gated.data_ptr()
         if position_embeddings is not None:
@@ -155,11 +147,6 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
 def _native(layer: Any) -> NativeLinear:
     assert isinstance(layer, NativeLinear)
     return layer
-
-
-def _scale(options: dict[str, Any], head_dim: int) -> float:
-    scale = options.get("scaling")
-    return float(head_dim**-0.5 if scale is None else scale)
 
 
 def _address(function: Any) -> int | None:

@@ -10,7 +10,6 @@ import torch
 
 from headrace_engine.runner import native_library
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MOST_FEATURES = 32768
 MOST_HEAD_DIM = 1024
 
@@ -43,7 +42,7 @@ def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch
     rows, features = hidden.shape
     out = torch.empty_like(hidden)
     library().headrace_add_rms_norm(
-        _DTYPES[hidden.dtype],
+        native_library.DTYPES[hidden.dtype],
         torch.get_num_threads(),
         rows,
         features,
@@ -76,7 +75,7 @@ def norm_rope(
         cosine, sine: [tokens, rotary_dim], in halves as transformers makes them (Su et al. 2021); None without.
     """
     library().headrace_norm_rope(
-        _DTYPES[qkv.dtype],
+        native_library.DTYPES[qkv.dtype],
         torch.get_num_threads(),
         qkv.shape[0],
         qkv.shape[1],
@@ -98,7 +97,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, features = gate_up.shape
     out = torch.empty((rows, features // 2), dtype=gate_up.dtype)
     library().headrace_silu_mul(
-        _DTYPES[gate_up.dtype], torch.get_num_threads(), rows, features // 2, gate_up.data_ptr(), out.data_ptr()
+        native_library.DTYPES[gate_up.dtype],
+        torch.get_num_threads(),
+        rows,
+        features // 2,
+        gate_up.data_ptr(),
+        out.data_ptr(),
     )
     return out
 
@@ -113,7 +117,7 @@ def quantise_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     levels = torch.empty((rows, features), dtype=torch.uint8)
     scales = torch.empty(rows, dtype=torch.float32)
     library().headrace_quantise_rows(
-        _DTYPES[values.dtype],
+        native_library.DTYPES[values.dtype],
         torch.get_num_threads(),
         rows,
         features,
@@ -131,7 +135,7 @@ def scale_rows(
     rows, features = values.shape
     out = values if dtype is torch.float32 else torch.empty((rows, features), dtype=dtype)
     library().headrace_scale_rows(
-        _DTYPES[dtype],
+        native_library.DTYPES[dtype],
         torch.get_num_threads(),
         rows,
         features,

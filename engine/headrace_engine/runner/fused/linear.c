@@ -11,25 +11,15 @@
  * extensions; the loops over rows and columns of a tile have constant bounds and vanish.
  */
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
+#include "../vectors.h"
 #include "linear.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-#if defined(__AVX512F__)
-#define LANES 16
-#define TILE 8 /* 24 sums, 3 vectors of weights and a broadcast: 28 of 32 registers */
-#elif defined(__AVX__)
-#define LANES 8
+#if defined(__AVX__) && !defined(__AVX512F__)
 #define TILE 4
 #else
-#define LANES 4
-#define TILE 8
+#define TILE 8 /* 24 sums, 3 vectors of weights and a broadcast: 28 of 32 registers */
 #endif
 #define VECTORS 3
 #define PANEL (VECTORS * LANES)
@@ -37,28 +27,6 @@
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
 #define PACKED_PART 256 /* inputs of a tile that are copied for all rows before the next */
 #define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
-
-typedef float f32x __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef int32_t i32x __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t u32x __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint16_t u16x __attribute__((vector_size(LANES * 2), aligned(2)));
-
-static inline __attribute__((always_inline)) f32x load_vector(const void *base, int64_t index, int dtype) {
-    if (dtype == FLOAT32) return *(const f32x *)((const float *)base + index);
-    u16x half = *(const u16x *)((const uint16_t *)base + index);
-#ifdef __AVX512F__ /* of what follows GCC 12 makes five instructions */
-    return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
-#endif
-    return (f32x)(__builtin_convertvector(half, u32x) << 16);
-}
-
-static inline float load_scalar(const void *base, int64_t index, int dtype) {
-    if (dtype == FLOAT32) return ((const float *)base)[index];
-    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
 
 static inline void store_vector(void *base, int64_t index, f32x value, int dtype) {
     if (dtype == FLOAT32) {
@@ -72,41 +40,10 @@ static inline void store_vector(void *base, int64_t index, f32x value, int dtype
     *(u16x *)((uint16_t *)base + index) = __builtin_convertvector(rounded >> 16, u16x);
 }
 
-static inline f32x broadcast(float value) { return value - (f32x){0}; }
-
-static inline f32x select_vector(i32x mask, f32x yes, f32x no) { return (f32x)(((i32x)yes & mask) | ((i32x)no & ~mask)); }
-
-/* exp(x) for x <= 0 by range reduction and a degree-6 polynomial; relative error about 2e-7, 0 below -87. */
-static inline f32x exp_negative(f32x x) {
-    i32x tiny = x < broadcast(-87.0f);
-    x = select_vector(tiny, broadcast(-87.0f), x);
-    f32x n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
-    f32x r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    f32x p = r * 1.3888888888e-3f + 8.3333333333e-3f;
-    p = p * r + 4.1666666666e-2f;
-    p = p * r + 1.6666666666e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    i32x exponent = (__builtin_convertvector(n, i32x) + 127) << 23;
-    return select_vector(tiny, broadcast(0.0f), p * (f32x)exponent);
-}
-
 static inline f32x silu(f32x x) {
     i32x negative = x < 0.0f;
-    f32x e = exp_negative(select_vector(negative, x, -x)); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
+    f32x e = exp_vector(select_vector(negative, x, -x)); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
     return x * select_vector(negative, e, broadcast(1.0f)) / (1.0f + e);
-}
-
-static inline void store_scalar(void *base, int64_t index, float value, int dtype) {
-    if (dtype == FLOAT32) {
-        ((float *)base)[index] = value;
-        return;
-    }
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    bits = value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
-    ((uint16_t *)base)[index] = (uint16_t)(bits >> 16);
 }
 
 /* out[row][column..] = the sums of one row, with what belongs to them; `up` are the sums of the gate's other half. */

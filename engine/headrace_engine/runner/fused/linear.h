@@ -1,5 +1,4 @@
 /* What a linear layer is called with. */
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
 typedef struct {

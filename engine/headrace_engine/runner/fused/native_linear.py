@@ -5,6 +5,7 @@ A row's result depends on that row alone, not on how many rows are computed or b
 
 import ctypes
 import functools
+import logging
 
 import torch
 
@@ -12,7 +13,8 @@ from headrace_engine.runner import native_library, packed_linear
 from headrace_engine.runner.fused.norm import Norm
 from headrace_engine.runner.packed_linear import PreparedLinear
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+logger = logging.getLogger(__name__)
+
 _STORE, _ADD, _SILU_MUL = 0, 1, 2
 
 
@@ -54,8 +56,9 @@ def preferred(dtype: torch.dtype) -> bool:
         return False
     try:
         library()
-    except OSError:
-        return False  # whoever needs the attention kernel has said so already
+    except OSError as error:
+        logger.warning("matrix products are oneDNN's, which is slower here: %s", error)
+        return False
     return True
 
 
@@ -73,7 +76,13 @@ class NativeLinear(PreparedLinear):
         panels = -(-self.out_features // (halves * panel)) * halves
         self._packed = torch.empty((panels, self.in_features, panel), dtype=weight.dtype)
         library().headrace_pack_weight(
-            *(_DTYPES[weight.dtype], torch.get_num_threads(), self.gated, self.in_features, self.out_features),
+            *(
+                native_library.DTYPES[weight.dtype],
+                torch.get_num_threads(),
+                self.gated,
+                self.in_features,
+                self.out_features,
+            ),
             *(weight.data_ptr(), self._packed.data_ptr()),
         )
         self._width = self.out_features // halves
@@ -81,32 +90,28 @@ class NativeLinear(PreparedLinear):
         self.num_bytes = weight.nbytes
         self._bias = None if bias is None else bias.detach()
         self._args = LinearArgs(
-            dtype=_DTYPES[weight.dtype],
+            dtype=native_library.DTYPES[weight.dtype],
             in_features=self.in_features,
             out_features=self.out_features,
             weight=self._packed.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
         )
-        self._kernel, self._reference = library().headrace_linear, ctypes.byref(self._args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        out = torch.empty((rows.shape[0], self._width), dtype=x.dtype)
-        self._compute(rows, out, self._result)
+        out = self._compute(self.args(), rows)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self._width)
 
     def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         """The kernel makes the norm while it copies its input."""
         if delta is not None:
             hidden += delta
-        out = torch.empty((hidden.shape[0], self._width), dtype=hidden.dtype)
-        self._compute(hidden, out, self._result, norm)
-        return out
+        return self._compute(self.args(norm), hidden)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """In the kernel, without another pass over memory."""
-        self._compute(x, out, _ADD)
+        self._compute(self.args(adds=True), x, out)
 
     def args(self, norm: Norm | None = None, *, adds: bool = False) -> LinearArgs:
         """What the kernel is called with, but for rows, threads, x and out; `adds` to what stands in out."""
@@ -116,20 +121,19 @@ class NativeLinear(PreparedLinear):
             args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
         return args
 
-    def _compute(self, x: torch.Tensor, out: torch.Tensor, result: int, norm: Norm | None = None) -> None:
+    def _compute(self, args: LinearArgs, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = torch.empty((x.shape[0], self._width), dtype=x.dtype)
         assert x.shape[1] == self.in_features, f"{x.shape[1]} features for a layer of {self.in_features}"
         assert x.dtype is out.dtype is self._packed.dtype, f"{x.dtype} for a layer of {self._packed.dtype}"
         if x.stride(-1) != 1:
             x = x.contiguous()
-        args = self._args  # what changes from call to call; filling the whole anew takes as long as a small product
-        args.threads, args.result = torch.get_num_threads(), result
-        args.rows, args.x_stride, args.out_stride = x.shape[0], x.stride(0), out.stride(0)
-        args.x, args.out = x.data_ptr(), out.data_ptr()
-        args.norm_weight = None
-        if norm is not None:
-            args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
-        if self._kernel(self._reference):
+        args.threads, args.rows = torch.get_num_threads(), x.shape[0]
+        args.x, args.x_stride = x.data_ptr(), x.stride(0)
+        args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        if library().headrace_linear(ctypes.byref(args)):
             raise MemoryError(f"no memory for {x.shape[0]} rows of {self.in_features} input features")
+        return out
 
 
 class NativeGatedLinear(NativeLinear):

@@ -1,8 +1,11 @@
-/* Linear layers: x[rows][in] times a packed weight, in float32 whatever the type of what is read and written.
+/* Linear layers: x[rows][in] times a packed weight, summed in float32 whatever the type of what is read and written.
  *
  * The weight lies in panels of PANEL outputs, [panels][in][PANEL], so that a panel is read once, from its beginning to
  * its end, for all rows of a decode step; while one panel is multiplied, the next is on its way from memory. The input
  * is copied into tiles of at most TILE rows, [tiles][in][rows of the tile], whose sums stay in registers.
+ *
+ * Where the processor multiplies pairs of bfloat16, two inputs lie side by side, in panels as in tiles, and are one step
+ * of a sum: [in / 2][PANEL or rows][2]. Elsewhere a step is one input, and bfloat16 is widened first.
  *
  * A sum runs over `in` in one order, whatever else is computed beside it: what a row becomes depends neither on the
  * number of rows nor on the number of threads.
@@ -25,8 +28,30 @@
 #define PANEL (VECTORS * LANES)
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
-#define PACKED_PART 256 /* inputs of a tile that are copied for all rows before the next */
 #define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
+
+/* How products are computed: as one of the types of vectors.h, or in pairs of bfloat16. */
+enum { PAIRS = 2 };
+#ifdef __AVX512BF16__
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+static inline int kind_of(int dtype) { return HAS_PAIRS && dtype == BFLOAT16 ? PAIRS : dtype; }
+static inline int num_steps(int kind, int in) { return kind == PAIRS ? (in + 1) / 2 : in; }
+/* Bytes of a weight in one step. What one row has in a tile takes four always. */
+static inline int step_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
+
+static inline f32x add_product(f32x sum, const float *x, f32x weights, int kind) {
+#if HAS_PAIRS
+    if (kind == PAIRS) {
+        int32_t pair;
+        memcpy(&pair, x, sizeof pair);
+        return (f32x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
+    }
+#endif
+    return sum + *x * weights;
+}
 
 static inline void store_vector(void *base, int64_t index, f32x value, int dtype) {
     if (dtype == FLOAT32) {
@@ -65,7 +90,7 @@ finish_row(const linear_args *a, int64_t row, int column, int width, float *sums
 /* sums[ROWS][PANEL] of one tile and a part of one panel. `ahead` is what will be needed next: it is fetched meanwhile,
  * `ahead_step` bytes an input. */
 static inline __attribute__((always_inline)) void
-multiply_tile(const float *tile, const void *weight, int depth, float *sums, int begun, int ROWS, int dtype,
+multiply_tile(const float *tile, const void *weight, int depth, float *sums, int begun, int ROWS, int kind,
               const char *ahead, int ahead_step) {
     f32x sum[TILE][VECTORS];
 #pragma GCC unroll 16
@@ -75,18 +100,16 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
     for (int k = 0; k < depth; k++) {
         f32x w[VECTORS];
 #pragma GCC unroll 16
-        for (int j = 0; j < VECTORS; j++) w[j] = load_vector(weight, (int64_t)k * PANEL + j * LANES, dtype);
+        for (int j = 0; j < VECTORS; j++) w[j] = load_vector(weight, (int64_t)k * PANEL + j * LANES, kind == PAIRS ? FLOAT32 : kind);
         __builtin_prefetch(ahead, 0, 2);
         ahead += ahead_step;
         /* What the processor fetches by itself on its way from L2 comes late. */
-        const char *soon = (const char *)weight + (int64_t)(k + SOON) * PANEL * (dtype == FLOAT32 ? 4 : 2);
-        for (int at = 0; at < PANEL * (dtype == FLOAT32 ? 4 : 2); at += 64) __builtin_prefetch(soon + at, 0, 3);
+        const char *soon = (const char *)weight + (int64_t)(k + SOON) * PANEL * step_bytes(kind);
+        for (int at = 0; at < PANEL * step_bytes(kind); at += 64) __builtin_prefetch(soon + at, 0, 3);
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS; i++) {
-            float x = tile[(int64_t)k * ROWS + i];
+        for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 16
-            for (int j = 0; j < VECTORS; j++) sum[i][j] += x * w[j];
-        }
+            for (int j = 0; j < VECTORS; j++) sum[i][j] = add_product(sum[i][j], tile + (int64_t)k * ROWS + i, w[j], kind);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++)
@@ -94,20 +117,21 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
         for (int j = 0; j < VECTORS; j++) *(f32x *)(sums + i * PANEL + j * LANES) = sum[i][j];
 }
 
-#define CASE(ROWS, DTYPE)                                                                             \
-    case ROWS:                                                                                        \
-        if (ROWS <= TILE) multiply_tile(tile, weight, depth, sums, begun, ROWS, DTYPE, ahead, step);  \
+#define CASE(ROWS, KIND)                                                                            \
+    case ROWS:                                                                                       \
+        if (ROWS <= TILE) multiply_tile(tile, weight, depth, sums, begun, ROWS, KIND, ahead, step);  \
         break;
-#define MULTIPLY(NAME, DTYPE)                                                                                      \
+#define MULTIPLY(NAME, KIND)                                                                                       \
     static void NAME(int rows, const float *tile, const void *weight, int depth, float *sums, int begun,           \
                      const char *ahead, int step) {                                                                \
         switch (rows) {                                                                                            \
-            CASE(1, DTYPE) CASE(2, DTYPE) CASE(3, DTYPE) CASE(4, DTYPE)                                            \
-            CASE(5, DTYPE) CASE(6, DTYPE) CASE(7, DTYPE) CASE(8, DTYPE)                                            \
+            CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND)                                                \
+            CASE(5, KIND) CASE(6, KIND) CASE(7, KIND) CASE(8, KIND)                                                \
         }                                                                                                          \
     }
 MULTIPLY(multiply_float32, FLOAT32)
 MULTIPLY(multiply_bfloat16, BFLOAT16)
+MULTIPLY(multiply_pairs, PAIRS)
 
 /* Rows are spread evenly over as few tiles as can hold them. */
 static inline int64_t tile_begin(int64_t rows, int64_t tiles, int64_t tile) { return rows * tile / tiles; }
@@ -125,25 +149,82 @@ static float inverse_rms(const linear_args *a, int64_t from) {
     return 1.0f / sqrtf(sum / dim + a->norm_eps);
 }
 
-static void pack_tile(const linear_args *a, float *tiled, int64_t begin, int64_t end) {
-    int rows = (int)(end - begin);
-    float scales[TILE];
-    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
-    /* Part by part, so that the lines which the rows share stay in L1 until all rows have written to them. */
-    for (int part = 0; part < a->in_features; part += PACKED_PART) {
-        int last = part + PACKED_PART < a->in_features ? part + PACKED_PART : a->in_features;
-        for (int i = 0; i < rows; i++) {
-            float *target = tiled + begin * a->in_features + i;
-            int64_t from = (begin + i) * a->x_stride;
-            if (a->norm_weight) {
-                for (int k = part; k < last; k++)
-                    target[(int64_t)k * rows] =
-                        load_scalar(a->x, from + k, a->dtype) * (scales[i] * load_scalar(a->norm_weight, k, a->dtype));
-            } else {
-                for (int k = part; k < last; k++) target[(int64_t)k * rows] = load_scalar(a->x, from + k, a->dtype);
-            }
+static inline __attribute__((always_inline)) f32x
+load_inputs(const linear_args *a, int64_t from, int k, float scale, int dtype) {
+    f32x x = load_vector(a->x, from + k, dtype);
+    return a->norm_weight ? x * (load_vector(a->norm_weight, k, dtype) * scale) : x;
+}
+
+static inline float load_input(const linear_args *a, int64_t from, int k, float scale) {
+    float x = load_scalar(a->x, from + k, a->dtype);
+    return a->norm_weight ? x * (load_scalar(a->norm_weight, k, a->dtype) * scale) : x;
+}
+
+#ifdef __AVX512F__
+/* A vector of steps of the row that begins at `from`. */
+static inline __attribute__((always_inline)) f32x
+load_steps(const linear_args *a, int64_t from, int step, float scale, int kind) {
+    if (kind != PAIRS) return load_inputs(a, from, step, scale, kind);
+    f32x pairs;
+    if (a->norm_weight)
+        for (int at = 0; at < 2 * LANES; at += LANES)
+            store_vector(&pairs, at, load_inputs(a, from, 2 * step + at, scale, BFLOAT16), BFLOAT16);
+    else memcpy(&pairs, (const uint16_t *)a->x + from + 2 * step, sizeof pairs);
+    return pairs;
+}
+
+/* [TILE][LANES] -> [LANES][TILE]. To interleave an array's first half with its second turns the bits of its indices by one
+ * place; after as many turns as a row's number has bits, these have changed places with a column's. */
+static inline __attribute__((always_inline)) void transpose(f32x *array) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(LANES / 2));
+    for (int turn = 1; turn < TILE; turn *= 2) {
+        f32x turned[TILE];
+        for (int i = 0; i < TILE / 2; i++) {
+            __m512 first = (__m512)array[i], second = (__m512)array[i + TILE / 2];
+            turned[2 * i] = (f32x)_mm512_permutex2var_ps(first, low, second);
+            turned[2 * i + 1] = (f32x)_mm512_permutex2var_ps(first, high, second);
         }
+        memcpy(array, turned, sizeof turned);
     }
+}
+
+/* The steps of a tile that fill vectors. Returns how many these are. */
+static inline __attribute__((always_inline)) int
+pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int kind) {
+    int step = 0, end = kind == PAIRS ? a->in_features / 2 : a->in_features;
+    for (; step + LANES <= end; step += LANES, target += LANES * rows) {
+        f32x array[TILE] = {0};
+        for (int i = 0; i < rows; i++) array[i] = load_steps(a, (begin + i) * a->x_stride, step, scales[i], kind);
+        transpose(array);
+        if (rows == TILE) memcpy(target, array, sizeof array);
+        else
+            for (int i = 0; i < LANES; i++)
+                _mm256_mask_storeu_ps(target + i * rows, (1 << rows) - 1, ((__m256 *)array)[i]);
+    }
+    return step;
+}
+#else
+static int pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int kind) {
+    (void)a, (void)target, (void)begin, (void)rows, (void)scales, (void)kind;
+    return 0;
+}
+#endif
+
+static void pack_tile(const linear_args *a, float *tiled, int64_t begin, int64_t end) {
+    int rows = (int)(end - begin), kind = kind_of(a->dtype), steps = num_steps(kind, a->in_features), done;
+    float scales[TILE], *target = tiled + begin * steps;
+    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
+    if (kind == PAIRS) done = pack_vectors(a, target, begin, rows, scales, PAIRS);
+    else if (kind == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16);
+    else done = pack_vectors(a, target, begin, rows, scales, FLOAT32);
+    memset(target + done * rows, 0, sizeof(float) * (steps - done) * rows); /* for the second of a pair that has none */
+    for (int i = 0; i < rows; i++)
+        for (int k = kind == PAIRS ? 2 * done : done; k < a->in_features; k++) {
+            float x = load_input(a, (begin + i) * a->x_stride, k, scales[i]);
+            if (kind == PAIRS) store_scalar(target + k / 2 * rows + i, k % 2, x, BFLOAT16);
+            else target[k * rows + i] = x;
+        }
 }
 
 /* A part of a panel in float32, for tiles after the first to share the work of widening it. */
@@ -155,23 +236,23 @@ static const float *widened(const void *weight, int depth) {
 
 /* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
-    int chunks = (a->in_features + MOST_DEPTH - 1) / MOST_DEPTH, element = a->dtype == FLOAT32 ? 4 : 2;
+    int kind = kind_of(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
+    int chunks = (steps + MOST_DEPTH - 1) / MOST_DEPTH;
     int64_t top = tile_begin(a->rows, tiles, first);
     for (int chunk = 0; chunk < chunks; chunk++) {
-        int from = (int)((int64_t)a->in_features * chunk / chunks);
-        int depth = (int)((int64_t)a->in_features * (chunk + 1) / chunks) - from;
-        const char *weight = (const char *)a->weight + ((int64_t)panel * a->in_features + from) * PANEL * element;
+        int from = (int)((int64_t)steps * chunk / chunks);
+        int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
+        const char *weight = (const char *)a->weight + ((int64_t)panel * steps + from) * bytes;
         const void *source = weight;
-        int widen = a->dtype == BFLOAT16 && last - first > 1;
+        int widen = kind == BFLOAT16 && last - first > 1;
         if (widen) source = widened(weight, depth);
-        int64_t size = (int64_t)depth * PANEL * element; /* what follows is as large, and fetched by all tiles together */
+        int64_t size = (int64_t)depth * bytes; /* what follows is as large, and fetched by all tiles together */
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
-            const float *tile = tiled + row * a->in_features + from * rows;
+            const float *tile = tiled + row * steps + from * rows;
             const char *ahead = weight + size + size * (t - first) / (last - first);
-            int step = (int)(PANEL * element / (last - first));
-            (a->dtype == FLOAT32 || widen ? multiply_float32 : multiply_bfloat16)(
-                (int)rows, tile, source, depth, sums + (row - top) * PANEL, chunk > 0, ahead, step);
+            (kind == PAIRS ? multiply_pairs : kind == FLOAT32 || widen ? multiply_float32 : multiply_bfloat16)(
+                (int)rows, tile, source, depth, sums + (row - top) * PANEL, chunk > 0, ahead, (int)(bytes / (last - first)));
         }
     }
 }
@@ -210,7 +291,7 @@ static float *room(int64_t floats) {
 /* Returns 0, or -1 when memory for the tiles is lacking. */
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
-    float *tiled = room(a->rows * a->in_features);
+    float *tiled = room(a->rows * num_steps(kind_of(a->dtype), a->in_features));
     if (!tiled) return -1;
     int64_t tiles = (a->rows + TILE - 1) / TILE, blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
     int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features, panels = (width + PANEL - 1) / PANEL;
@@ -233,21 +314,25 @@ int headrace_linear(const linear_args *a) {
 
 int headrace_panel(void) { return PANEL; }
 
-/* [out][in] -> [panels][in][PANEL], zeros behind the last output. With gated, the first half of the outputs is gate and
- * the second up, and their panels alternate. */
+/* Whether bfloat16 is multiplied as it is; else it is widened first. */
+int headrace_has_pairs(void) { return HAS_PAIRS; }
+
+/* [out][in] -> [panels][steps of in][PANEL], zeros behind the last output and the last input. With gated, the first half
+ * of the outputs is gate and the second up, and their panels alternate. */
 void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, const void *weight, void *packed) {
-    int width = gated ? out / 2 : out, panels = (width + PANEL - 1) / PANEL, element = dtype == FLOAT32 ? 4 : 2;
+    int width = gated ? out / 2 : out, panels = (width + PANEL - 1) / PANEL;
+    int kind = kind_of(dtype), steps = num_steps(kind, in), per_step = kind == PAIRS ? 2 : 1;
 #pragma omp parallel for num_threads(threads)
     for (int panel = 0; panel < panels * (gated + 1); panel++) {
         int index = gated ? panel / 2 : panel, half = gated ? panel % 2 : 0;
-        char *target = (char *)packed + (int64_t)panel * in * PANEL * element;
+        char *target = (char *)packed + (int64_t)panel * steps * PANEL * step_bytes(kind);
         for (int column = 0; column < PANEL; column++) {
-            int64_t row = (int64_t)index * PANEL + column, known = row < width;
-            const char *source = (const char *)weight + (known ? half * width + row : 0) * in * element;
-            for (int k = 0; k < in; k++) {
-                int64_t to = (int64_t)k * PANEL + column;
-                if (dtype == FLOAT32) ((float *)target)[to] = known ? ((const float *)source)[k] : 0;
-                else ((uint16_t *)target)[to] = known ? ((const uint16_t *)source)[k] : 0;
+            int64_t row = (int64_t)index * PANEL + column + half * width;
+            for (int k = 0; k < steps * per_step; k++) {
+                int64_t from = row * in + k, to = ((int64_t)(k / per_step) * PANEL + column) * per_step + k % per_step;
+                int known = index * PANEL + column < width && k < in;
+                if (dtype == FLOAT32) ((float *)target)[to] = known ? ((const float *)weight)[from] : 0;
+                else ((uint16_t *)target)[to] = known ? ((const uint16_t *)weight)[from] : 0;
             }
         }
     }

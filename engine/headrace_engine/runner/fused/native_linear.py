@@ -47,19 +47,18 @@ def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
 def preferred(dtype: torch.dtype) -> bool:
     """Whether this kernel is the fastest that there is here for weights of this type.
 
-    It was measured on processors with AVX-512 only. Where there are instructions for bfloat16, oneDNN uses them; this
-    kernel does not.
+    It was measured on processors with AVX-512 only. oneDNN uses AMX, which this kernel does not.
     """
-    if not torch.cpu.get_capabilities().get("avx512_f"):
-        return False
-    if dtype is not torch.float32 and (dtype is not torch.bfloat16 or packed_linear.computes_bfloat16()):
+    capabilities = torch.cpu.get_capabilities()
+    if not capabilities.get("avx512_f") or (dtype is torch.bfloat16 and capabilities.get("amx_bf16")):
         return False
     try:
-        library()
+        kernels = library()
     except OSError as error:
         logger.warning("matrix products are oneDNN's, which is slower here: %s", error)
         return False
-    return True
+    # A compiler may be older than the processor's instructions for bfloat16, which oneDNN knows.
+    return dtype is not torch.bfloat16 or bool(kernels.headrace_has_pairs()) or not packed_linear.computes_bfloat16()
 
 
 class NativeLinear(PreparedLinear):
@@ -74,7 +73,10 @@ class NativeLinear(PreparedLinear):
         panel = library().headrace_panel()
         halves = 2 if self.gated else 1
         panels = -(-self.out_features // (halves * panel)) * halves
-        self._packed = torch.empty((panels, self.in_features, panel), dtype=weight.dtype)
+        steps = self.in_features
+        if weight.dtype is torch.bfloat16 and library().headrace_has_pairs():
+            steps += steps % 2
+        self._packed = torch.empty((panels, steps, panel), dtype=weight.dtype)
         library().headrace_pack_weight(
             *(
                 native_library.DTYPES[weight.dtype],

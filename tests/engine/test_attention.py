@@ -26,8 +26,8 @@ problems = st.builds(
     sequences=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60)), min_size=1, max_size=5).map(tuple),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 8),
-    k_dim=st.sampled_from([8, 20, 32, 64, 80, 192, 256]),
-    v_dim=st.sampled_from([4, 16, 24, 64, 72, 128, 256]),
+    k_dim=st.sampled_from([8, 20, 21, 32, 64, 80, 192, 256]),
+    v_dim=st.sampled_from([4, 15, 16, 24, 64, 72, 128, 256]),
     block_size=st.sampled_from([16, 32]),
     window=st.none() | st.integers(1, 100),
     softcap=st.none() | st.sampled_from([1.0, 20.0, 50.0]),
@@ -59,9 +59,9 @@ def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Prob
 @example(WIDE)
 @given(problems)
 @settings(max_examples=30, deadline=None)
-def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, problem: Problem) -> None:
+def test_bfloat16_attention_is_right_to_a_rounding_of_weights_and_output(backend_type: Any, problem: Problem) -> None:
     case = Case(problem, torch.bfloat16)
-    torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=2e-3, rtol=2**-7)
+    torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=8e-3, rtol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -50,6 +50,18 @@ static inline void store_scalar(void *base, int64_t index, float value, int dtyp
     ((uint16_t *)base)[index] = (uint16_t)(bits >> 16);
 }
 
+static inline void store_vector(void *base, int64_t index, f32x value, int dtype) {
+    if (dtype == FLOAT32) {
+        *(f32x *)((float *)base + index) = value;
+        return;
+    }
+    u32x bits = (u32x)value;
+    u32x rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest even; a NaN stays one */
+    u32x nan = (u32x)(value != value);
+    rounded = (rounded & ~nan) | (0x7fc00000u & nan);
+    *(u16x *)((uint16_t *)base + index) = __builtin_convertvector(rounded >> 16, u16x);
+}
+
 static inline f32x broadcast(float value) { return value - (f32x){0}; }
 
 static inline f32x select_vector(i32x mask, f32x yes, f32x no) {
@@ -63,13 +75,25 @@ static inline f32x max_vector(f32x a, f32x b) {
     return select_vector(a > b, a, b);
 }
 
+/* value * 2^n for whole n >= -127; the power of -127 is zero. A NaN stays one. */
+static inline f32x scale_by_power(f32x value, f32x n) {
+#ifdef __AVX512F__ /* two instructions for four */
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(-127.0f), _CMP_NLE_UQ);
+    return (f32x)_mm512_maskz_scalef_ps(normal, (__m512)value, (__m512)n);
+#endif
+    return value * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23);
+}
+
+static inline f32x nearest_integer(f32x x) {
+    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23 */
+    return (x + shift) - shift;
+}
+
 /* exp of x <= 88 by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error about 2e-7. At the
- * lower bound n is -127, whose power of two has all bits zero: exp is exactly 0 below -87.7. A NaN stays one. */
+ * lower bound n is -127: exp is exactly 0 below -87.7. A NaN stays one. */
 static inline f32x exp_vector(f32x x) {
     x = max_vector(broadcast(-88.0f), x);
-    f32x t = x * 1.44269504088896341f;
-    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
-    f32x n = (t + shift) - shift;
+    f32x n = nearest_integer(x * 1.44269504088896341f);
     f32x r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     f32x p = r * 1.3888888888e-3f + 8.3333333333e-3f;
@@ -78,5 +102,49 @@ static inline f32x exp_vector(f32x x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return p * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23);
+    return scale_by_power(p, n);
+}
+
+/* The same for what is rounded to bfloat16 next: relative error 8e-5. */
+static inline f32x exp_vector_rough(f32x x) {
+    f32x t = max_vector(broadcast(-88.0f), x) * 1.44269504088896341f, n = nearest_integer(t), r = t - n;
+    f32x p = r * 5.517167e-2f + 2.4261113e-1f;
+    p = p * r + 6.9326099e-1f;
+    p = p * r + 9.9992807e-1f;
+    return scale_by_power(p, n);
+}
+
+/* How products are computed: as one of the types above, or in pairs of bfloat16 where the processor multiplies these. A
+ * step of a sum is one product, or those of one pair. */
+enum { PAIRS = 2 };
+#ifdef __AVX512BF16__
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+static inline int kind_of(int dtype) { return HAS_PAIRS && dtype == BFLOAT16 ? PAIRS : dtype; }
+static inline int num_steps(int kind, int depth) { return kind == PAIRS ? (depth + 1) / 2 : depth; }
+static inline int step_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
+
+/* What a vector of sums is to be multiplied with in one step. */
+static inline f32x load_step(const void *base, int64_t index, int kind) {
+    return load_vector(base, index, kind == PAIRS ? FLOAT32 : kind);
+}
+
+/* x is one float, or one pair in its place. */
+static inline f32x add_product(f32x sum, const float *x, f32x step, int kind) {
+#if HAS_PAIRS
+    if (kind == PAIRS) {
+        int32_t pair;
+        memcpy(&pair, x, sizeof pair);
+        return (f32x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)step);
+    }
+#endif
+    return sum + *x * step;
+}
+
+/* The pair that begins at an index of an array of bfloat16 with so many elements; zero stands for what is behind its end. */
+static inline void copy_pair(void *target, const uint16_t *source, int index, int size) {
+    uint16_t pair[2] = {source[index], index + 1 < size ? source[index + 1] : 0};
+    memcpy(target, pair, sizeof pair);
 }

@@ -48,9 +48,9 @@ class StepArgs(ctypes.Structure):
 
 
 class NativeBackend:
-    """K memory `[blocks, kv_heads, k_dim, block_size]` and V `[blocks, kv_heads, block_size, v_dim]` a layer.
+    """K memory of `blocks * kv_heads * k_dim * block_size` elements and V of `blocks * kv_heads * block_size * v_dim` a layer.
 
-    Rows of V are padded to whole vectors; what stands in the padding is never read into a result.
+    `paged_attention.c` says how they lie, which depends on the processor. Rows of V are padded to whole vectors; what stands in the padding is never read into a result.
     """
 
     name = "native"
@@ -80,8 +80,13 @@ class NativeBackend:
     @property
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
-        elements = sum(layer.num_kv_heads * (layer.k_dim + _padded(layer.v_dim)) for layer in own)
+        elements = sum(layer.num_kv_heads * (self._stored(layer.k_dim) + _padded(layer.v_dim)) for layer in own)
         return elements * self._spec.block_size * self._spec.dtype.itemsize
+
+    def _stored(self, k_dim: int) -> int:
+        """Elements that a key takes: whole pairs where the kernel multiplies pairs."""
+        pairs = self._spec.dtype is torch.bfloat16 and self.library.headrace_attention_has_pairs()
+        return k_dim + k_dim % 2 if pairs else k_dim
 
     def allocate(self, num_blocks: int) -> None:
         size, dtype = self._spec.block_size, self._spec.dtype
@@ -90,7 +95,7 @@ class NativeBackend:
             if layer.kv_source is None:
                 heads = (num_blocks, layer.num_kv_heads)
                 # Pages are touched on first use only, so an unused budget costs no memory.
-                self._k_cache.append(torch.empty((*heads, layer.k_dim, size), dtype=dtype))
+                self._k_cache.append(torch.empty((*heads, self._stored(layer.k_dim), size), dtype=dtype))
                 self._v_cache.append(torch.empty((*heads, size, _padded(layer.v_dim)), dtype=dtype))
             else:
                 self._k_cache.append(self._k_cache[layer.kv_source])

@@ -6,6 +6,12 @@
  *                                                        same component of many keys and no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
+ * Where the processor multiplies pairs of bfloat16, two components of a key lie side by side, and the same component of
+ * two keys' values:
+ *
+ *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]
+ *   v_cache  [num_blocks][kv_heads][block_size / 2][padded(v_dim)][2]
+ *
  * k_dim is free; a row of values is padded to a multiple of 16, and the padding, which may hold anything, ends in lanes
  * of `mixed` that are never stored.
  *
@@ -24,12 +30,12 @@
 #include "../vectors.h"
 
 /* The largest tile of a product leaves registers for the columns and a row's element: there are 32, with plain AVX2 16. */
-#if defined(__AVX512F__) || defined(__aarch64__)
-#define MAX_ROWS 8
-#else
 #define MAX_ROWS 6
-#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define MAX_COLUMNS 4
+#else
 #define MAX_COLUMNS 2
+#endif
 
 #define PADDING 16         /* a row of values has a multiple of this, in native.py too */
 #define CHUNK (64 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
@@ -69,6 +75,9 @@ static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
 
 static inline float max_lanes(f32x v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float most[LANES];
     memcpy(most, &v, sizeof most);
     for (int half = LANES / 2; half; half /= 2)
@@ -90,42 +99,46 @@ static inline f32x tanh_vector(f32x x) {
 /* out[rows][columns * LANES] += a[rows][depth] . b[depth][columns * LANES], or = where `fresh`.
  *
  * Rows and columns are constants, so that the sums live in registers. Each sum is one chain of additions in the order
- * of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. The columns of b are given
- * apart, as two blocks may hold them. `ahead` is the same place of the next chunk, or NULL: asking for it here keeps
- * memory busy while the sums are computed. */
+ * of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. `a` lies by steps where it is
+ * `packed`, else by rows of scores. The columns of b are given apart, as two blocks may hold them. `ahead` is the same
+ * place of the next chunk, or NULL: asking for it here keeps memory busy while the sums are computed. */
 static inline __attribute__((always_inline)) void
-multiply_tile(int rows, int columns, const float *a, int a_stride, const char *const *b, const char *const *ahead,
-              int b_stride, int depth, float *out, int out_stride, int fresh, int dtype) {
+multiply_tile(int rows, int columns, int packed, const float *a, const char *const *b, const char *const *ahead,
+              int64_t b_stride, int depth, float *out, int out_stride, int fresh, int kind) {
     f32x sum[MAX_ROWS][MAX_COLUMNS];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++)
             sum[r][c] = fresh ? broadcast(0) : *(f32x *)(out + r * out_stride + c * LANES);
-    int64_t bytes = (int64_t)b_stride * (dtype == FLOAT32 ? 4 : 2);
     for (int k = 0; k < depth; k++) {
         f32x column[MAX_COLUMNS];
         for (int c = 0; c < columns; c++) {
-            column[c] = load_vector(b[c] + k * bytes, 0, dtype);
+            column[c] = load_step(b[c] + k * b_stride, 0, kind);
             /* Two columns, or two rows of one, that share a cache line need one request for both. */
-            if (ahead && (columns == 1 || LANES * (dtype == FLOAT32 ? 4 : 2) == 64 || c == (k & 1)))
-                __builtin_prefetch(ahead[c] + k * bytes);
+            if (ahead && (columns == 1 || LANES * step_bytes(kind) == 64 || c % 2 == k % 2))
+                __builtin_prefetch(ahead[c] + k * b_stride);
         }
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < columns; c++) sum[r][c] += a[r * a_stride + k] * column[c];
+            for (int c = 0; c < columns; c++)
+                sum[r][c] = add_product(sum[r][c], a + (packed ? k * rows + r : r * CHUNK * LANES + k), column[c], kind);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) *(f32x *)(out + r * out_stride + c * LANES) = sum[r][c];
 }
 
-#define TILE_CASE(ROWS)                                                                                              \
-    case ROWS:                                                                                                       \
-        if (columns == MAX_COLUMNS)                                                                                  \
-            multiply_tile(ROWS, MAX_COLUMNS, a, a_stride, b, ahead, b_stride, depth, out, out_stride, fresh, dtype); \
-        else multiply_tile(ROWS, 1, a, a_stride, b, ahead, b_stride, depth, out, out_stride, fresh, dtype);          \
+static inline int tile_columns(int left) { return left >= MAX_COLUMNS ? MAX_COLUMNS : left >= 2 ? 2 : 1; }
+
+#define TILE(ROWS, COLUMNS) \
+    multiply_tile(ROWS, COLUMNS, packed, a, b, ahead, b_stride, depth, out, out_stride, fresh, kind)
+#define TILE_CASE(ROWS)                                            \
+    case ROWS:                                                     \
+        if (columns == MAX_COLUMNS) TILE(ROWS, MAX_COLUMNS);       \
+        else if (MAX_COLUMNS > 2 && columns == 2) TILE(ROWS, 2);   \
+        else TILE(ROWS, 1);                                        \
         break;
 
 static inline __attribute__((always_inline)) void
-multiply(int rows, int columns, const float *a, int a_stride, const char *const *b, const char *const *ahead,
-         int b_stride, int depth, float *out, int out_stride, int fresh, int dtype) {
+multiply(int rows, int columns, int packed, const float *a, const char *const *b, const char *const *ahead,
+         int64_t b_stride, int depth, float *out, int out_stride, int fresh, int kind) {
     switch (rows) {
         TILE_CASE(1)
         TILE_CASE(2)
@@ -133,17 +146,29 @@ multiply(int rows, int columns, const float *a, int a_stride, const char *const 
         TILE_CASE(4)
         TILE_CASE(5)
         TILE_CASE(6)
-#if MAX_ROWS == 8
-        TILE_CASE(7)
-        TILE_CASE(8)
-#endif
     }
+}
+
+/* Weights of LANES keys take the place of their scores, in bfloat16 where they are multiplied in pairs. Returns them as
+ * they are stored, so that what is divided by their sum is exactly what was weighted. */
+static inline f32x soften_scores(float *scores, int column, float most, int kind) {
+    f32x differences = *(f32x *)(scores + column * LANES) - most;
+#if HAS_PAIRS
+    if (kind == PAIRS) {
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)exp_vector_rough(differences));
+        memcpy((uint16_t *)scores + column * LANES, &rounded, sizeof rounded);
+        return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
+    }
+#endif
+    f32x weights = exp_vector(differences);
+    *(f32x *)(scores + column * LANES) = weights;
+    return weights;
 }
 
 /* Turn one row's scores of a chunk into weights, and rescale what the row has gathered so far. */
 static inline __attribute__((always_inline)) void
 soften_row(const attention_args *a, float *scores, int num_columns, int first_key, int position, float *most,
-           f32x *total, float *mixed) {
+           f32x *total, float *mixed, int kind) {
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
     int oldest = a->layer.window > 0 ? position - a->layer.window + 1 : 0;
@@ -151,6 +176,7 @@ soften_row(const attention_args *a, float *scores, int num_columns, int first_ke
     f32x chunk_most = broadcast(*most);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
+        if (kind == PAIRS) s *= a->layer.scale; /* else the queries were */
         if (a->layer.softcap > 0) s = tanh_vector(s / a->layer.softcap) * a->layer.softcap;
         if (!whole) {
             i32x key = lanes + (first_key + c * LANES);
@@ -166,11 +192,7 @@ soften_row(const attention_args *a, float *scores, int num_columns, int first_ke
         for (int d = 0; d < padded(a->layer.v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
         *most = new_most;
     }
-    for (int c = 0; c < num_columns; c++) {
-        f32x weight = exp_vector(*(f32x *)(scores + c * LANES) - new_most);
-        *(f32x *)(scores + c * LANES) = weight;
-        *total += weight;
-    }
+    for (int c = 0; c < num_columns; c++) *total += soften_scores(scores, c, new_most, kind);
 }
 
 typedef struct {
@@ -199,70 +221,103 @@ static inline int oldest_column(const attention_args *a, const unit *u) {
 
 /* Chunks end at multiples of CHUNK columns wherever the first one begins, so that a row's sums are the same in every
  * unit that it can be part of. */
-static inline chunk locate(const attention_args *a, const unit *u, int first_column, int64_t element) {
+static inline chunk locate(const attention_args *a, const unit *u, int first_column, int kind) {
+    const layer_args *l = &a->layer;
     const int32_t *table = a->step.block_table + (int64_t)a->step.table_rows[u->sequence] * a->step.max_blocks;
     int end = min(first_column / CHUNK * CHUNK + CHUNK, last_column(a, u) + 1);
+    int64_t k_stride = (int64_t)l->block_size * step_bytes(kind), element = l->dtype == FLOAT32 ? 4 : 2;
     chunk found = {.first_column = first_column, .num_columns = end - first_column};
     for (int c = 0; c < CHUNK; c++) {
         /* A place beyond the last column is only ever asked ahead for: let it be the last one. */
         int key = min(first_column + c, end - 1) * LANES;
-        int64_t tile = (int64_t)table[key / a->layer.block_size] * a->layer.num_kv_heads + u->kv_head, offset = key % a->layer.block_size;
-        found.k[c] = (const char *)a->layer.k_cache + (tile * a->layer.k_dim * a->layer.block_size + offset) * element;
-        found.v[c] = (const char *)a->layer.v_cache + (tile * a->layer.block_size + offset) * padded(a->layer.v_dim) * element;
+        int64_t tile = (int64_t)table[key / l->block_size] * l->num_kv_heads + u->kv_head, offset = key % l->block_size;
+        found.k[c] = (const char *)l->k_cache + tile * num_steps(kind, l->k_dim) * k_stride + offset * step_bytes(kind);
+        found.v[c] = (const char *)l->v_cache + (tile * l->block_size + offset) * padded(l->v_dim) * element;
     }
     return found;
 }
 
 static inline __attribute__((always_inline)) void
 score_chunk(const attention_args *a, const float *queries, const chunk *now, const chunk *next, float *scores, int rows,
-            int dtype) {
+            int kind) {
+    int depth = num_steps(kind, a->layer.k_dim);
+    int64_t stride = (int64_t)a->layer.block_size * step_bytes(kind);
     for (int row = 0; row < rows; row += MAX_ROWS)
-        for (int c = 0; c < now->num_columns; c += MAX_COLUMNS) {
-            int columns = now->num_columns - c < MAX_COLUMNS ? 1 : MAX_COLUMNS;
-            multiply(min(rows - row, MAX_ROWS), columns, queries + row * a->layer.k_dim, a->layer.k_dim, now->k + c,
-                     row ? NULL : next->k + c, a->layer.block_size, a->layer.k_dim, scores + (row * CHUNK + c) * LANES,
-                     CHUNK * LANES, 1, dtype);
+        for (int c = 0, columns; c < now->num_columns; c += columns) {
+            columns = tile_columns(now->num_columns - c);
+            multiply(min(rows - row, MAX_ROWS), columns, 1, queries + row * depth, now->k + c, row ? NULL : next->k + c,
+                     stride, depth, scores + (row * CHUNK + c) * LANES, CHUNK * LANES, 1, kind);
         }
+}
+
+/* mixed[rows] += weights . values of `depth` steps that lie side by side, and so do those to ask ahead for. */
+static inline __attribute__((always_inline)) void
+mix_run(const attention_args *a, const float *weights, const char *values, const char *ahead, int depth, float *mixed,
+        int rows, int kind) {
+    int v_stride = padded(a->layer.v_dim), columns;
+    for (int lane = 0; lane < v_stride; lane += columns * LANES) {
+        const char *v[MAX_COLUMNS], *next[MAX_COLUMNS];
+        columns = tile_columns((v_stride - lane) / LANES);
+        for (int i = 0; i < columns; i++) {
+            v[i] = values + (lane + i * LANES) * step_bytes(kind);
+            next[i] = ahead + (lane + i * LANES) * step_bytes(kind);
+        }
+        multiply(rows, columns, 0, weights, v, ahead ? next : NULL, v_stride * step_bytes(kind), depth, mixed + lane,
+                 v_stride, 0, kind);
+    }
 }
 
 static inline __attribute__((always_inline)) void
 mix_chunk(const attention_args *a, const float *scores, const chunk *now, const chunk *next, float *mixed, int rows,
-          int num_keys, int dtype) {
-    int v_stride = padded(a->layer.v_dim), element = dtype == FLOAT32 ? 4 : 2;
-    for (int row = 0; row < rows; row += MAX_ROWS)
-        for (int first = 0, end; first < now->num_columns; first = end) {
-            /* the columns that lie in one block are one run of rows */
-            for (end = first + 1; end < now->num_columns; end++)
-                if (now->v[end] != now->v[end - 1] + LANES * v_stride * element) break;
-            int depth = min(num_keys, end * LANES) - first * LANES;
-            for (int lane = 0; lane < v_stride; lane += MAX_COLUMNS * LANES) {
-                const char *v[MAX_COLUMNS], *ahead[MAX_COLUMNS];
-                for (int i = 0; i < MAX_COLUMNS; i++) {
-                    v[i] = now->v[first] + (lane + i * LANES) * element;
-                    ahead[i] = next->v[first] + (lane + i * LANES) * element;
-                }
-                int columns = v_stride - lane < MAX_COLUMNS * LANES ? 1 : MAX_COLUMNS;
-                multiply(min(rows - row, MAX_ROWS), columns, scores + (row * CHUNK + first) * LANES, CHUNK * LANES, v,
-                         row ? NULL : ahead, v_stride, depth, mixed + row * v_stride + lane, v_stride, 0, dtype);
-            }
+          int num_keys, uint32_t *single, int kind) {
+    int v_stride = padded(a->layer.v_dim), element = a->layer.dtype == FLOAT32 ? 4 : 2;
+    for (int first = 0, end; first < now->num_columns; first = end) {
+        /* the columns that lie in one block are one run of rows */
+        for (end = first + 1; end < now->num_columns; end++)
+            if (now->v[end] != now->v[end - 1] + LANES * v_stride * element) break;
+        int keys = min(num_keys, end * LANES) - first * LANES, depth = kind == PAIRS ? keys / 2 : keys;
+        int odd = kind == PAIRS && keys % 2;
+        const char *last = now->v[first] + (int64_t)depth * v_stride * step_bytes(kind);
+        for (int d = 0; odd && d < v_stride; d++) /* there is no second key to the last: its place may hold anything */
+            single[d] = ((const uint16_t *)last)[2 * d];
+        for (int row = 0; row < rows; row += MAX_ROWS) {
+            const float *weights = scores + row * CHUNK * LANES + num_steps(kind, first * LANES);
+            int some = min(rows - row, MAX_ROWS);
+            mix_run(a, weights, now->v[first], row ? NULL : next->v[first], depth, mixed + row * v_stride, some, kind);
+            if (odd) mix_run(a, weights + depth, (const char *)single, NULL, 1, mixed + row * v_stride, some, kind);
         }
+    }
+}
+
+/* By tiles of MAX_ROWS rows, and in a tile by steps. */
+static inline __attribute__((always_inline)) void
+pack_query(const attention_args *a, int64_t base, float *queries, int rows, int row, int kind) {
+    int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), first = row / MAX_ROWS * MAX_ROWS;
+    int width = min(rows - first, MAX_ROWS);
+    float *target = queries + first * steps + (row - first);
+    if (kind == PAIRS)
+        for (int step = 0; step < steps; step++)
+            copy_pair(target + step * width, (const uint16_t *)a->step.query + base, 2 * step, k_dim);
+    else
+        for (int d = 0; d < k_dim; d++) target[d * width] = load_scalar(a->step.query, base + d, kind) * a->layer.scale;
 }
 
 /* `next` holds the place of the unit's first chunk, and at the end that of the first chunk of the unit to come. */
 static inline __attribute__((always_inline)) void
-attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next, float *scratch, int dtype) {
+attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next, float *scratch, int kind) {
     int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group;
     int k_dim = a->layer.k_dim, v_dim = a->layer.v_dim, v_stride = padded(v_dim);
-    int64_t element = dtype == FLOAT32 ? 4 : 2;
+    int dtype = kind == FLOAT32 ? FLOAT32 : BFLOAT16;
     f32x *total = (f32x *)scratch;
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
     float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
+    uint32_t *single = (uint32_t *)(most + rows);
     int position = first_position(a, u), last = last_column(a, u), num_positions = position + u->num_tokens;
 
     for (int row = 0; row < rows; row++) {
         int token = u->first_token + row / group, head = u->kv_head * group + row % group;
         int64_t base = token * a->step.query_token_stride + head * a->step.query_head_stride;
-        for (int d = 0; d < k_dim; d++) queries[row * k_dim + d] = load_scalar(a->step.query, base + d, dtype) * a->layer.scale;
+        pack_query(a, base, queries, rows, row, kind);
         most[row] = a->layer.sinks ? a->layer.sinks[head] : MASKED;
         total[row] = broadcast(0);
         if (a->layer.sinks) total[row][0] = 1.0f;
@@ -272,15 +327,15 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
     for (int column = next->first_column; column <= last;) {
         chunk now = *next;
         column += now.num_columns;
-        if (column <= last) *next = locate(a, u, column, element);
-        else if (upcoming) *next = locate(a, upcoming, oldest_column(a, upcoming), element);
+        if (column <= last) *next = locate(a, u, column, kind);
+        else if (upcoming) *next = locate(a, upcoming, oldest_column(a, upcoming), kind);
         int first_key = now.first_column * LANES;
         int num_keys = min(num_positions - first_key, now.num_columns * LANES);
-        score_chunk(a, queries, &now, next, scores, rows, dtype);
+        score_chunk(a, queries, &now, next, scores, rows, kind);
         for (int row = 0; row < rows; row++)
             soften_row(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
-                       total + row, mixed + row * v_stride);
-        mix_chunk(a, scores, &now, next, mixed, rows, num_keys, dtype);
+                       total + row, mixed + row * v_stride, kind);
+        mix_chunk(a, scores, &now, next, mixed, rows, num_keys, single, kind);
     }
     for (int row = 0; row < rows; row++) {
         int token = u->first_token + row / group, head = u->kv_head * group + row % group;
@@ -320,10 +375,11 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
     }
     first_unit[a->step.num_sequences] = num_units;
     int failed = 0;
-    int64_t element = a->layer.dtype == FLOAT32 ? 4 : 2;
+    int kind = kind_of(a->layer.dtype);
 #pragma omp parallel num_threads(a->step.num_threads)
     {
-        int64_t floats = (int64_t)run * group * (a->layer.k_dim + padded(a->layer.v_dim) + CHUNK * LANES + LANES + 1);
+        int64_t v_stride = padded(a->layer.v_dim);
+        int64_t floats = (int64_t)run * group * (a->layer.k_dim + v_stride + CHUNK * LANES + LANES + 1) + v_stride;
         float *scratch = malloc(sizeof(float) * floats);
         if (!scratch) {
 #pragma omp atomic write
@@ -334,21 +390,42 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
         unit now = {0}, upcoming = {0};
         for (int64_t number = claim(&claimed), following; scratch && number < num_units; number = following) {
             now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
-            if (!located) next = locate(a, &now, oldest_column(a, &now), element);
+            if (!located) next = locate(a, &now, oldest_column(a, &now), kind);
             /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
              * another thread may have time for sooner. */
             int early = a->step.num_threads == 1 || number + 2 * a->step.num_threads < num_units;
             following = early ? claim(&claimed) : 0;
             located = early && following < num_units;
             if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
-            if (a->layer.dtype == FLOAT32) attend(a, &now, located ? &upcoming : NULL, &next, scratch, FLOAT32);
-            else attend(a, &now, located ? &upcoming : NULL, &next, scratch, BFLOAT16);
+            const unit *after = located ? &upcoming : NULL;
+            if (kind == FLOAT32) attend(a, &now, after, &next, scratch, FLOAT32);
+            else attend(a, &now, after, &next, scratch, HAS_PAIRS ? PAIRS : BFLOAT16);
             if (!early) following = claim(&claimed);
         }
         free(scratch);
     }
     free(first_unit);
     return failed ? -1 : 0;
+}
+
+/* The key [k_dim] and value [v_dim] of one token and head into their slot of a block's tile. */
+static inline __attribute__((always_inline)) void
+write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, const void *value, int kind) {
+    int64_t size = l->block_size, v_stride = padded(l->v_dim);
+    if (kind == PAIRS) {
+        uint32_t *k = (uint32_t *)l->k_cache + tile * num_steps(kind, l->k_dim) * size + offset;
+        for (int d = 0; d < l->k_dim; d += 2) copy_pair(k + d / 2 * size, key, d, l->k_dim);
+        uint16_t *v = (uint16_t *)l->v_cache + (tile * size + offset / 2 * 2) * v_stride + offset % 2;
+        for (int d = 0; d < l->v_dim; d++) v[2 * d] = ((const uint16_t *)value)[d];
+    } else if (kind == FLOAT32) {
+        float *k = (float *)l->k_cache + tile * l->k_dim * size + offset;
+        for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const float *)key)[d];
+        memcpy((float *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(float) * l->v_dim);
+    } else {
+        uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
+        for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const uint16_t *)key)[d];
+        memcpy((uint16_t *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(uint16_t) * l->v_dim);
+    }
 }
 
 /* Put the keys and values of this step's tokens into their slots. */
@@ -360,22 +437,12 @@ void headrace_write_kv(const layer_args *layer, const step_args *step) {
     for (int token = 0; token < step->num_tokens; token++) {
         int64_t slot = step->slot_mapping[token], block = slot / layer->block_size, offset = slot % layer->block_size;
         for (int head = 0; head < layer->num_kv_heads; head++) {
-            int64_t tile = block * layer->num_kv_heads + head;
-            int64_t from = token * step->key_token_stride + head * step->key_head_stride;
-            int64_t to = tile * layer->k_dim * layer->block_size + offset;
-            if (layer->dtype == FLOAT32) {
-                const float *source = (const float *)step->key + from;
-                float *target = (float *)layer->k_cache + to;
-                for (int d = 0; d < layer->k_dim; d++) target[(int64_t)d * layer->block_size] = source[d];
-            } else {
-                const uint16_t *source = (const uint16_t *)step->key + from;
-                uint16_t *target = (uint16_t *)layer->k_cache + to;
-                for (int d = 0; d < layer->k_dim; d++) target[(int64_t)d * layer->block_size] = source[d];
-            }
-            from = token * step->value_token_stride + head * step->value_head_stride;
-            to = (tile * layer->block_size + offset) * padded(layer->v_dim);
-            memcpy((char *)layer->v_cache + to * element, (const char *)step->value + from * element,
-                   layer->v_dim * element);
+            const char *key = (const char *)step->key + (token * step->key_token_stride + head * step->key_head_stride) * element;
+            const char *value = (const char *)step->value + (token * step->value_token_stride + head * step->value_head_stride) * element;
+            write_slot(layer, block * layer->num_kv_heads + head, offset, key, value, kind_of(layer->dtype));
         }
     }
 }
+
+/* Whether two components of a key in bfloat16 lie side by side. */
+int headrace_attention_has_pairs(void) { return HAS_PAIRS; }

@@ -30,41 +30,6 @@
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
 #define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
 
-/* How products are computed: as one of the types of vectors.h, or in pairs of bfloat16. */
-enum { PAIRS = 2 };
-#ifdef __AVX512BF16__
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
-static inline int kind_of(int dtype) { return HAS_PAIRS && dtype == BFLOAT16 ? PAIRS : dtype; }
-static inline int num_steps(int kind, int in) { return kind == PAIRS ? (in + 1) / 2 : in; }
-/* Bytes of a weight in one step. What one row has in a tile takes four always. */
-static inline int step_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
-
-static inline f32x add_product(f32x sum, const float *x, f32x weights, int kind) {
-#if HAS_PAIRS
-    if (kind == PAIRS) {
-        int32_t pair;
-        memcpy(&pair, x, sizeof pair);
-        return (f32x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
-    }
-#endif
-    return sum + *x * weights;
-}
-
-static inline void store_vector(void *base, int64_t index, f32x value, int dtype) {
-    if (dtype == FLOAT32) {
-        *(f32x *)((float *)base + index) = value;
-        return;
-    }
-    u32x bits = (u32x)value;
-    u32x rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest even; a NaN stays one */
-    u32x nan = (u32x)(value != value);
-    rounded = (rounded & ~nan) | (0x7fc00000u & nan);
-    *(u16x *)((uint16_t *)base + index) = __builtin_convertvector(rounded >> 16, u16x);
-}
-
 static inline f32x silu(f32x x) {
     i32x negative = x < 0.0f;
     f32x e = exp_vector(select_vector(negative, x, -x)); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
@@ -100,7 +65,7 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
     for (int k = 0; k < depth; k++) {
         f32x w[VECTORS];
 #pragma GCC unroll 16
-        for (int j = 0; j < VECTORS; j++) w[j] = load_vector(weight, (int64_t)k * PANEL + j * LANES, kind == PAIRS ? FLOAT32 : kind);
+        for (int j = 0; j < VECTORS; j++) w[j] = load_step(weight, (int64_t)k * PANEL + j * LANES, kind);
         __builtin_prefetch(ahead, 0, 2);
         ahead += ahead_step;
         /* What the processor fetches by itself on its way from L2 comes late. */

@@ -48,9 +48,9 @@ class StepArgs(ctypes.Structure):
 
 
 class NativeBackend:
-    """K memory of `blocks * kv_heads * k_dim * block_size` elements and V of `blocks * kv_heads * block_size * v_dim` a layer.
+    """Memory of keys, `k_dim` elements a token and head, and of values, `v_dim` padded to whole vectors, for each layer.
 
-    `paged_attention.c` says how they lie, which depends on the processor. Rows of V are padded to whole vectors; what stands in the padding is never read into a result.
+    How they lie depends on the processor: see `paged_attention.c`. What stands in padding is never read into a result.
     """
 
     name = "native"

@@ -10,6 +10,7 @@ import torch
 
 from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
+from headrace_engine.runner.huge_pages import HugePages
 
 _LANES = 16
 
@@ -48,7 +49,7 @@ class StepArgs(ctypes.Structure):
 
 
 class NativeBackend:
-    """Memory of keys, `k_dim` elements a token and head, and of values, `v_dim` padded to whole vectors, for each layer.
+    """Memory of keys, `k_dim` elements a token and head, and of values, `v_dim` padded to whole vectors, a layer.
 
     How they lie depends on the processor: see `paged_attention.c`. What stands in padding is never read into a result.
     """
@@ -91,12 +92,13 @@ class NativeBackend:
     def allocate(self, num_blocks: int) -> None:
         size, dtype = self._spec.block_size, self._spec.dtype
         self._k_cache, self._v_cache, self._layers = [], [], []
+        pages = HugePages()
         for layer in self._spec.layers:
             if layer.kv_source is None:
                 heads = (num_blocks, layer.num_kv_heads)
                 # Pages are touched on first use only, so an unused budget costs no memory.
-                self._k_cache.append(torch.empty((*heads, self._stored(layer.k_dim), size), dtype=dtype))
-                self._v_cache.append(torch.empty((*heads, size, _padded(layer.v_dim)), dtype=dtype))
+                self._k_cache.append(pages.empty((*heads, self._stored(layer.k_dim), size), dtype))
+                self._v_cache.append(pages.empty((*heads, size, _padded(layer.v_dim)), dtype))
             else:
                 self._k_cache.append(self._k_cache[layer.kv_source])
                 self._v_cache.append(self._v_cache[layer.kv_source])

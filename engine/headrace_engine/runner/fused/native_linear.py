@@ -11,11 +11,13 @@ import torch
 
 from headrace_engine.runner import native_library, packed_linear
 from headrace_engine.runner.fused.norm import Norm
+from headrace_engine.runner.huge_pages import HugePages
 from headrace_engine.runner.packed_linear import PreparedLinear
 
 logger = logging.getLogger(__name__)
 
 _STORE, _ADD, _SILU_MUL = 0, 1, 2
+_PAGES = HugePages()
 
 
 class LinearArgs(ctypes.Structure):
@@ -76,7 +78,7 @@ class NativeLinear(PreparedLinear):
         steps = self.in_features
         if weight.dtype is torch.bfloat16 and library().headrace_has_pairs():
             steps += steps % 2
-        self._packed = torch.empty((panels, steps, panel), dtype=weight.dtype)
+        self._packed = _PAGES.empty((panels, steps, panel), weight.dtype)
         library().headrace_pack_weight(
             *(
                 native_library.DTYPES[weight.dtype],

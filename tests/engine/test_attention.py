@@ -5,7 +5,11 @@ Caches are poisoned with NaN first: a kernel that lets one unwritten key or valu
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention_cases import Case, Problem
+from headrace_engine.runner import native_library
+from headrace_engine.runner.attention import native
 from headrace_engine.runner.attention.backend import AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.reference import ReferenceBackend
@@ -62,6 +68,29 @@ def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Prob
 def test_bfloat16_attention_is_right_to_a_rounding_of_weights_and_output(backend_type: Any, problem: Problem) -> None:
     case = Case(problem, torch.bfloat16)
     torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=8e-3, rtol=2**-7)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
+def test_builds_for_other_processors_compute_the_same(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = native_library.source_text("headrace_engine.runner.attention", "paged_attention.c")
+    target = tmp_path / "attention.so"
+    command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
+    subprocess.run(command, input=source, text=True, check=True)
+    other = native.declared(ctypes.CDLL(str(target)))
+    monkeypatch.setattr(native, "_library", lambda: other)
+    assert without == "-mno-avx512vl" or not other.headrace_attention_has_pairs()
+    for problem in (WIDE, Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)):
+        case = Case(problem, torch.float32)
+        torch.testing.assert_close(
+            case.compute(NativeBackend(case.spec())).double(), case.expected(), atol=2e-5, rtol=2e-5
+        )
+        case = Case(problem, torch.bfloat16)
+        torch.testing.assert_close(
+            case.compute(NativeBackend(case.spec())).double(), case.expected(), atol=8e-3, rtol=2**-7
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,20 +23,31 @@ logger = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
+_DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 def load(package: str, source_name: str) -> ctypes.CDLL:
     """The library made from one C file of a package. Raises OSError, whose message says what is missing."""
     source = source_text(package, source_name)
-    library = _build(source_name, source)
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise OSError("no C compiler was found (tried $CC, then cc)")
+    kept = _cache() / f"{Path(source_name).stem}-{_identity(source, compiler)}.so"
     # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
     # one thread pool and not two that fight for the cores.
+    if _intact(kept):
+        return ctypes.CDLL(str(kept))
     try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:  # a crash or a full disk may have damaged the file: it must not cost speed for ever
-        logger.warning("%s is built anew: %s", library.name, error)
-        library.unlink(missing_ok=True)
-        return ctypes.CDLL(str(_build(source_name, source)))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        room = tempfile.TemporaryDirectory(dir=kept.parent)
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept, so every start builds them: %s", error)
+        with tempfile.TemporaryDirectory() as folder:
+            return ctypes.CDLL(str(_build(source_name, source, compiler, Path(folder) / kept.name)))
+    with room as folder:
+        _build(source_name, source, compiler, Path(folder) / kept.name).replace(kept)
+    logger.info("built %s into %s", source_name, kept)
+    return ctypes.CDLL(str(kept))
 
 
 def source_text(package: str, source_name: str) -> str:
@@ -50,30 +61,41 @@ def source_text(package: str, source_name: str) -> str:
     )
 
 
-def _build(source_name: str, source: str) -> Path:
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise OSError("no C compiler was found (tried $CC, then cc)")
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "kernels"
+
+
+def _identity(source: str, compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    identity = "\n".join([source, version, " ".join(_FLAGS), platform.machine(), _processor_flags()])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "kernels"
-    target = cache / f"{Path(source_name).stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        built = Path(folder) / target.name
-        done = subprocess.run(
-            [compiler, *_FLAGS, "-x", "c", "-", "-o", str(built), "-lm"],
-            input=source,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise OSError(f"{compiler} cannot build {source_name}: {done.stderr.strip()[:500]}")
-        built.replace(target)  # atomic: a second process building at the same time loses nothing
-    logger.info("built %s into %s", source_name, target)
+    parts = [source, version, " ".join(_FLAGS), platform.machine(), _processor_flags(), "digest at the end"]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _intact(library: Path) -> bool:
+    """Whether it is there and whole: the process that loads what a crash cut short ends by a signal."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    if hashlib.sha256(content[:-_DIGEST_SIZE]).digest() == content[-_DIGEST_SIZE:]:
+        return True
+    logger.warning("%s is damaged and built anew", library)
+    return False
+
+
+def _build(source_name: str, source: str, compiler: str, target: Path) -> Path:
+    """Compile into a file that nobody else knows yet. Raises OSError."""
+    done = subprocess.run(
+        [compiler, *_FLAGS, "-x", "c", "-", "-o", str(target), "-lm"],
+        input=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"{compiler} cannot build {source_name}: {done.stderr.strip()[:500]}")
+    # Behind a library's end the loader does not look.
+    target.write_bytes((content := target.read_bytes()) + hashlib.sha256(content).digest())
     return target
 
 

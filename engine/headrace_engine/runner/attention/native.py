@@ -163,7 +163,11 @@ def _padded(v_dim: int) -> int:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The compiled kernel. Raises OSError, whose message says what is missing."""
-    library = native_library.load("headrace_engine.runner.attention", "paged_attention.c")
+    return declared(native_library.load("headrace_engine.runner.attention", "paged_attention.c"))
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A library made from paged_attention.c with the types of its functions."""
     arguments = (ctypes.POINTER(LayerArgs), ctypes.POINTER(StepArgs))
     library.headrace_attention.argtypes, library.headrace_attention.restype = arguments, ctypes.c_int
     library.headrace_write_kv.argtypes, library.headrace_write_kv.restype = arguments, None

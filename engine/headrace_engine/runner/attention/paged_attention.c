@@ -250,10 +250,11 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
         }
 }
 
-/* mixed[rows] += weights . values of `depth` steps that lie side by side, and so do those to ask ahead for. */
+/* mixed[rows] += weights . values of `depth` steps that lie side by side, and so do those to ask `ahead` for, which the
+ * `first` rows do. */
 static inline __attribute__((always_inline)) void
-mix_run(const attention_args *a, const float *weights, const char *values, const char *ahead, int depth, float *mixed,
-        int rows, int kind) {
+mix_run(const attention_args *a, const float *weights, const char *values, const char *ahead, int first, int depth,
+        float *mixed, int rows, int kind) {
     int v_stride = padded(a->layer.v_dim), columns;
     for (int lane = 0; lane < v_stride; lane += columns * LANES) {
         const char *v[MAX_COLUMNS], *next[MAX_COLUMNS];
@@ -262,14 +263,14 @@ mix_run(const attention_args *a, const float *weights, const char *values, const
             v[i] = values + (lane + i * LANES) * step_bytes(kind);
             next[i] = ahead + (lane + i * LANES) * step_bytes(kind);
         }
-        multiply(rows, columns, 0, weights, v, ahead ? next : NULL, v_stride * step_bytes(kind), depth, mixed + lane,
+        multiply(rows, columns, 0, weights, v, first ? next : NULL, v_stride * step_bytes(kind), depth, mixed + lane,
                  v_stride, 0, kind);
     }
 }
 
 static inline __attribute__((always_inline)) void
 mix_chunk(const attention_args *a, const float *scores, const chunk *now, const chunk *next, float *mixed, int rows,
-          int num_keys, uint32_t *single, int kind) {
+          int num_keys, float *single, int kind) {
     int v_stride = padded(a->layer.v_dim), element = a->layer.dtype == FLOAT32 ? 4 : 2;
     for (int first = 0, end; first < now->num_columns; first = end) {
         /* the columns that lie in one block are one run of rows */
@@ -279,12 +280,13 @@ mix_chunk(const attention_args *a, const float *scores, const chunk *now, const 
         int odd = kind == PAIRS && keys % 2;
         const char *last = now->v[first] + (int64_t)depth * v_stride * step_bytes(kind);
         for (int d = 0; odd && d < v_stride; d++) /* there is no second key to the last: its place may hold anything */
-            single[d] = ((const uint16_t *)last)[2 * d];
+            copy_pair(single + d, (const uint16_t *)last + 2 * d, 0, 1);
         for (int row = 0; row < rows; row += MAX_ROWS) {
             const float *weights = scores + row * CHUNK * LANES + num_steps(kind, first * LANES);
             int some = min(rows - row, MAX_ROWS);
-            mix_run(a, weights, now->v[first], row ? NULL : next->v[first], depth, mixed + row * v_stride, some, kind);
-            if (odd) mix_run(a, weights + depth, (const char *)single, NULL, 1, mixed + row * v_stride, some, kind);
+            float *target = mixed + row * v_stride;
+            mix_run(a, weights, now->v[first], next->v[first], !row, depth, target, some, kind);
+            if (odd) mix_run(a, weights + depth, (const char *)single, (const char *)single, 0, 1, target, some, kind);
         }
     }
 }
@@ -311,7 +313,7 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
     f32x *total = (f32x *)scratch;
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
     float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
-    uint32_t *single = (uint32_t *)(most + rows);
+    float *single = most + rows;
     int position = first_position(a, u), last = last_column(a, u), num_positions = position + u->num_tokens;
 
     for (int row = 0; row < rows; row++) {

@@ -130,11 +130,11 @@ static inline float load_input(const linear_args *a, int64_t from, int k, float 
 static inline __attribute__((always_inline)) f32x
 load_steps(const linear_args *a, int64_t from, int step, float scale, int kind) {
     if (kind != PAIRS) return load_inputs(a, from, step, scale, kind);
+    uint16_t normed[2 * LANES];
+    for (int at = 0; at < 2 * LANES && a->norm_weight; at += LANES)
+        store_vector(normed, at, load_inputs(a, from, 2 * step + at, scale, BFLOAT16), BFLOAT16);
     f32x pairs;
-    if (a->norm_weight)
-        for (int at = 0; at < 2 * LANES; at += LANES)
-            store_vector(&pairs, at, load_inputs(a, from, 2 * step + at, scale, BFLOAT16), BFLOAT16);
-    else memcpy(&pairs, (const uint16_t *)a->x + from + 2 * step, sizeof pairs);
+    memcpy(&pairs, a->norm_weight ? normed : (const uint16_t *)a->x + from + 2 * step, sizeof pairs);
     return pairs;
 }
 
@@ -165,7 +165,8 @@ pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const
         if (rows == TILE) memcpy(target, array, sizeof array);
         else
             for (int i = 0; i < LANES; i++)
-                _mm256_mask_storeu_ps(target + i * rows, (1 << rows) - 1, ((__m256 *)array)[i]);
+                _mm512_mask_storeu_ps(target + i * rows, (1 << rows) - 1,
+                                      _mm512_castps256_ps512(_mm256_loadu_ps((float *)array + i * TILE)));
     }
     return step;
 }
@@ -178,7 +179,7 @@ static int pack_vectors(const linear_args *a, float *target, int64_t begin, int 
 
 static void pack_tile(const linear_args *a, float *tiled, int64_t begin, int64_t end) {
     int rows = (int)(end - begin), kind = kind_of(a->dtype), steps = num_steps(kind, a->in_features), done;
-    float scales[TILE], *target = tiled + begin * steps;
+    float scales[TILE] = {0}, *target = tiled + begin * steps;
     for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
     if (kind == PAIRS) done = pack_vectors(a, target, begin, rows, scales, PAIRS);
     else if (kind == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16);

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from service.workers.service import Service
 
 __all__ = ["model_folder"]
 
+NUM_TOKENS = 60_000
+
 
 def run(url: str, *flags: str) -> Result:
     return CliRunner().invoke(top, ["--redis-url", url, "--interval", "0.5", *flags], env={"COLUMNS": "160"})
@@ -25,12 +28,16 @@ def run(url: str, *flags: str) -> Result:
 
 @pytest.fixture(scope="module")
 def busy(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One worker of two slots, two long requests in it and others behind them."""
+    """One worker of two slots, two requests in it that outlast all tests, and others behind them."""
+    folder = tmp_path_factory.mktemp("top") / Path(model_folder).name
+    shutil.copytree(model_folder, folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2 * NUM_TOKENS}))
     with make_server() as server:
-        service = Service(server, model_folder, tmp_path_factory.mktemp("top"))
+        service = Service(server, str(folder), folder.parent)
         try:
-            service.start_worker(max_num_seqs=2).wait_ready()
-            handles = [service.generate("the wheel Zanzibar", max_tokens=2000) for _ in range(12)]
+            service.start_worker(max_num_seqs=2, kv_cache_memory="512MiB").wait_ready()
+            handles = [service.generate("the wheel Zanzibar", max_tokens=NUM_TOKENS) for _ in range(12)]
             service.wait_until(lambda: service.leased() == 2)
             yield service
             for handle in handles:
@@ -40,7 +47,14 @@ def busy(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_the_report_counts_queues_workers_slots_and_requests(busy: Service) -> None:
-    found: dict[str, Any] = json.loads(run(busy.server.url, "--json").output)
+    found: dict[str, Any] = {}
+
+    def has_rate() -> bool:
+        found.update(json.loads(run(busy.server.url, "--json").output))
+        # A worker that was too busy to answer the first of two looks has no rate.
+        return any(worker["tokens_per_second"] is not None for worker in found["workers"])
+
+    busy.wait_until(has_rate)
     (queue,) = found["queues"]
     assert (queue["model"], queue["leased"], queue["dead"]) == ("tiny", 2, 0)
     assert queue["ready"] > 0

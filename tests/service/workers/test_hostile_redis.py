@@ -1,5 +1,6 @@
 """What Redis may do to a worker besides going away, and what leases that run out do."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -175,9 +176,15 @@ def test_a_message_whose_eta_is_too_far_ahead_is_refused(service: Service) -> No
 def test_running_requests_can_be_revoked_after_a_lost_connection(service: Service) -> None:
     handle = service.generate(max_tokens=2000)
     service.wait_tokens([handle.id], at_least=1)
-    service.cut_connections(service.workers[0])
-    with service.app.connection_for_write() as connection:
-        handle.revoke(connection=connection, terminate=True)
+    pid = service.workers[0].engine_pid()
+    os.kill(pid, signal.SIGSTOP)  # however fast the engine is, the request lasts until the worker listens again
+    try:
+        service.cut_connections(service.workers[0])
+        with service.app.connection_for_write() as connection:
+            handle.revoke(connection=connection, terminate=True)
+            assert service.app.control.ping(timeout=60, limit=1, connection=connection)
+    finally:
+        os.kill(pid, signal.SIGCONT)
     log = service.wait_ended([handle.id])[handle.id]
     assert log.end is not None
     assert log.end["finish_reason"] == "cancelled"

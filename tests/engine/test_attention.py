@@ -65,9 +65,12 @@ def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Prob
 @example(WIDE)
 @given(problems)
 @settings(max_examples=30, deadline=None)
-def test_bfloat16_attention_is_right_to_a_rounding_of_weights_and_output(backend_type: Any, problem: Problem) -> None:
+def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, problem: Problem) -> None:
     case = Case(problem, torch.bfloat16)
-    torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=8e-3, rtol=2**-7)
+    # What is multiplied in pairs of bfloat16 is rounded to it, the softmax's weights among it.
+    in_pairs = backend_type is NativeBackend and native._library().headrace_attention_has_pairs()
+    output = case.compute(backend_type(case.spec()))
+    torch.testing.assert_close(output.double(), case.expected(), atol=8e-3 if in_pairs else 2e-3, rtol=2**-7)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")

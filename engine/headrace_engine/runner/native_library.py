@@ -19,7 +19,7 @@ import torch  # before any library of ours, see `load`
 
 logger = logging.getLogger(__name__)
 
-# The kernels' numbers for the types that they take, as in vectors.h and elementwise.c.
+# The kernels' numbers for the types that they take, as in vectors.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]

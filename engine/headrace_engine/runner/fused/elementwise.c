@@ -5,42 +5,22 @@
  * enough work to pay for waking them.
  */
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
+#include "../vectors.h"
 
 #define MOST_DIM 32768           /* elements of a row; the scratch row lives on the stack */
 #define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */
 
-static inline float from_bits(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint16_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest, ties to even */
-    return (uint16_t)((value != value ? 0x7fc00000u : rounded) >> 16);
-}
-
 static inline void load(float *restrict to, const void *from, int64_t at, int n, int dtype) {
     if (dtype == FLOAT32) memcpy(to, (const float *)from + at, sizeof(float) * n);
-    else {
-        const uint16_t *restrict source = (const uint16_t *)from + at;
-        for (int i = 0; i < n; i++) to[i] = from_bits(source[i]);
-    }
+    else
+        for (int i = 0; i < n; i++) to[i] = load_scalar(from, at + i, BFLOAT16);
 }
 
 static inline void store(void *to, int64_t at, const float *restrict from, int n, int dtype) {
     if (dtype == FLOAT32) memcpy((float *)to + at, from, sizeof(float) * n);
-    else {
-        uint16_t *restrict target = (uint16_t *)to + at;
-        for (int i = 0; i < n; i++) target[i] = to_bits(from[i]);
-    }
+    else
+        for (int i = 0; i < n; i++) store_scalar(to, at + i, from[i], BFLOAT16);
 }
 
 static inline float inverse_rms(const float *restrict row, int n, float eps) {

@@ -71,6 +71,9 @@ class StepInputs:
     """The prompt tokens whose log-probabilities are wanted, by request."""
     lora_versions: list[int | None] | None = None
     """The adapter of each sequence; None where no sequence has one."""
+    logits_start: torch.Tensor | None = None
+    """[sequences + 1] int32: where those of each sequence begin among `logits_indices`, as `query_start` has it for its
+    tokens; None where they name all tokens, or others than the last ones of the sequences in their order."""
 
     def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
         """What belongs to the accepted tokens of each request, from a map of logits rows; requests without are left."""
@@ -163,7 +166,7 @@ class RequestBatch:
             spans.append(TokenSpan(request, start, [*token_ids, *drafts], 1 + len(drafts) if sampled else 0))
         inputs = self.pack(spans, sampled_ids, batch.draft_token_ids)
         if target_indices:
-            inputs.prompt_targets = prompt_targets
+            inputs.prompt_targets, inputs.logits_start = prompt_targets, None
             inputs.logits_indices = torch.cat([inputs.logits_indices, torch.tensor(target_indices)])
         return inputs
 
@@ -173,9 +176,11 @@ class RequestBatch:
         """Spans behind one another in one row of tokens."""
         token_ids: list[int] = []
         logits_indices: list[int] = []
+        starts = [0]
         for span in spans:
             token_ids += span.token_ids
             logits_indices += range(len(token_ids) - span.num_logits, len(token_ids))
+            starts.append(len(logits_indices))
         num_scheduled = np.array([len(span.token_ids) for span in spans], dtype=np.int32)
         first_positions = np.array([span.start for span in spans], dtype=np.int32)
         query_start = np.zeros(len(spans) + 1, dtype=np.int32)
@@ -200,6 +205,7 @@ class RequestBatch:
             logits_indices=torch.tensor(logits_indices, dtype=torch.long),
             draft_token_ids=draft_token_ids,
             lora_versions=loras if any(version is not None for version in loras) else None,
+            logits_start=torch.tensor(starts, dtype=torch.int32) if len(logits_indices) < len(token_ids) else None,
         )
 
     def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:

@@ -162,7 +162,7 @@ class PagedModel:
             self._lora.use(inputs)
         self._metadata, self._next_layer = inputs.metadata, 0
         if self._stack is not None:
-            self._stack.metadata = inputs.metadata
+            self._stack.inputs = inputs
         keeps_logits = self._layout.keeps_logits
         try:
             logits: torch.Tensor = self._model(
@@ -174,7 +174,7 @@ class PagedModel:
         finally:
             self._metadata = None
             if self._stack is not None:
-                self._stack.metadata = None
+                self._stack.inputs = None
         return logits if keeps_logits else logits[inputs.logits_indices]
 
     def _attention(

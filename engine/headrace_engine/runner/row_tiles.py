@@ -38,6 +38,7 @@ def split(inputs: StepInputs) -> Iterator[tuple[StepInputs, torch.Tensor]]:
             positions=_padded(inputs.positions[start:end]),
             metadata=_part(inputs.metadata, start, end),
             logits_indices=torch.arange(TILE_ROWS if len(places) else 1),
+            logits_start=None,
         )
         yield tile, torch.stack([places, indices[places] - start])
 

@@ -61,6 +61,7 @@ class DeviceSteps:
             input_ids=pad(inputs.input_ids, (0, missing)),
             positions=pad(inputs.positions, (0, missing)),
             logits_indices=torch.arange(size),
+            logits_start=None,
             metadata=AttentionMetadata(
                 query_start=torch.arange(size + 1, dtype=torch.int32),
                 seq_lens=pad(metadata.seq_lens, (0, missing), value=1),

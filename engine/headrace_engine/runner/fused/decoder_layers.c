@@ -2,9 +2,11 @@
  * would take as long as the products, whose weights have just driven everything else out of the caches.
  *
  * Only the order of things is here; what is done comes from other libraries.
+ *
+ * Behind the last layer most rows of a prompt are read by nobody: of these it computes the keys and values only. The
+ * others move to the front for the rest of the layer and back to their places in the end.
  */
-#include <stdint.h>
-
+#include "../vectors.h"
 #include "linear.h"
 
 typedef struct {
@@ -33,6 +35,9 @@ typedef struct {
     void *qkv, *mixed, *gated; /* room for what is between; attention reads and writes the first two */
     const void *cosine, *sine; /* [rows][rotary_dim] */
     const void *attention;     /* the step's part of attention's arguments */
+    const int64_t *wanted;     /* ascending: the rows that are read behind the last layer */
+    int64_t num_wanted;
+    const void *wanted_attention; /* as `attention`, for these rows' queries at the front; NULL: all rows are wanted */
 } decoder_step;
 
 static int multiply(const decoder_step *s, const linear_args *layer, const void *x, void *out) {
@@ -42,19 +47,51 @@ static int multiply(const decoder_step *s, const linear_args *layer, const void 
     return s->kernels->linear(&a);
 }
 
-/* Returns 0, or -1 when memory is lacking. */
+/* All of a layer that other rows can need. Returns 0, or -1 when memory is lacking, as do the functions below. */
+static int write_keys_and_values(const decoder_step *s, const decoder_layer *l) {
+    if (multiply(s, &l->qkv, s->hidden, s->qkv)) return -1;
+    if (l->with_rope || l->q_norm)
+        s->kernels->norm_rope(s->dtype, s->threads, s->rows, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim,
+                              l->with_rope ? s->rotary_dim : 0, s->qkv, l->q_norm, l->k_norm, l->head_eps,
+                              l->with_rope ? s->cosine : 0, l->with_rope ? s->sine : 0);
+    s->kernels->write_kv(l->attention, s->attention);
+    return 0;
+}
+
+static int finish_rows(const decoder_step *s, const decoder_layer *l) {
+    if (s->kernels->attention(l->attention, s->attention)) return -1;
+    if (multiply(s, &l->o, s->mixed, s->hidden)) return -1;
+    if (multiply(s, &l->gate_up, s->hidden, s->gated)) return -1;
+    return multiply(s, &l->down, s->gated, s->hidden);
+}
+
+/* As `wanted` ascends, no row is overwritten before it has moved: to the front the first goes first, back the last. */
+static void move_to_front(const decoder_step *s, void *rows, int64_t row_bytes, int64_t used_bytes) {
+    for (int64_t i = 0; i < s->num_wanted; i++)
+        memmove((char *)rows + i * row_bytes, (char *)rows + s->wanted[i] * row_bytes, used_bytes);
+}
+
+static void move_back(const decoder_step *s, void *rows, int64_t row_bytes) {
+    for (int64_t i = s->num_wanted; i-- > 0;)
+        memmove((char *)rows + s->wanted[i] * row_bytes, (char *)rows + i * row_bytes, row_bytes);
+}
+
+static int finish_wanted_rows(const decoder_step *s, const decoder_layer *l) {
+    int64_t element = s->dtype == FLOAT32 ? 4 : 2, hidden_bytes = l->qkv.in_features * element;
+    decoder_step wanted = *s;
+    wanted.rows = s->num_wanted, wanted.attention = s->wanted_attention;
+    move_to_front(s, s->hidden, hidden_bytes, hidden_bytes);
+    move_to_front(s, s->qkv, l->qkv.out_features * element, l->q_heads * l->head_dim * element); /* the queries alone */
+    if (finish_rows(&wanted, l)) return -1;
+    move_back(s, s->hidden, hidden_bytes);
+    return 0;
+}
+
 int headrace_decoder_layers(const decoder_step *s) {
-    for (const decoder_layer *l = s->layers; l < s->layers + s->num_layers; l++) {
-        if (multiply(s, &l->qkv, s->hidden, s->qkv)) return -1;
-        if (l->with_rope || l->q_norm)
-            s->kernels->norm_rope(s->dtype, s->threads, s->rows, l->qkv.out_features, l->q_heads, l->k_heads,
-                                  l->head_dim, l->with_rope ? s->rotary_dim : 0, s->qkv, l->q_norm, l->k_norm,
-                                  l->head_eps, l->with_rope ? s->cosine : 0, l->with_rope ? s->sine : 0);
-        s->kernels->write_kv(l->attention, s->attention);
-        if (s->kernels->attention(l->attention, s->attention)) return -1;
-        if (multiply(s, &l->o, s->mixed, s->hidden)) return -1;
-        if (multiply(s, &l->gate_up, s->hidden, s->gated)) return -1;
-        if (multiply(s, &l->down, s->gated, s->hidden)) return -1;
+    const decoder_layer *last = s->layers + s->num_layers - 1;
+    for (const decoder_layer *l = s->layers; l <= last; l++) {
+        if (write_keys_and_values(s, l)) return -1;
+        if (l == last && s->wanted_attention ? finish_wanted_rows(s, l) : finish_rows(s, l)) return -1;
     }
     return 0;
 }

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from headrace_engine.runner import native_library
-from headrace_engine.runner.attention.backend import AttentionMetadata, scale_of
+from headrace_engine.runner.attention.backend import scale_of
 from headrace_engine.runner.attention.native import NativeBackend, StepArgs
+from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.fused import elementwise, native_linear
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
@@ -35,6 +36,9 @@ class _StepArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "mixed", "gated", "cosine", "sine", "attention")),
+        ("wanted", ctypes.c_void_p),
+        ("num_wanted", ctypes.c_int64),
+        ("wanted_attention", ctypes.c_void_p),
     )
 
 
@@ -48,7 +52,7 @@ class DecoderStack(nn.Module):
         backend: whose memory attention reads and writes; `bind` takes it up.
     """
 
-    metadata: AttentionMetadata | None = None
+    inputs: StepInputs | None = None
     """The step's, to be set before each."""
 
     def __init__(self, layers: Sequence[FusedDecoderLayer], backend: NativeBackend) -> None:
@@ -67,6 +71,7 @@ class DecoderStack(nn.Module):
         )
         self._own = (_LayerArgs * len(layers))()
         self._attention_step = StepArgs()
+        self._wanted_attention = StepArgs()
         self._step = _StepArgs(
             kernels=ctypes.addressof(self._kernels),
             layers=ctypes.addressof(self._own),
@@ -96,13 +101,16 @@ class DecoderStack(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same shape, in place."""
+        """[1, tokens, hidden] -> the same shape, in place.
+
+        Where the step says whose logits are asked for, the rows of other tokens hold numbers without a meaning.
+        """
         shape, dtype, rows = self._shape, hidden_states.dtype, hidden_states.shape[1]
         heads = shape.q_heads + 2 * shape.k_heads
         qkv = torch.empty((rows, heads * shape.head_dim), dtype=dtype)
         mixed = torch.empty((rows, shape.q_heads * shape.head_dim), dtype=dtype)
         gated = torch.empty((rows, self._width), dtype=dtype)
-        step, attention = self._step, self._attention_step
+        step = self._step
         step.dtype, step.threads, step.rows = native_library.DTYPES[dtype], torch.get_num_threads(), rows
         step.hidden, step.qkv = hidden_states.data_ptr(), qkv.data_ptr()
         step.mixed, step.gated = mixed.data_ptr(), gated.data_ptr()
@@ -111,20 +119,34 @@ class DecoderStack(nn.Module):
             step.rotary_dim, step.cosine, step.sine = cosine.shape[-1], cosine.data_ptr(), sine.data_ptr()
         else:
             step.rotary_dim, step.cosine, step.sine = 0, None, None
-        assert self.metadata is not None
         assert hidden_states.is_contiguous()
-        attention.of(self.metadata)
-        attention.num_tokens = rows
-        head = shape.head_dim * dtype.itemsize
+        self._point_attention_at(qkv, mixed)
+        if self._compute(ctypes.byref(step)):
+            raise MemoryError(f"no memory to compute {rows} tokens")
+        return hidden_states
+
+    def _point_attention_at(self, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Let it read queries, keys and values from rows of `qkv`, and write to `mixed`, as the step wants it."""
+        inputs, shape, step, attention = self.inputs, self._shape, self._step, self._attention_step
+        assert inputs is not None
+        attention.of(inputs.metadata)
+        attention.num_tokens = qkv.shape[0]
+        head = shape.head_dim * qkv.itemsize
         attention.query, attention.output = qkv.data_ptr(), mixed.data_ptr()
         attention.key = qkv.data_ptr() + shape.q_heads * head
         attention.value = qkv.data_ptr() + (shape.q_heads + shape.k_heads) * head
         for name in ("query", "key", "value"):
             setattr(attention, f"{name}_token_stride", qkv.stride(0))
             setattr(attention, f"{name}_head_stride", shape.head_dim)
-        if self._compute(ctypes.byref(step)):
-            raise MemoryError(f"no memory to compute {rows} tokens")
-        return hidden_states
+        if inputs.logits_start is None:
+            step.wanted_attention = None
+            return
+        assert int(inputs.logits_start[-1]) == len(inputs.logits_indices)
+        # As all sequences end where they did, it is enough to say where their queries begin; some have none.
+        self._wanted_attention = StepArgs.from_buffer_copy(attention)
+        self._wanted_attention.query_start = inputs.logits_start.data_ptr()
+        step.wanted, step.num_wanted = inputs.logits_indices.data_ptr(), len(inputs.logits_indices)
+        step.wanted_attention = ctypes.addressof(self._wanted_attention)
 
 
 def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:

@@ -8,7 +8,7 @@ time on a busy one. The runtime reads its environment when torch is imported, so
 
 import os
 
-_SPIN_COUNT = "20000"
+_SPIN_COUNT = "5000"
 
 
 def limit_spinning() -> None:

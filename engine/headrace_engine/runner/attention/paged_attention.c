@@ -28,6 +28,7 @@
 #include <stdlib.h>
 
 #include "../vectors.h"
+#include "attention.h"
 
 /* The largest tile of a product leaves registers for the columns and a row's element: there are 32, with plain AVX2 16. */
 #define MAX_ROWS 6
@@ -37,33 +38,8 @@
 #define MAX_COLUMNS 2
 #endif
 
-#define PADDING 16         /* a row of values has a multiple of this, in native.py too */
 #define CHUNK (64 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
 #define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
-
-/* What stays the same from step to step. */
-typedef struct {
-    int32_t dtype, num_heads, num_kv_heads, k_dim, v_dim, block_size;
-    int32_t window;      /* 0: none */
-    float scale, softcap; /* softcap 0: none */
-    void *k_cache, *v_cache;
-    const float *sinks; /* [num_heads] or NULL: a logit without a value, in every row's softmax */
-} layer_args;
-
-/* What is the same for all layers of a step. Strides are in elements, between tokens and between heads; the last
- * dimension is contiguous. */
-typedef struct {
-    int32_t num_tokens, num_sequences, num_threads, max_blocks;
-    int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
-        value_head_stride;
-    const void *query, *key, *value;
-    void *output;                /* [tokens][num_heads][v_dim], contiguous */
-    const int32_t *query_start;  /* [num_sequences + 1] first token of each sequence in the packed batch */
-    const int32_t *seq_lens;     /* [num_sequences] tokens with K/V, those of this step included */
-    const int32_t *table_rows;   /* [num_sequences] row of block_table */
-    const int32_t *block_table;  /* [rows][max_blocks] */
-    const int64_t *slot_mapping; /* [num_tokens] block * block_size + offset */
-} step_args;
 
 typedef struct {
     layer_args layer;
@@ -71,8 +47,6 @@ typedef struct {
 } attention_args;
 
 static inline int min(int a, int b) { return a < b ? a : b; }
-
-static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
 
 static inline float max_lanes(f32x v) {
 #ifdef __AVX512F__
@@ -433,9 +407,8 @@ write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, c
 /* Put the keys and values of this step's tokens into their slots. */
 void headrace_write_kv(const layer_args *layer, const step_args *step) {
     int64_t element = layer->dtype == FLOAT32 ? 4 : 2;
-    /* The few tokens of a decode step are no work for a second thread: where another process has its core, waiting for
-     * it takes longer than all else. */
-#pragma omp parallel for num_threads(step->num_threads) schedule(static) if (step->num_tokens >= 256)
+    /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. */
+#pragma omp parallel for num_threads(step->num_threads) schedule(static) if (step->num_tokens >= 16)
     for (int token = 0; token < step->num_tokens; token++) {
         int64_t slot = step->slot_mapping[token], block = slot / layer->block_size, offset = slot % layer->block_size;
         for (int head = 0; head < layer->num_kv_heads; head++) {

@@ -6,8 +6,13 @@
  * Behind the last layer most rows of a prompt are read by nobody: of these it computes the keys and values only. The
  * others move to the front for the rest of the layer and back to their places in the end.
  */
+#include <unistd.h>
+
+#include "../attention/attention.h"
 #include "../vectors.h"
 #include "linear.h"
+
+#define MOST_UPCOMING 4096
 
 typedef struct {
     int (*linear)(const linear_args *);
@@ -40,16 +45,16 @@ typedef struct {
     const void *wanted_attention; /* as `attention`, for these rows' queries at the front; NULL: all rows are wanted */
 } decoder_step;
 
-static int multiply(const decoder_step *s, const linear_args *layer, const void *x, void *out) {
+static int multiply(const decoder_step *s, const linear_args *layer, const void *x, void *out, upcoming_blocks *upcoming) {
     linear_args a = *layer;
-    a.rows = s->rows, a.threads = s->threads, a.x = x, a.out = out;
+    a.rows = s->rows, a.threads = s->threads, a.x = x, a.out = out, a.upcoming = upcoming;
     a.x_stride = a.in_features, a.out_stride = a.result == SILU_MUL ? a.out_features / 2 : a.out_features;
     return s->kernels->linear(&a);
 }
 
 /* All of a layer that other rows can need. Returns 0, or -1 when memory is lacking, as do the functions below. */
-static int write_keys_and_values(const decoder_step *s, const decoder_layer *l) {
-    if (multiply(s, &l->qkv, s->hidden, s->qkv)) return -1;
+static int write_keys_and_values(const decoder_step *s, const decoder_layer *l, upcoming_blocks *upcoming) {
+    if (multiply(s, &l->qkv, s->hidden, s->qkv, upcoming)) return -1;
     if (l->with_rope || l->q_norm)
         s->kernels->norm_rope(s->dtype, s->threads, s->rows, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim,
                               l->with_rope ? s->rotary_dim : 0, s->qkv, l->q_norm, l->k_norm, l->head_eps,
@@ -58,11 +63,11 @@ static int write_keys_and_values(const decoder_step *s, const decoder_layer *l) 
     return 0;
 }
 
-static int finish_rows(const decoder_step *s, const decoder_layer *l) {
+static int finish_rows(const decoder_step *s, const decoder_layer *l, upcoming_blocks *upcoming) {
     if (s->kernels->attention(l->attention, s->attention)) return -1;
-    if (multiply(s, &l->o, s->mixed, s->hidden)) return -1;
-    if (multiply(s, &l->gate_up, s->hidden, s->gated)) return -1;
-    return multiply(s, &l->down, s->gated, s->hidden);
+    if (multiply(s, &l->o, s->mixed, s->hidden, upcoming)) return -1;
+    if (multiply(s, &l->gate_up, s->hidden, s->gated, upcoming)) return -1;
+    return multiply(s, &l->down, s->gated, s->hidden, upcoming);
 }
 
 /* As `wanted` ascends, no row is overwritten before it has moved: to the front the first goes first, back the last. */
@@ -82,16 +87,45 @@ static int finish_wanted_rows(const decoder_step *s, const decoder_layer *l) {
     wanted.rows = s->num_wanted, wanted.attention = s->wanted_attention;
     move_to_front(s, s->hidden, hidden_bytes, hidden_bytes);
     move_to_front(s, s->qkv, l->qkv.out_features * element, l->q_heads * l->head_dim * element); /* the queries alone */
-    if (finish_rows(&wanted, l)) return -1;
+    if (finish_rows(&wanted, l, NULL)) return -1;
     move_back(s, s->hidden, hidden_bytes);
     return 0;
 }
 
+/* The blocks that attention reads in every layer of the step, in its order: as many as can wait in half of the last
+ * cache. Of a cache of unknown size that is none. */
+static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
+    const layer_args *layer = s->layers->attention;
+    const step_args *step = s->attention;
+    int64_t keys = key_block_bytes(layer, kind_of(layer->dtype) == PAIRS), values = value_block_bytes(layer), most = 0;
+    upcoming_blocks found = {.blocks = blocks, .bytes = {keys, values}};
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    most = sysconf(_SC_LEVEL3_CACHE_SIZE) / 2 / (keys + values);
+#endif
+    if (most > MOST_UPCOMING) most = MOST_UPCOMING;
+    for (int sequence = 0; sequence < step->num_sequences; sequence++) {
+        const int32_t *row = step->block_table + (int64_t)step->table_rows[sequence] * step->max_blocks;
+        int num_blocks = (step->seq_lens[sequence] + layer->block_size - 1) / layer->block_size;
+        for (int place = 0; place < num_blocks && found.count < most; place++) blocks[found.count++] = row[place];
+    }
+    return found;
+}
+
+/* From now on products bring in what that layer's attention reads; what is behind a window is read by nobody. */
+static upcoming_blocks *look_ahead(upcoming_blocks *upcoming, const decoder_layer *l) {
+    const layer_args *attention = l->attention;
+    upcoming->claimed = 0, upcoming->base[0] = attention->k_cache, upcoming->base[1] = attention->v_cache;
+    return attention->window ? NULL : upcoming;
+}
+
 int headrace_decoder_layers(const decoder_step *s) {
+    int32_t blocks[MOST_UPCOMING];
+    upcoming_blocks list = list_blocks(s, blocks), *upcoming = look_ahead(&list, s->layers);
     const decoder_layer *last = s->layers + s->num_layers - 1;
     for (const decoder_layer *l = s->layers; l <= last; l++) {
-        if (write_keys_and_values(s, l)) return -1;
-        if (l == last && s->wanted_attention ? finish_wanted_rows(s, l) : finish_rows(s, l)) return -1;
+        if (write_keys_and_values(s, l, upcoming)) return -1;
+        upcoming = l == last ? NULL : look_ahead(&list, l + 1);
+        if (l == last && s->wanted_attention ? finish_wanted_rows(s, l) : finish_rows(s, l, upcoming)) return -1;
     }
     return 0;
 }

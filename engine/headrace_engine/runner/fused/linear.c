@@ -27,6 +27,7 @@
 #define VECTORS 3
 #define PANEL (VECTORS * LANES)
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
+#define LINE 64         /* bytes that come from memory at once */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
 #define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
 
@@ -52,11 +53,27 @@ finish_row(const linear_args *a, int64_t row, int column, int width, float *sums
         store_scalar(a->out, at + j, a->result == ADD ? sums[j] + load_scalar(a->out, at + j, dtype) : sums[j], dtype);
 }
 
-/* sums[ROWS][PANEL] of one tile and a part of one panel. `ahead` is what will be needed next: it is fetched meanwhile,
- * `ahead_step` bytes an input. */
+/* What a tile asks memory for, with each step of its sums one line, `stride` bytes behind the last. Where `lines` are
+ * asked for it goes on with the next of the upcoming pieces. */
+typedef struct {
+    const char *line;
+    int64_t piece;
+    const upcoming_blocks *upcoming;
+    int stride, lines;
+} requests;
+
+static inline void ask_for_piece(requests *r) {
+    int kind = (int)(r->piece % 2);
+    r->lines = INT32_MAX;
+    if (r->piece >= 2 * r->upcoming->count) return; /* it asks on behind the last one, which harms nobody */
+    r->line = r->upcoming->base[kind] + r->upcoming->blocks[r->piece / 2] * r->upcoming->bytes[kind];
+    r->lines = (int)(r->upcoming->bytes[kind] / LINE);
+    r->piece++;
+}
+
+/* sums[ROWS][PANEL] of one tile and a part of one panel. */
 static inline __attribute__((always_inline)) void
-multiply_tile(const float *tile, const void *weight, int depth, float *sums, int begun, int ROWS, int kind,
-              const char *ahead, int ahead_step) {
+multiply_tile(const float *tile, const void *weight, int depth, float *sums, int begun, int ROWS, int kind, requests ahead) {
     f32x sum[TILE][VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++)
@@ -66,8 +83,9 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
         f32x w[VECTORS];
 #pragma GCC unroll 16
         for (int j = 0; j < VECTORS; j++) w[j] = load_step(weight, (int64_t)k * PANEL + j * LANES, kind);
-        __builtin_prefetch(ahead, 0, 2);
-        ahead += ahead_step;
+        __builtin_prefetch(ahead.line, 0, 2);
+        ahead.line += ahead.stride;
+        if (--ahead.lines == 0) ask_for_piece(&ahead);
         /* What the processor fetches by itself on its way from L2 comes late. */
         const char *soon = (const char *)weight + (int64_t)(k + SOON) * PANEL * step_bytes(kind);
         for (int at = 0; at < PANEL * step_bytes(kind); at += 64) __builtin_prefetch(soon + at, 0, 3);
@@ -84,11 +102,11 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
 
 #define CASE(ROWS, KIND)                                                                            \
     case ROWS:                                                                                       \
-        if (ROWS <= TILE) multiply_tile(tile, weight, depth, sums, begun, ROWS, KIND, ahead, step);  \
+        if (ROWS <= TILE) multiply_tile(tile, weight, depth, sums, begun, ROWS, KIND, ahead);  \
         break;
 #define MULTIPLY(NAME, KIND)                                                                                       \
     static void NAME(int rows, const float *tile, const void *weight, int depth, float *sums, int begun,           \
-                     const char *ahead, int step) {                                                                \
+                     requests ahead) {                                                                             \
         switch (rows) {                                                                                            \
             CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND)                                                \
             CASE(5, KIND) CASE(6, KIND) CASE(7, KIND) CASE(8, KIND)                                                \
@@ -200,6 +218,29 @@ static const float *widened(const void *weight, int depth) {
     return wide;
 }
 
+/* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes behind it next. Where fewer
+ * tiles can ask for these, a line a step, the others ask for what attention reads. */
+static requests plan_requests(const linear_args *a, const char *behind, int64_t size, int depth, int64_t tile, int64_t tiles) {
+    int64_t needed = (size / depth + LINE - 1) / LINE;
+    if (!a->upcoming || tiles <= needed)
+        return (requests){.line = behind + size * tile / tiles, .stride = (int)(size / depth / tiles), .lines = INT32_MAX};
+    if (tile < needed) return (requests){.line = behind + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
+    upcoming_blocks *u = a->upcoming;
+    int64_t pieces = 2 * depth * LINE / (u->bytes[0] + u->bytes[1]), claimed;
+    if (!pieces) pieces = 1;
+#pragma omp atomic capture
+    {
+        claimed = u->claimed;
+        u->claimed += pieces;
+    }
+    requests own = {.line = behind, .piece = claimed, .upcoming = u, .lines = INT32_MAX};
+    if (claimed < 2 * u->count) {
+        own.stride = LINE;
+        ask_for_piece(&own);
+    }
+    return own;
+}
+
 /* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
     int kind = kind_of(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
@@ -212,13 +253,13 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
         const void *source = weight;
         int widen = kind == BFLOAT16 && last - first > 1;
         if (widen) source = widened(weight, depth);
-        int64_t size = (int64_t)depth * bytes; /* what follows is as large, and fetched by all tiles together */
+        int64_t size = (int64_t)depth * bytes;
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
             const float *tile = tiled + row * steps + from * rows;
-            const char *ahead = weight + size + size * (t - first) / (last - first);
+            requests ahead = plan_requests(a, weight + size, size, depth, t - first, last - first);
             (kind == PAIRS ? multiply_pairs : kind == FLOAT32 || widen ? multiply_float32 : multiply_bfloat16)(
-                (int)rows, tile, source, depth, sums + (row - top) * PANEL, chunk > 0, ahead, (int)(bytes / (last - first)));
+                (int)rows, tile, source, depth, sums + (row - top) * PANEL, chunk > 0, ahead);
         }
     }
 }

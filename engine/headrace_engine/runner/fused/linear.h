@@ -1,3 +1,11 @@
+/* Blocks of keys and values that attention reads soon: many rows wait for their products, and memory idles meanwhile. */
+typedef struct {
+    const int32_t *blocks;
+    int64_t count, claimed; /* blocks in all; pieces that somebody asks for already: each block has one of either kind */
+    const char *base[2];    /* of keys, of values */
+    int64_t bytes[2];       /* of a block of them */
+} upcoming_blocks;
+
 /* What a linear layer is called with. */
 enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
@@ -9,4 +17,5 @@ typedef struct {
     void *out;
     const void *norm_weight; /* where given, x is normed first: rms_norm(x) * norm_weight */
     float norm_eps;
+    upcoming_blocks *upcoming; /* NULL, or what to bring into the caches meanwhile */
 } linear_args;

@@ -28,6 +28,7 @@ class LinearArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
         ("norm_eps", ctypes.c_float),
+        ("upcoming", ctypes.c_void_p),
     )
 
 

@@ -1,0 +1,39 @@
+/* What attention is called with, in two parts. */
+#include <stdint.h>
+
+/* What stays the same from step to step. */
+typedef struct {
+    int32_t dtype, num_heads, num_kv_heads, k_dim, v_dim, block_size;
+    int32_t window;      /* 0: none */
+    float scale, softcap; /* softcap 0: none */
+    void *k_cache, *v_cache;
+    const float *sinks; /* [num_heads] or NULL: a logit without a value, in every row's softmax */
+} layer_args;
+
+/* What is the same for all layers of a step. Strides are in elements, between tokens and between heads; the last
+ * dimension is contiguous. */
+typedef struct {
+    int32_t num_tokens, num_sequences, num_threads, max_blocks;
+    int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
+        value_head_stride;
+    const void *query, *key, *value;
+    void *output;                /* [tokens][num_heads][v_dim], contiguous */
+    const int32_t *query_start;  /* [num_sequences + 1] first token of each sequence in the packed batch */
+    const int32_t *seq_lens;     /* [num_sequences] tokens with K/V, those of this step included */
+    const int32_t *table_rows;   /* [num_sequences] row of block_table */
+    const int32_t *block_table;  /* [rows][max_blocks] */
+    const int64_t *slot_mapping; /* [num_tokens] block * block_size + offset */
+} step_args;
+
+#define PADDING 16 /* a row of values has a multiple of this, in native.py too */
+
+static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
+
+/* Bytes of a block of keys, and of one of values, all heads together. `pairs`: two components of a key lie side by side. */
+static inline int64_t key_block_bytes(const layer_args *l, int pairs) {
+    return (int64_t)l->num_kv_heads * (pairs ? l->k_dim + l->k_dim % 2 : l->k_dim) * l->block_size * (l->dtype ? 2 : 4);
+}
+
+static inline int64_t value_block_bytes(const layer_args *l) {
+    return (int64_t)l->num_kv_heads * l->block_size * padded(l->v_dim) * (l->dtype ? 2 : 4);
+}

@@ -148,3 +148,29 @@ static inline void copy_pair(void *target, const uint16_t *source, int index, in
     uint16_t pair[2] = {source[index], index + 1 < size ? source[index + 1] : 0};
     memcpy(target, pair, sizeof pair);
 }
+
+#ifdef __AVX512F__
+#define MOST_INTERLEAVED 8
+
+/* target[lane][row] of so many rows, of which the array has MOST_INTERLEAVED and loses them. To interleave its first half
+ * with its second turns the bits of its indices by one place; after as many turns as a row's number has bits, these have
+ * changed places with a lane's. */
+static inline __attribute__((always_inline)) void interleave(float *target, f32x *array, int rows) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(LANES / 2));
+    for (int turn = 1; turn < MOST_INTERLEAVED; turn *= 2) {
+        f32x turned[MOST_INTERLEAVED];
+        for (int i = 0; i < MOST_INTERLEAVED / 2; i++) {
+            __m512 first = (__m512)array[i], second = (__m512)array[i + MOST_INTERLEAVED / 2];
+            turned[2 * i] = (f32x)_mm512_permutex2var_ps(first, low, second);
+            turned[2 * i + 1] = (f32x)_mm512_permutex2var_ps(first, high, second);
+        }
+        memcpy(array, turned, sizeof turned);
+    }
+    if (rows == MOST_INTERLEAVED) memcpy(target, array, sizeof(f32x) * MOST_INTERLEAVED);
+    else
+        for (int lane = 0; lane < LANES; lane++)
+            _mm512_mask_storeu_ps(target + lane * rows, (1 << rows) - 1,
+                                  _mm512_castps256_ps512(_mm256_loadu_ps((float *)array + lane * MOST_INTERLEAVED)));
+}
+#endif

@@ -29,7 +29,8 @@
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
 #define LINE 64         /* bytes that come from memory at once */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
-#define BLOCK_TILES 18  /* tiles that are multiplied with one panel before the next: they stay in L2 */
+#define BLOCK_TILES 18  /* at most: tiles that are multiplied with one panel before the next, and stay in L2 */
+#define BLOCK_BYTES (512 << 10)
 
 static inline f32x silu(f32x x) {
     i32x negative = x < 0.0f;
@@ -156,35 +157,14 @@ load_steps(const linear_args *a, int64_t from, int step, float scale, int kind) 
     return pairs;
 }
 
-/* [TILE][LANES] -> [LANES][TILE]. To interleave an array's first half with its second turns the bits of its indices by one
- * place; after as many turns as a row's number has bits, these have changed places with a column's. */
-static inline __attribute__((always_inline)) void transpose(f32x *array) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(LANES / 2));
-    for (int turn = 1; turn < TILE; turn *= 2) {
-        f32x turned[TILE];
-        for (int i = 0; i < TILE / 2; i++) {
-            __m512 first = (__m512)array[i], second = (__m512)array[i + TILE / 2];
-            turned[2 * i] = (f32x)_mm512_permutex2var_ps(first, low, second);
-            turned[2 * i + 1] = (f32x)_mm512_permutex2var_ps(first, high, second);
-        }
-        memcpy(array, turned, sizeof turned);
-    }
-}
-
 /* The steps of a tile that fill vectors. Returns how many these are. */
 static inline __attribute__((always_inline)) int
 pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int kind) {
     int step = 0, end = kind == PAIRS ? a->in_features / 2 : a->in_features;
     for (; step + LANES <= end; step += LANES, target += LANES * rows) {
-        f32x array[TILE] = {0};
+        f32x array[MOST_INTERLEAVED] = {0};
         for (int i = 0; i < rows; i++) array[i] = load_steps(a, (begin + i) * a->x_stride, step, scales[i], kind);
-        transpose(array);
-        if (rows == TILE) memcpy(target, array, sizeof array);
-        else
-            for (int i = 0; i < LANES; i++)
-                _mm512_mask_storeu_ps(target + i * rows, (1 << rows) - 1,
-                                      _mm512_castps256_ps512(_mm256_loadu_ps((float *)array + i * TILE)));
+        interleave(target, array, rows);
     }
     return step;
 }
@@ -195,9 +175,9 @@ static int pack_vectors(const linear_args *a, float *target, int64_t begin, int 
 }
 #endif
 
-static void pack_tile(const linear_args *a, float *tiled, int64_t begin, int64_t end) {
+static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_t end) {
     int rows = (int)(end - begin), kind = kind_of(a->dtype), steps = num_steps(kind, a->in_features), done;
-    float scales[TILE] = {0}, *target = tiled + begin * steps;
+    float scales[TILE] = {0};
     for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
     if (kind == PAIRS) done = pack_vectors(a, target, begin, rows, scales, PAIRS);
     else if (kind == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16);
@@ -256,7 +236,7 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
         int64_t size = (int64_t)depth * bytes;
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
-            const float *tile = tiled + row * steps + from * rows;
+            const float *tile = tiled + (row - top) * steps + from * rows;
             requests ahead = plan_requests(a, weight + size, size, depth, t - first, last - first);
             (kind == PAIRS ? multiply_pairs : kind == FLOAT32 || widen ? multiply_float32 : multiply_bfloat16)(
                 (int)rows, tile, source, depth, sums + (row - top) * PANEL, chunk > 0, ahead);
@@ -295,28 +275,55 @@ static float *room(int64_t floats) {
     return held;
 }
 
-/* Returns 0, or -1 when memory for the tiles is lacking. */
+/* Tile `tile` to its place among those of a block that begins with tile `first`. */
+static void pack_into_block(const linear_args *a, float *tiled, int64_t tiles, int64_t first, int64_t tile) {
+    int64_t begin = tile_begin(a->rows, tiles, tile), top = tile_begin(a->rows, tiles, first);
+    pack_tile(a, tiled + (begin - top) * num_steps(kind_of(a->dtype), a->in_features), begin, tile_begin(a->rows, tiles, tile + 1));
+}
+
+/* A single block is packed by all threads for all. Of several each thread packs what it multiplies, right before, so that
+ * it is in its L2 then; a block that two threads have panels of is packed twice, which is less than to wait.
+ *
+ * x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
-    float *tiled = room(a->rows * num_steps(kind_of(a->dtype), a->in_features));
-    if (!tiled) return -1;
-    int64_t tiles = (a->rows + TILE - 1) / TILE, blocks = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+    int steps = num_steps(kind_of(a->dtype), a->in_features), failed = 0;
+    int64_t tiles = (a->rows + TILE - 1) / TILE, fit = BLOCK_BYTES / sizeof(float) / TILE / steps;
+    int64_t most = fit < 1 ? 1 : fit > BLOCK_TILES ? BLOCK_TILES : fit;
+    /* Few rows are multiplied with each panel as soon as it is there. */
+    if (tiles <= BLOCK_TILES) most = BLOCK_TILES;
+    int64_t blocks = (tiles + most - 1) / most;
     int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features, panels = (width + PANEL - 1) / PANEL;
     /* Enough units for threads that are not equally fast, each of panels that lie side by side. */
     int64_t wanted = (int64_t)a->threads * 24 / blocks;
     int groups = wanted < 1 ? 1 : wanted > panels ? panels : (int)wanted;
+    float *shared = blocks == 1 ? room(a->rows * steps) : NULL;
+    if (blocks == 1 && !shared) return -1;
 #pragma omp parallel num_threads(a->threads)
     {
+        int64_t packed = shared ? 0 : -1;
+        float *tiled = shared ? shared : room(most * TILE * steps);
+        if (!tiled) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        if (shared) {
 #pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < tiles; tile++)
-            pack_tile(a, tiled, tile_begin(a->rows, tiles, tile), tile_begin(a->rows, tiles, tile + 1));
+            for (int64_t tile = 0; tile < tiles; tile++) pack_into_block(a, tiled, tiles, 0, tile);
+        }
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t block = 0; block < blocks; block++)
-            for (int group = 0; group < groups; group++)
-                multiply_block(a, tiled, tiles, tiles * block / blocks, tiles * (block + 1) / blocks,
-                               (int)((int64_t)panels * group / groups), (int)((int64_t)panels * (group + 1) / groups));
+            for (int group = 0; group < groups; group++) {
+                int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
+                for (int64_t tile = first; tile < last && packed != block && tiled; tile++)
+                    pack_into_block(a, tiled, tiles, first, tile);
+                packed = block;
+                if (tiled)
+                    multiply_block(a, tiled, tiles, first, last, (int)((int64_t)panels * group / groups),
+                                   (int)((int64_t)panels * (group + 1) / groups));
+            }
     }
-    return 0;
+    return failed ? -1 : 0;
 }
 
 int headrace_panel(void) { return PANEL; }

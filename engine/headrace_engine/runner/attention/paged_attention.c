@@ -139,10 +139,10 @@ static inline f32x soften_scores(float *scores, int column, float most, int kind
     return weights;
 }
 
-/* Turn one row's scores of a chunk into weights, and rescale what the row has gathered so far. */
+/* One row's scores of a chunk as the softmax takes them, and what the row has gathered so far brought to its new maximum. */
 static inline __attribute__((always_inline)) void
-soften_row(const attention_args *a, float *scores, int num_columns, int first_key, int position, float *most,
-           f32x *total, float *mixed, int kind) {
+finish_scores(const attention_args *a, float *scores, int num_columns, int first_key, int position, float *most,
+              f32x *total, float *mixed, int kind) {
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
     int oldest = a->layer.window > 0 ? position - a->layer.window + 1 : 0;
@@ -166,7 +166,16 @@ soften_row(const attention_args *a, float *scores, int num_columns, int first_ke
         for (int d = 0; d < padded(a->layer.v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
         *most = new_most;
     }
-    for (int c = 0; c < num_columns; c++) *total += soften_scores(scores, c, new_most, kind);
+}
+
+/* All rows' scores of a chunk become weights: without a branch between rows the processor computes many at once. */
+static inline __attribute__((always_inline)) void
+soften(float *scores, int num_columns, const float *most, f32x *total, int rows, int kind) {
+    for (int row = 0; row < rows; row++) {
+        f32x sum = total[row];
+        for (int c = 0; c < num_columns; c++) sum += soften_scores(scores + row * CHUNK * LANES, c, most[row], kind);
+        total[row] = sum;
+    }
 }
 
 typedef struct {
@@ -265,17 +274,31 @@ mix_chunk(const attention_args *a, const float *scores, const chunk *now, const 
     }
 }
 
-/* By tiles of MAX_ROWS rows, and in a tile by steps. */
+static inline int64_t token_of(const unit *u, int group, int row) { return u->first_token + row / group; }
+
+static inline int head_of(const unit *u, int group, int row) { return u->kv_head * group + row % group; }
+
+/* The queries of a tile of rows, by steps. */
 static inline __attribute__((always_inline)) void
-pack_query(const attention_args *a, int64_t base, float *queries, int rows, int row, int kind) {
-    int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), first = row / MAX_ROWS * MAX_ROWS;
-    int width = min(rows - first, MAX_ROWS);
-    float *target = queries + first * steps + (row - first);
-    if (kind == PAIRS)
-        for (int step = 0; step < steps; step++)
-            copy_pair(target + step * width, (const uint16_t *)a->step.query + base, 2 * step, k_dim);
-    else
-        for (int d = 0; d < k_dim; d++) target[d * width] = load_scalar(a->step.query, base + d, kind) * a->layer.scale;
+pack_tile(const attention_args *a, const unit *u, float *target, int first, int rows, int kind) {
+    int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), step = 0, group = a->layer.num_heads / a->layer.num_kv_heads;
+    int64_t base[MAX_ROWS];
+    for (int i = 0; i < rows; i++)
+        base[i] = token_of(u, group, first + i) * a->step.query_token_stride +
+                  head_of(u, group, first + i) * a->step.query_head_stride;
+#ifdef __AVX512F__
+    for (; step + LANES <= (kind == PAIRS ? k_dim / 2 : k_dim); step += LANES) {
+        f32x array[MOST_INTERLEAVED] = {0};
+        for (int i = 0; i < rows; i++)
+            if (kind == PAIRS) memcpy(array + i, (const uint16_t *)a->step.query + base[i] + 2 * step, sizeof *array);
+            else array[i] = load_vector(a->step.query, base[i] + step, kind) * a->layer.scale;
+        interleave(target + step * rows, array, rows);
+    }
+#endif
+    for (; step < steps; step++)
+        for (int i = 0; i < rows; i++)
+            if (kind == PAIRS) copy_pair(target + step * rows + i, (const uint16_t *)a->step.query + base[i], 2 * step, k_dim);
+            else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, kind) * a->layer.scale;
 }
 
 /* `next` holds the place of the unit's first chunk, and at the end that of the first chunk of the unit to come. */
@@ -290,11 +313,10 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
     float *single = most + rows;
     int position = first_position(a, u), last = last_column(a, u), num_positions = position + u->num_tokens;
 
+    for (int row = 0; row < rows; row += MAX_ROWS)
+        pack_tile(a, u, queries + row * num_steps(kind, k_dim), row, min(rows - row, MAX_ROWS), kind);
     for (int row = 0; row < rows; row++) {
-        int token = u->first_token + row / group, head = u->kv_head * group + row % group;
-        int64_t base = token * a->step.query_token_stride + head * a->step.query_head_stride;
-        pack_query(a, base, queries, rows, row, kind);
-        most[row] = a->layer.sinks ? a->layer.sinks[head] : MASKED;
+        most[row] = a->layer.sinks ? a->layer.sinks[head_of(u, group, row)] : MASKED;
         total[row] = broadcast(0);
         if (a->layer.sinks) total[row][0] = 1.0f;
     }
@@ -309,13 +331,13 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
         int num_keys = min(num_positions - first_key, now.num_columns * LANES);
         score_chunk(a, queries, &now, next, scores, rows, kind);
         for (int row = 0; row < rows; row++)
-            soften_row(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
-                       total + row, mixed + row * v_stride, kind);
+            finish_scores(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
+                          total + row, mixed + row * v_stride, kind);
+        soften(scores, now.num_columns, most, total, rows, kind);
         mix_chunk(a, scores, &now, next, mixed, rows, num_keys, single, kind);
     }
     for (int row = 0; row < rows; row++) {
-        int token = u->first_token + row / group, head = u->kv_head * group + row % group;
-        int64_t base = ((int64_t)token * a->layer.num_heads + head) * v_dim;
+        int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
         float inverse = 1.0f / sum_lanes(total[row]);
         for (int d = 0; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[row * v_stride + d] * inverse, dtype);
     }

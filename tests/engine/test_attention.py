@@ -73,16 +73,21 @@ def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, 
     torch.testing.assert_close(output.double(), case.expected(), atol=8e-3 if in_pairs else 2e-3, rtol=2**-7)
 
 
+def build(without: str, folder: Path) -> ctypes.CDLL:
+    """The kernel as for a processor that lacks something."""
+    source = native_library.source_text("headrace_engine.runner.attention", "paged_attention.c")
+    target = folder / "attention.so"
+    command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
+    subprocess.run(command, input=source, text=True, check=True)
+    return native.declared(ctypes.CDLL(str(target)))
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
 def test_builds_for_other_processors_compute_the_same(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = native_library.source_text("headrace_engine.runner.attention", "paged_attention.c")
-    target = tmp_path / "attention.so"
-    command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
-    subprocess.run(command, input=source, text=True, check=True)
-    other = native.declared(ctypes.CDLL(str(target)))
+    other = build(without, tmp_path)
     monkeypatch.setattr(native, "_library", lambda: other)
     assert without == "-mno-avx512vl" or not other.headrace_attention_has_pairs()
     for problem in (WIDE, Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)):
@@ -120,6 +125,20 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit(dtype: torch.dtype, windo
     for past in (1, 63, 64, 77, 149):
         case = Case(replace(whole, sequences=((past, 150 - past),)), dtype)
         assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+def test_how_a_prompt_is_cut_into_steps_changes_no_bit_without_avx512(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = build("-mno-avx512f", tmp_path)
+    monkeypatch.setattr(native, "_library", lambda: other)
+    for group in (1, 2, 4, 5, 7):
+        whole = Problem(((0, 40),), group=group, k_dim=64, v_dim=64, window=None)
+        output = (case := Case(whole, torch.float32)).compute(NativeBackend(case.spec()))
+        for past in range(1, 40):
+            case = Case(replace(whole, sequences=((past, 40 - past),)), torch.float32)
+            assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:]), (group, past)
 
 
 @both_backends

@@ -1,7 +1,7 @@
 /* Vectors of one register, and values of either type as float32: what the kernels of several files compute with. */
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -140,7 +140,14 @@ static inline f32x add_product(f32x sum, const float *x, f32x step, int kind) {
         return (f32x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)step);
     }
 #endif
+    /* By name: for some processors GCC makes two instructions of some sums, which then round otherwise than the rest. */
+#ifdef __AVX512F__
+    return (f32x)_mm512_fmadd_ps(_mm512_set1_ps(*x), (__m512)step, (__m512)sum);
+#elif defined(__FMA__)
+    return (f32x)_mm256_fmadd_ps(_mm256_set1_ps(*x), (__m256)step, (__m256)sum);
+#else
     return sum + *x * step;
+#endif
 }
 
 /* The pair that begins at an index of an array of bfloat16 with so many elements; zero stands for what is behind its end. */

@@ -429,7 +429,8 @@ write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, c
 /* Put the keys and values of this step's tokens into their slots. */
 void headrace_write_kv(const layer_args *layer, const step_args *step) {
     int64_t element = layer->dtype == FLOAT32 ? 4 : 2;
-    /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. */
+    /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. Padding has one slot for all,
+     * which nobody reads. */
 #pragma omp parallel for num_threads(step->num_threads) schedule(static) if (step->num_tokens >= 16)
     for (int token = 0; token < step->num_tokens; token++) {
         int64_t slot = step->slot_mapping[token], block = slot / layer->block_size, offset = slot % layer->block_size;

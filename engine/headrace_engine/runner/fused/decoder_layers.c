@@ -6,8 +6,6 @@
  * Behind the last layer most rows of a prompt are read by nobody: of these it computes the keys and values only. The
  * others move to the front for the rest of the layer and back to their places in the end.
  */
-#include <unistd.h>
-
 #include "../attention/attention.h"
 #include "../vectors.h"
 #include "linear.h"
@@ -41,7 +39,7 @@ typedef struct {
     const void *cosine, *sine; /* [rows][rotary_dim] */
     const void *attention;     /* the step's part of attention's arguments */
     const int64_t *wanted;     /* ascending: the rows that are read behind the last layer */
-    int64_t num_wanted;
+    int64_t num_wanted, cache_bytes; /* cache_bytes: of the last cache, which products fill for attention; 0: unknown */
     const void *wanted_attention; /* as `attention`, for these rows' queries at the front; NULL: all rows are wanted */
 } decoder_step;
 
@@ -97,11 +95,9 @@ static int finish_wanted_rows(const decoder_step *s, const decoder_layer *l) {
 static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
     const layer_args *layer = s->layers->attention;
     const step_args *step = s->attention;
-    int64_t keys = key_block_bytes(layer, kind_of(layer->dtype) == PAIRS), values = value_block_bytes(layer), most = 0;
+    int64_t keys = key_block_bytes(layer, kind_of(layer->dtype) == PAIRS), values = value_block_bytes(layer);
+    int64_t most = s->cache_bytes / 2 / (keys + values);
     upcoming_blocks found = {.blocks = blocks, .bytes = {keys, values}};
-#ifdef _SC_LEVEL3_CACHE_SIZE
-    most = sysconf(_SC_LEVEL3_CACHE_SIZE) / 2 / (keys + values);
-#endif
     if (most > MOST_UPCOMING) most = MOST_UPCOMING;
     for (int sequence = 0; sequence < step->num_sequences; sequence++) {
         const int32_t *row = step->block_table + (int64_t)step->table_rows[sequence] * step->max_blocks;
@@ -111,11 +107,11 @@ static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
     return found;
 }
 
-/* From now on products bring in what that layer's attention reads; what is behind a window is read by nobody. */
+/* From now on products bring in what that layer's attention reads; not where it has a window, which leaves out blocks. */
 static upcoming_blocks *look_ahead(upcoming_blocks *upcoming, const decoder_layer *l) {
     const layer_args *attention = l->attention;
     upcoming->claimed = 0, upcoming->base[0] = attention->k_cache, upcoming->base[1] = attention->v_cache;
-    return attention->window ? NULL : upcoming;
+    return attention->window || !upcoming->count ? NULL : upcoming;
 }
 
 int headrace_decoder_layers(const decoder_step *s) {

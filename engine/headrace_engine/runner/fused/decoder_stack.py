@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.fused import elementwise, native_linear
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
+
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 class _Kernels(ctypes.Structure):
@@ -37,7 +40,7 @@ class _StepArgs(ctypes.Structure):
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "mixed", "gated", "cosine", "sine", "attention")),
         ("wanted", ctypes.c_void_p),
-        ("num_wanted", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("num_wanted", "cache_bytes")),
         ("wanted_attention", ctypes.c_void_p),
     )
 
@@ -77,6 +80,7 @@ class DecoderStack(nn.Module):
             layers=ctypes.addressof(self._own),
             num_layers=len(layers),
             attention=ctypes.addressof(self._attention_step),
+            cache_bytes=_last_cache_bytes(),
         )
 
     def bind(self) -> None:
@@ -164,6 +168,15 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
         for layer in fused
     )
     return fused if whole else []
+
+
+def _last_cache_bytes() -> int:
+    """Of the cache that cores share, 0 where the system does not say; the C library's answer may be for all of many."""
+    try:
+        size = _LAST_CACHE.read_text().strip()
+    except OSError:
+        return 0
+    return int(size.removesuffix("K")) << 10 if size.endswith("K") else 0
 
 
 def _native(layer: Any) -> NativeLinear:

@@ -14,6 +14,7 @@
  * extensions; the loops over rows and columns of a tile have constant bounds and vanish.
  */
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 
 #include "../vectors.h"
@@ -205,19 +206,20 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
     if (!a->upcoming || tiles <= needed)
         return (requests){.line = behind + size * tile / tiles, .stride = (int)(size / depth / tiles), .lines = INT32_MAX};
     if (tile < needed) return (requests){.line = behind + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
+    /* Of a piece with more lines than the tile has steps the rest is left. */
     upcoming_blocks *u = a->upcoming;
     int64_t pieces = 2 * depth * LINE / (u->bytes[0] + u->bytes[1]), claimed;
-    if (!pieces) pieces = 1;
+    requests own = {.line = behind, .upcoming = u, .lines = INT32_MAX};
+#pragma omp atomic read
+    claimed = u->claimed;
+    if (claimed >= 2 * u->count) return own;
 #pragma omp atomic capture
     {
         claimed = u->claimed;
-        u->claimed += pieces;
+        u->claimed += pieces ? pieces : 1;
     }
-    requests own = {.line = behind, .piece = claimed, .upcoming = u, .lines = INT32_MAX};
-    if (claimed < 2 * u->count) {
-        own.stride = LINE;
-        ask_for_piece(&own);
-    }
+    own.piece = claimed, own.stride = LINE;
+    ask_for_piece(&own);
     return own;
 }
 
@@ -261,8 +263,8 @@ static void multiply_block(const linear_args *a, const float *tiled, int64_t til
     }
 }
 
-/* Room for the tiles of the thread that calls, kept from call to call: fresh pages would cost more than their use. It is
- * kept behind the thread's end, too: a process has one engine thread. */
+/* Room for tiles, kept from call to call: fresh pages would cost more than their use. It is kept behind the thread's end,
+ * too: a process has one engine thread, which alone asks for it. */
 static float *room(int64_t floats) {
     static _Thread_local float *held;
     static _Thread_local int64_t size;
@@ -287,43 +289,37 @@ static void pack_into_block(const linear_args *a, float *tiled, int64_t tiles, i
  * x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
-    int steps = num_steps(kind_of(a->dtype), a->in_features), failed = 0;
-    int64_t tiles = (a->rows + TILE - 1) / TILE, fit = BLOCK_BYTES / sizeof(float) / TILE / steps;
-    int64_t most = fit < 1 ? 1 : fit > BLOCK_TILES ? BLOCK_TILES : fit;
-    /* Few rows are multiplied with each panel as soon as it is there. */
-    if (tiles <= BLOCK_TILES) most = BLOCK_TILES;
+    int64_t steps = num_steps(kind_of(a->dtype), a->in_features), tiles = (a->rows + TILE - 1) / TILE;
+    int64_t fit = BLOCK_BYTES / ((int64_t)sizeof(float) * TILE * steps), most = fit < 1 ? 1 : fit < BLOCK_TILES ? fit : BLOCK_TILES;
+    if (tiles <= BLOCK_TILES) most = BLOCK_TILES; /* few rows are multiplied with each panel as soon as it is there */
     int64_t blocks = (tiles + most - 1) / most;
     int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features, panels = (width + PANEL - 1) / PANEL;
     /* Enough units for threads that are not equally fast, each of panels that lie side by side. */
     int64_t wanted = (int64_t)a->threads * 24 / blocks;
     int groups = wanted < 1 ? 1 : wanted > panels ? panels : (int)wanted;
-    float *shared = blocks == 1 ? room(a->rows * steps) : NULL;
-    if (blocks == 1 && !shared) return -1;
+    int64_t own = blocks > 1 ? most * TILE * steps : 0;
+    float *tiled = room(blocks > 1 ? a->threads * own : a->rows * steps);
+    if (!tiled) return -1;
 #pragma omp parallel num_threads(a->threads)
     {
-        int64_t packed = shared ? 0 : -1;
-        float *tiled = shared ? shared : room(most * TILE * steps);
-        if (!tiled) {
-#pragma omp atomic write
-            failed = 1;
-        }
-        if (shared) {
+        float *mine = tiled + own * omp_get_thread_num();
+        int64_t packed = blocks > 1 ? -1 : 0;
+        if (blocks == 1) {
 #pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < tiles; tile++) pack_into_block(a, tiled, tiles, 0, tile);
+            for (int64_t tile = 0; tile < tiles; tile++) pack_into_block(a, mine, tiles, 0, tile);
         }
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t block = 0; block < blocks; block++)
             for (int group = 0; group < groups; group++) {
                 int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
-                for (int64_t tile = first; tile < last && packed != block && tiled; tile++)
-                    pack_into_block(a, tiled, tiles, first, tile);
+                if (packed != block)
+                    for (int64_t tile = first; tile < last; tile++) pack_into_block(a, mine, tiles, first, tile);
                 packed = block;
-                if (tiled)
-                    multiply_block(a, tiled, tiles, first, last, (int)((int64_t)panels * group / groups),
-                                   (int)((int64_t)panels * (group + 1) / groups));
+                multiply_block(a, mine, tiles, first, last, (int)((int64_t)panels * group / groups),
+                               (int)((int64_t)panels * (group + 1) / groups));
             }
     }
-    return failed ? -1 : 0;
+    return 0;
 }
 
 int headrace_panel(void) { return PANEL; }

@@ -1,3 +1,6 @@
+/* What a linear layer is called with. */
+#include <stdint.h>
+
 /* Blocks of keys and values that attention reads soon: many rows wait for their products, and memory idles meanwhile. */
 typedef struct {
     const int32_t *blocks;
@@ -6,7 +9,6 @@ typedef struct {
     int64_t bytes[2];       /* of a block of them */
 } upcoming_blocks;
 
-/* What a linear layer is called with. */
 enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
 typedef struct {

@@ -1,5 +1,4 @@
-/* What attention is called with, in two parts. */
-#include <stdint.h>
+/* What attention is called with, in two parts. After vectors.h. */
 
 /* What stays the same from step to step. */
 typedef struct {
@@ -29,11 +28,12 @@ typedef struct {
 
 static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
 
-/* Bytes of a block of keys, and of one of values, all heads together. `pairs`: two components of a key lie side by side. */
-static inline int64_t key_block_bytes(const layer_args *l, int pairs) {
-    return (int64_t)l->num_kv_heads * (pairs ? l->k_dim + l->k_dim % 2 : l->k_dim) * l->block_size * (l->dtype ? 2 : 4);
+/* Bytes of a block of keys, and of one of values, all heads together. */
+static inline int64_t key_block_bytes(const layer_args *l) {
+    int kind = kind_of(l->dtype);
+    return (int64_t)l->num_kv_heads * num_steps(kind, l->k_dim) * l->block_size * step_bytes(kind);
 }
 
 static inline int64_t value_block_bytes(const layer_args *l) {
-    return (int64_t)l->num_kv_heads * l->block_size * padded(l->v_dim) * (l->dtype ? 2 : 4);
+    return (int64_t)l->num_kv_heads * l->block_size * padded(l->v_dim) * (l->dtype == FLOAT32 ? 4 : 2);
 }

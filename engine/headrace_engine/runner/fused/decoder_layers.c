@@ -6,8 +6,8 @@
  * Behind the last layer most rows of a prompt are read by nobody: of these it computes the keys and values only. The
  * others move to the front for the rest of the layer and back to their places in the end.
  */
-#include "../attention/attention.h"
 #include "../vectors.h"
+#include "../attention/attention.h"
 #include "linear.h"
 
 #define MOST_UPCOMING 4096
@@ -95,7 +95,7 @@ static int finish_wanted_rows(const decoder_step *s, const decoder_layer *l) {
 static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
     const layer_args *layer = s->layers->attention;
     const step_args *step = s->attention;
-    int64_t keys = key_block_bytes(layer, kind_of(layer->dtype) == PAIRS), values = value_block_bytes(layer);
+    int64_t keys = key_block_bytes(layer), values = value_block_bytes(layer);
     int64_t most = s->cache_bytes / 2 / (keys + values);
     upcoming_blocks found = {.blocks = blocks, .bytes = {keys, values}};
     if (most > MOST_UPCOMING) most = MOST_UPCOMING;

@@ -173,10 +173,9 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
 def _last_cache_bytes() -> int:
     """Of the cache that cores share, 0 where the system does not say; the C library's answer may be for all of many."""
     try:
-        size = _LAST_CACHE.read_text().strip()
-    except OSError:
+        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10  # Linux says it in KiB
+    except (OSError, ValueError):
         return 0
-    return int(size.removesuffix("K")) << 10 if size.endswith("K") else 0
 
 
 def _native(layer: Any) -> NativeLinear:

@@ -263,8 +263,8 @@ static void multiply_block(const linear_args *a, const float *tiled, int64_t til
     }
 }
 
-/* Room for tiles, kept from call to call: fresh pages would cost more than their use. It is kept behind the thread's end,
- * too: a process has one engine thread, which alone asks for it. */
+/* Room for tiles, kept from call to call: fresh pages would cost more than their use. It is kept behind the
+ * end of the thread that calls, too: a process has one engine thread. */
 static float *room(int64_t floats) {
     static _Thread_local float *held;
     static _Thread_local int64_t size;

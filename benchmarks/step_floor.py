@@ -2,8 +2,9 @@
 
     python benchmarks/step_floor.py [--dtype float32] [--rows 1 64] [--context 256]
 
-For each number of requests: the median time of a decode step of the runner, and of its packed linear layers called one
-after the other on as many rows. The ratio does not depend much on the machine; `--limit` makes it the exit status.
+For each number of requests: the median time of a decode step of the engine, and of its packed linear layers called one
+after the other on as many rows, a step and its products in turns. The ratio does not depend much on the machine;
+`--limit` makes it the exit status.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -41,22 +43,35 @@ def main() -> int:
     llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization)
     worst = 0.0
     for rows in args.rows:
-        step, products = decode_step(llm, rows, args.context), linear_layers(rows)
+        step, products = measure(llm, rows, args.context)
         worst = max(worst, step / products)
         table.add_row(str(rows), f"{1000 * step:.1f}", f"{1000 * products:.1f}", f"{step / products:.2f}")
     Console().print(table)
     return 1 if args.limit is not None and worst > args.limit else 0
 
 
-def decode_step(llm: LLM, rows: int, context: int) -> float:
-    """Median seconds of a step in which `rows` requests each get one token."""
-    times: list[float] = []
+def measure(llm: LLM, rows: int, context: int) -> tuple[float, float]:
+    """Median seconds of a step in which `rows` requests each get one token, and of its products.
+
+    They take turns, so that a machine whose speed changes from minute to minute changes it for both.
+    """
+    steps: list[float] = []
+    products: list[float] = []
+    layers = _packed_layers()
+    exact = next(layer for layer in layers if not isinstance(layer, Int8Linear))
+    widths = {layer.in_features for layer in layers}
+    inputs = {width: torch.randn(rows, width).to(exact._packed.dtype) for width in widths}
     step: Callable[[EngineCore], object] = EngineCore.step
 
     def timed(core: EngineCore) -> object:
         started = time.perf_counter()
         outputs = step(core)
-        times.append(time.perf_counter() - started)
+        steps.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            for layer in layers:
+                layer(inputs[layer.in_features])
+        products.append(time.perf_counter() - started)
         return outputs
 
     EngineCore.step = timed  # type: ignore[assignment,method-assign]
@@ -66,26 +81,14 @@ def decode_step(llm: LLM, rows: int, context: int) -> float:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         EngineCore.step = step  # type: ignore[method-assign]
-    return statistics.median(times[-_STEPS // 2 :])
+    middle = slice(-_STEPS * 3 // 4, None)
+    return statistics.median(steps[middle]), statistics.median(products[middle])
 
 
-@torch.inference_mode()
-def linear_layers(rows: int) -> float:
-    """Median seconds of all packed layers of this process on so many rows, biases included."""
+def _packed_layers() -> list[Any]:
+    """All packed linear layers of this process, biases included."""
     kinds = (PackedLinear, NativeLinear, NativeGatedLinear, Int8Linear)
-    layers = [found for found in gc.get_objects() if type(found) in kinds]
-    exact = next(layer for layer in layers if not isinstance(layer, Int8Linear))
-    dtype = exact._packed.dtype
-    inputs: dict[int, torch.Tensor] = {}
-    times = []
-    for layer in layers:
-        inputs.setdefault(layer.in_features, torch.randn(rows, layer.in_features).to(dtype))
-    for _ in range(_STEPS // 2):
-        started = time.perf_counter()
-        for layer in layers:
-            layer(inputs[layer.in_features])
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return [found for found in gc.get_objects() if type(found) in kinds]
 
 
 if __name__ == "__main__":

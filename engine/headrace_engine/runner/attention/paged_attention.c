@@ -20,8 +20,9 @@
  * them. Keys are taken by columns of LANES, which never cross a block, and the softmax is computed online over chunks
  * of columns (Milakov and Gimelshein 2018, FlashAttention); sums are kept in float32 whatever the cache's type.
  *
- * Decode waits for memory: while a chunk is computed the next one is asked for, also across the end of a unit, because
- * blocks lie anywhere and the processor cannot guess the next. Prefill waits for the products: see multiply_tile.
+ * Decode waits for memory: while a chunk is computed, as many columns are asked for that come a chunk later, also across
+ * the end of a unit, because blocks lie anywhere and the processor cannot guess the next. They go into L2: L1 has no room
+ * for two chunks. Prefill waits for the products: see add_steps.
  *
  * Plain C with GCC/Clang vector extensions: no header of torch, compiles in a few seconds.
  */
@@ -38,7 +39,7 @@
 #define MAX_COLUMNS 2
 #endif
 
-#define CHUNK (64 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
+#define CHUNK (128 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
 #define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
 
 typedef struct {
@@ -70,58 +71,44 @@ static inline f32x tanh_vector(f32x x) {
     return 1.0f - 2.0f / (exp_vector(2.0f * x) + 1.0f);
 }
 
-/* out[rows][columns * LANES] += a[rows][depth] . b[depth][columns * LANES], or = where `fresh`.
+/* sum[rows][columns] += a[rows][depth] . b[depth][columns * LANES].
  *
  * Rows and columns are constants, so that the sums live in registers. Each sum is one chain of additions in the order
  * of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. `a` lies by steps where it is
- * `packed`, else by rows of scores. The columns of b are given apart, as two blocks may hold them. `ahead` is the same
- * place of the next chunk, or NULL: asking for it here keeps memory busy while the sums are computed. */
+ * `packed`, else by rows of scores. The columns of b are given apart, as two blocks may hold them. `ahead` is a
+ * place that is read later, or NULL: asking for it here keeps memory busy while the sums are computed. */
 static inline __attribute__((always_inline)) void
-multiply_tile(int rows, int columns, int packed, const float *a, const char *const *b, const char *const *ahead,
-              int64_t b_stride, int depth, float *out, int out_stride, int fresh, int kind) {
-    f32x sum[MAX_ROWS][MAX_COLUMNS];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++)
-            sum[r][c] = fresh ? broadcast(0) : *(f32x *)(out + r * out_stride + c * LANES);
+add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, const float *a, const char *const *b,
+          const char *const *ahead, int64_t b_stride, int depth, int kind) {
     for (int k = 0; k < depth; k++) {
         f32x column[MAX_COLUMNS];
         for (int c = 0; c < columns; c++) {
             column[c] = load_step(b[c] + k * b_stride, 0, kind);
             /* Two columns, or two rows of one, that share a cache line need one request for both. */
             if (ahead && (columns == 1 || LANES * step_bytes(kind) == 64 || c % 2 == k % 2))
-                __builtin_prefetch(ahead[c] + k * b_stride);
+                __builtin_prefetch(ahead[c] + k * b_stride, 0, 2);
         }
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < columns; c++)
                 sum[r][c] = add_product(sum[r][c], a + (packed ? k * rows + r : r * CHUNK * LANES + k), column[c], kind);
     }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) *(f32x *)(out + r * out_stride + c * LANES) = sum[r][c];
 }
 
 static inline int tile_columns(int left) { return left >= MAX_COLUMNS ? MAX_COLUMNS : left >= 2 ? 2 : 1; }
 
-#define TILE(ROWS, COLUMNS) \
-    multiply_tile(ROWS, COLUMNS, packed, a, b, ahead, b_stride, depth, out, out_stride, fresh, kind)
-#define TILE_CASE(ROWS)                                            \
-    case ROWS:                                                     \
-        if (columns == MAX_COLUMNS) TILE(ROWS, MAX_COLUMNS);       \
-        else if (MAX_COLUMNS > 2 && columns == 2) TILE(ROWS, 2);   \
-        else TILE(ROWS, 1);                                        \
+/* Calls the function of a tile with its numbers of rows and columns as constants. */
+#define TILE_CASE(FUNCTION, ROWS, ...)                                            \
+    case ROWS:                                                                    \
+        if (columns == MAX_COLUMNS) FUNCTION(ROWS, MAX_COLUMNS, __VA_ARGS__);     \
+        else if (MAX_COLUMNS > 2 && columns == 2) FUNCTION(ROWS, 2, __VA_ARGS__); \
+        else FUNCTION(ROWS, 1, __VA_ARGS__);                                      \
         break;
-
-static inline __attribute__((always_inline)) void
-multiply(int rows, int columns, int packed, const float *a, const char *const *b, const char *const *ahead,
-         int64_t b_stride, int depth, float *out, int out_stride, int fresh, int kind) {
-    switch (rows) {
-        TILE_CASE(1)
-        TILE_CASE(2)
-        TILE_CASE(3)
-        TILE_CASE(4)
-        TILE_CASE(5)
-        TILE_CASE(6)
+#define TILE(FUNCTION, ...)                                                         \
+    switch (rows) {                                                                 \
+        TILE_CASE(FUNCTION, 1, __VA_ARGS__) TILE_CASE(FUNCTION, 2, __VA_ARGS__)     \
+        TILE_CASE(FUNCTION, 3, __VA_ARGS__) TILE_CASE(FUNCTION, 4, __VA_ARGS__)     \
+        TILE_CASE(FUNCTION, 5, __VA_ARGS__) TILE_CASE(FUNCTION, 6, __VA_ARGS__)     \
     }
-}
 
 /* Weights of LANES keys take the place of their scores, in bfloat16 where they are multiplied in pairs. Returns them as
  * they are stored, so that what is divided by their sum is exactly what was weighted. */
@@ -188,6 +175,12 @@ typedef struct {
     int first_column, num_columns;
 } chunk;
 
+/* A way through the columns of a unit. */
+typedef struct {
+    const int32_t *table;
+    int kv_head, column, end, place, offset; /* the column's block in the table, and its first key there */
+} walk;
+
 static inline int first_position(const attention_args *a, const unit *u) {
     return a->step.seq_lens[u->sequence] - (a->step.query_start[u->sequence + 1] - u->first_token);
 }
@@ -202,76 +195,114 @@ static inline int oldest_column(const attention_args *a, const unit *u) {
     return oldest > 0 ? oldest / LANES : 0;
 }
 
+static inline walk begin(const attention_args *a, const unit *u, int first_column) {
+    const int32_t *table = a->step.block_table + (int64_t)a->step.table_rows[u->sequence] * a->step.max_blocks;
+    int key = first_column * LANES;
+    return (walk){table, u->kv_head, first_column, last_column(a, u) + 1, key / a->layer.block_size, key % a->layer.block_size};
+}
+
+/* Columns from..to of the chunk are the next ones of the walk, as far as it goes. Returns where it ended. */
+static inline int locate(const attention_args *a, walk *w, chunk *found, int from, int to, int kind) {
+    const layer_args *l = &a->layer;
+    int64_t k_stride = (int64_t)l->block_size * step_bytes(kind), element = l->dtype == FLOAT32 ? 4 : 2;
+    for (; from < to && w->column < w->end; from++, w->column++) {
+        int64_t tile = (int64_t)w->table[w->place] * l->num_kv_heads + w->kv_head;
+        found->k[from] = (const char *)l->k_cache + tile * num_steps(kind, l->k_dim) * k_stride + w->offset * step_bytes(kind);
+        found->v[from] = (const char *)l->v_cache + (tile * l->block_size + w->offset) * padded(l->v_dim) * element;
+        w->offset += LANES;
+        if (w->offset == l->block_size) w->place++, w->offset = 0;
+    }
+    return from;
+}
+
 /* Chunks end at multiples of CHUNK columns wherever the first one begins, so that a row's sums are the same in every
  * unit that it can be part of. */
-static inline chunk locate(const attention_args *a, const unit *u, int first_column, int kind) {
-    const layer_args *l = &a->layer;
-    const int32_t *table = a->step.block_table + (int64_t)a->step.table_rows[u->sequence] * a->step.max_blocks;
-    int end = min(first_column / CHUNK * CHUNK + CHUNK, last_column(a, u) + 1);
-    int64_t k_stride = (int64_t)l->block_size * step_bytes(kind), element = l->dtype == FLOAT32 ? 4 : 2;
-    chunk found = {.first_column = first_column, .num_columns = end - first_column};
-    for (int c = 0; c < CHUNK; c++) {
-        /* A place beyond the last column is only ever asked ahead for: let it be the last one. */
-        int key = min(first_column + c, end - 1) * LANES;
-        int64_t tile = (int64_t)table[key / l->block_size] * l->num_kv_heads + u->kv_head, offset = key % l->block_size;
-        found.k[c] = (const char *)l->k_cache + tile * num_steps(kind, l->k_dim) * k_stride + offset * step_bytes(kind);
-        found.v[c] = (const char *)l->v_cache + (tile * l->block_size + offset) * padded(l->v_dim) * element;
+static inline chunk next_chunk(const attention_args *a, walk *w, int kind) {
+    chunk found = {.first_column = w->column};
+    found.num_columns = locate(a, w, &found, 0, CHUNK - w->column % CHUNK, kind);
+    return found;
+}
+
+/* As many columns as the chunk has that come behind those asked for before, here or in the unit to come. Where there are
+ * no more, the chunk's own stand: to ask for what is there costs nothing. */
+static inline chunk look_ahead(const attention_args *a, const chunk *now, walk *ahead, const unit **upcoming, int kind) {
+    chunk found = *now;
+    int located = locate(a, ahead, &found, 0, now->num_columns, kind);
+    if (located < now->num_columns && *upcoming) {
+        *ahead = begin(a, *upcoming, oldest_column(a, *upcoming));
+        *upcoming = NULL;
+        locate(a, ahead, &found, located, now->num_columns, kind);
     }
     return found;
 }
 
 static inline __attribute__((always_inline)) void
-score_chunk(const attention_args *a, const float *queries, const chunk *now, const chunk *next, float *scores, int rows,
+score_tile(int rows, int columns, const float *queries, const char *const *k, const char *const *ahead, int64_t k_stride,
+           int depth, float *scores, int kind) {
+    f32x sum[MAX_ROWS][MAX_COLUMNS] = {0};
+    add_steps(sum, rows, columns, 1, queries, k, ahead, k_stride, depth, kind);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) *(f32x *)(scores + (r * CHUNK + c) * LANES) = sum[r][c];
+}
+
+/* scores[all][keys of the chunk] = queries . keys */
+static inline __attribute__((always_inline)) void
+score_chunk(const attention_args *a, const float *queries, const chunk *now, const chunk *next, float *scores, int all,
             int kind) {
     int depth = num_steps(kind, a->layer.k_dim);
     int64_t stride = (int64_t)a->layer.block_size * step_bytes(kind);
-    for (int row = 0; row < rows; row += MAX_ROWS)
+    for (int row = 0; row < all; row += MAX_ROWS)
         for (int c = 0, columns; c < now->num_columns; c += columns) {
+            int rows = min(all - row, MAX_ROWS);
             columns = tile_columns(now->num_columns - c);
-            multiply(min(rows - row, MAX_ROWS), columns, 1, queries + row * depth, now->k + c, row ? NULL : next->k + c,
-                     stride, depth, scores + (row * CHUNK + c) * LANES, CHUNK * LANES, 1, kind);
+            TILE(score_tile, queries + row * depth, now->k + c, row ? NULL : next->k + c, stride, depth,
+                 scores + (row * CHUNK + c) * LANES, kind)
         }
 }
 
-/* mixed[rows] += weights . values of `depth` steps that lie side by side, and so do those to ask `ahead` for, which the
- * `first` rows do. */
+/* The sums stay in registers from column to column, wherever their blocks lie. `single` is the pair of an odd last key. */
 static inline __attribute__((always_inline)) void
-mix_run(const attention_args *a, const float *weights, const char *values, const char *ahead, int first, int depth,
-        float *mixed, int rows, int kind) {
-    int v_stride = padded(a->layer.v_dim), columns;
-    for (int lane = 0; lane < v_stride; lane += columns * LANES) {
-        const char *v[MAX_COLUMNS], *next[MAX_COLUMNS];
-        columns = tile_columns((v_stride - lane) / LANES);
-        for (int i = 0; i < columns; i++) {
-            v[i] = values + (lane + i * LANES) * step_bytes(kind);
-            next[i] = ahead + (lane + i * LANES) * step_bytes(kind);
+mix_tile(int rows, int columns, const float *weights, const chunk *now, const chunk *next, int lane, int64_t v_stride,
+         int num_keys, const float *single, float *mixed, int kind) {
+    f32x sum[MAX_ROWS][MAX_COLUMNS];
+    const char *v[MAX_COLUMNS], *ahead[MAX_COLUMNS];
+    int64_t row_bytes = v_stride * step_bytes(kind);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) sum[r][c] = *(f32x *)(mixed + r * v_stride + lane + c * LANES);
+    for (int key = 0; key < num_keys; key += LANES) {
+        int keys = min(num_keys - key, LANES);
+        for (int c = 0; c < columns; c++) {
+            int64_t place = (lane + c * LANES) * step_bytes(kind);
+            v[c] = now->v[key / LANES] + place;
+            if (next) ahead[c] = next->v[key / LANES] + place;
         }
-        multiply(rows, columns, 0, weights, v, first ? next : NULL, v_stride * step_bytes(kind), depth, mixed + lane,
-                 v_stride, 0, kind);
+        add_steps(sum, rows, columns, 0, weights + num_steps(kind, key), v, next ? ahead : NULL, row_bytes,
+                  kind == PAIRS ? keys / 2 : keys, kind);
     }
+    if (kind == PAIRS && num_keys % 2) {
+        for (int c = 0; c < columns; c++) v[c] = (const char *)(single + lane + c * LANES);
+        add_steps(sum, rows, columns, 0, weights + num_keys / 2, v, NULL, row_bytes, 1, kind);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) *(f32x *)(mixed + r * v_stride + lane + c * LANES) = sum[r][c];
 }
 
+/* mixed[all] += weights . values of the chunk */
 static inline __attribute__((always_inline)) void
-mix_chunk(const attention_args *a, const float *scores, const chunk *now, const chunk *next, float *mixed, int rows,
+mix_chunk(const attention_args *a, const float *weights, const chunk *now, const chunk *next, float *mixed, int all,
           int num_keys, float *single, int kind) {
-    int v_stride = padded(a->layer.v_dim), element = a->layer.dtype == FLOAT32 ? 4 : 2;
-    for (int first = 0, end; first < now->num_columns; first = end) {
-        /* the columns that lie in one block are one run of rows */
-        for (end = first + 1; end < now->num_columns; end++)
-            if (now->v[end] != now->v[end - 1] + LANES * v_stride * element) break;
-        int keys = min(num_keys, end * LANES) - first * LANES, depth = kind == PAIRS ? keys / 2 : keys;
-        int odd = kind == PAIRS && keys % 2;
-        const char *last = now->v[first] + (int64_t)depth * v_stride * step_bytes(kind);
-        for (int d = 0; odd && d < v_stride; d++) /* there is no second key to the last: its place may hold anything */
-            copy_pair(single + d, (const uint16_t *)last + 2 * d, 0, 1);
-        for (int row = 0; row < rows; row += MAX_ROWS) {
-            const float *weights = scores + row * CHUNK * LANES + num_steps(kind, first * LANES);
-            int some = min(rows - row, MAX_ROWS);
-            float *target = mixed + row * v_stride;
-            mix_run(a, weights, now->v[first], next->v[first], !row, depth, target, some, kind);
-            if (odd) mix_run(a, weights + depth, (const char *)single, (const char *)single, 0, 1, target, some, kind);
-        }
+    int v_stride = padded(a->layer.v_dim);
+    if (kind == PAIRS && num_keys % 2) { /* there is no second key to the last: its place may hold anything */
+        const uint16_t *last = (const uint16_t *)now->v[num_keys / LANES] + num_keys % LANES / 2 * 2 * v_stride;
+        for (int d = 0; d < v_stride; d++) copy_pair(single + d, last + 2 * d, 0, 1);
     }
+    for (int row = 0; row < all; row += MAX_ROWS)
+        for (int lane = 0, columns; lane < v_stride; lane += columns * LANES) {
+            int rows = min(all - row, MAX_ROWS);
+            columns = tile_columns((v_stride - lane) / LANES);
+            TILE(mix_tile, weights + row * CHUNK * LANES, now, row ? NULL : next, lane, v_stride, num_keys, single,
+                 mixed + row * v_stride, kind)
+        }
 }
 
 static inline int64_t token_of(const unit *u, int group, int row) { return u->first_token + row / group; }
@@ -301,9 +332,9 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
             else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, kind) * a->layer.scale;
 }
 
-/* `next` holds the place of the unit's first chunk, and at the end that of the first chunk of the unit to come. */
+/* `ahead` is what to ask for next, about CHUNK columns before it is needed: of this unit, and later of the one to come. */
 static inline __attribute__((always_inline)) void
-attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next, float *scratch, int kind) {
+attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, float *scratch, int kind) {
     int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group;
     int k_dim = a->layer.k_dim, v_dim = a->layer.v_dim, v_stride = padded(v_dim);
     int dtype = kind == FLOAT32 ? FLOAT32 : BFLOAT16;
@@ -311,7 +342,7 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
     float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
     float *single = most + rows;
-    int position = first_position(a, u), last = last_column(a, u), num_positions = position + u->num_tokens;
+    int position = first_position(a, u), num_positions = position + u->num_tokens;
 
     for (int row = 0; row < rows; row += MAX_ROWS)
         pack_tile(a, u, queries + row * num_steps(kind, k_dim), row, min(rows - row, MAX_ROWS), kind);
@@ -322,19 +353,16 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, chunk *next
     }
     memset(mixed, 0, sizeof(float) * rows * v_stride);
 
-    for (int column = next->first_column; column <= last;) {
-        chunk now = *next;
-        column += now.num_columns;
-        if (column <= last) *next = locate(a, u, column, kind);
-        else if (upcoming) *next = locate(a, upcoming, oldest_column(a, upcoming), kind);
+    for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
+        const chunk now = next_chunk(a, &w, kind), next = look_ahead(a, &now, ahead, &upcoming, kind);
         int first_key = now.first_column * LANES;
         int num_keys = min(num_positions - first_key, now.num_columns * LANES);
-        score_chunk(a, queries, &now, next, scores, rows, kind);
+        score_chunk(a, queries, &now, &next, scores, rows, kind);
         for (int row = 0; row < rows; row++)
             finish_scores(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
                           total + row, mixed + row * v_stride, kind);
         soften(scores, now.num_columns, most, total, rows, kind);
-        mix_chunk(a, scores, &now, next, mixed, rows, num_keys, single, kind);
+        mix_chunk(a, scores, &now, &next, mixed, rows, num_keys, single, kind);
     }
     for (int row = 0; row < rows; row++) {
         int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
@@ -383,12 +411,14 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
 #pragma omp atomic write
             failed = 1;
         }
-        chunk next;
+        walk ahead;
         int located = 0;
         unit now = {0}, upcoming = {0};
         for (int64_t number = claim(&claimed), following; scratch && number < num_units; number = following) {
             now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
-            if (!located) next = locate(a, &now, oldest_column(a, &now), kind);
+            /* Behind a short unit it can be less than a chunk ahead, and would stay so. */
+            int first_ahead = oldest_column(a, &now) + CHUNK;
+            if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
             /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
              * another thread may have time for sooner. */
             int early = a->step.num_threads == 1 || number + 2 * a->step.num_threads < num_units;
@@ -396,8 +426,8 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
             located = early && following < num_units;
             if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
             const unit *after = located ? &upcoming : NULL;
-            if (kind == FLOAT32) attend(a, &now, after, &next, scratch, FLOAT32);
-            else attend(a, &now, after, &next, scratch, HAS_PAIRS ? PAIRS : BFLOAT16);
+            if (kind == FLOAT32) attend(a, &now, after, &ahead, scratch, FLOAT32);
+            else attend(a, &now, after, &ahead, scratch, HAS_PAIRS ? PAIRS : BFLOAT16);
             if (!early) following = claim(&claimed);
         }
         free(scratch);

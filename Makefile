@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-gpu fuzz schemas chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-gpu fuzz schemas chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -56,6 +56,9 @@ bench-latency: $(STAMP) ## time to first token and between tokens, at arrivals o
 
 bench-floor: $(STAMP) ## decode steps against their matrix products alone: a ratio to compare releases by
 	@$(BIN)/python benchmarks/step_floor.py
+
+bench-queue: $(STAMP) ## what the queue costs: throughput and time to the first token, beside the engine alone
+	@$(BIN)/python benchmarks/queue_cost.py
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py

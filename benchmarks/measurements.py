@@ -8,6 +8,7 @@ import asyncio
 import json
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -32,10 +33,15 @@ class Setup:
     workload: str
     rate: float  # requests a second
     quantization: str | None
+    enable_prefix_caching: bool = True
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "quantization": self.quantization}
+        return {
+            "dtype": self.dtype,
+            "quantization": self.quantization,
+            "enable_prefix_caching": self.enable_prefix_caching,
+        }
 
     def requests(self) -> list[BenchmarkRequest]:
         return workload.load(self.workload)
@@ -63,24 +69,24 @@ def offline(setup: Setup) -> dict[str, Any]:
 
 def queue(setup: Setup) -> dict[str, Any]:
     """The same requests through Redis and a Celery worker, every stream read to its end by this process."""
-    return asyncio.run(_through_queue(setup, setup.requests(), delays=None))
+    return asyncio.run(_on_a_service(setup, setup.requests(), delays=None))
 
 
 def queue_poisson(setup: Setup) -> dict[str, Any]:
     """Through the queue, arriving one by one."""
     requests = setup.requests()
-    return asyncio.run(_through_queue(setup, requests, workload.arrivals(len(requests), setup.rate)))
+    return asyncio.run(_on_a_service(setup, requests, workload.arrivals(len(requests), setup.rate)))
 
 
 def engine_poisson(setup: Setup) -> dict[str, Any]:
     """`AsyncLLMEngine` without a queue, requests arriving one by one."""
     requests = setup.requests()
-    return asyncio.run(_through_engine(setup, requests, workload.arrivals(len(requests), setup.rate)))
+    return asyncio.run(_on_an_engine(setup, requests, workload.arrivals(len(requests), setup.rate)))
 
 
 def single(setup: Setup) -> dict[str, Any]:
     """One request alone."""
-    return asyncio.run(_through_engine(setup, [_SINGLE], [0.0]))
+    return asyncio.run(_on_an_engine(setup, [_SINGLE], [0.0]))
 
 
 def phases(setup: Setup) -> dict[str, Any]:
@@ -137,81 +143,100 @@ def transformers(setup: Setup) -> dict[str, Any]:
     return _figures(setup, time.perf_counter() - started, outputs)
 
 
-async def _through_engine(setup: Setup, requests: Sequence[BenchmarkRequest], delays: list[float]) -> dict[str, Any]:
-    from headrace_engine import AsyncEngineArgs, AsyncLLMEngine, RequestOutputKind, SamplingParams
-
-    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=setup.model, **setup.engine_options))
-
-    async def one(name: str, request: BenchmarkRequest, delay: float) -> StreamTiming:
-        await asyncio.sleep(delay)
-        timing = StreamTiming(time.perf_counter())
-        params = SamplingParams(**request.sampling_params, output_kind=RequestOutputKind.DELTA)
-        async for output in engine.generate(request.prompt_token_ids, params, name):
-            timing.arrived(time.perf_counter(), len(output.outputs[0].token_ids))
-        return timing
-
-    try:
-        await one("warm", BenchmarkRequest([1, 2, 3], 8), 0.0)
-        timings = await asyncio.gather(
-            *(one(f"r{i}", request, delay) for i, (request, delay) in enumerate(zip(requests, delays, strict=True)))
-        )
-    finally:
-        await engine.shutdown()
-    return summarise(timings)
+async def _on_an_engine(setup: Setup, requests: Sequence[BenchmarkRequest], delays: list[float]) -> dict[str, Any]:
+    async with running_engine(setup) as engine:
+        return summarise(await through_engine(engine, requests, delays))
 
 
-async def _through_queue(
+async def _on_a_service(
     setup: Setup, requests: Sequence[BenchmarkRequest], delays: list[float] | None
 ) -> dict[str, Any]:
-    """All at once without `delays`, read over one connection; else each at its time."""
-    from headrace_broker import ChunkEvent, StreamExpiredError
-
-    async with _service(setup) as client:
+    async with running_service(setup) as client:
         started = time.perf_counter()
-        token_ids: dict[str, list[int]] = {}
-        timings: dict[str, StreamTiming] = {}
-
-        async def follow(request_ids: list[str]) -> None:
-            async for request_id, event in client.events_many(request_ids, timeout=600):
-                if isinstance(event, ChunkEvent):
-                    timings[request_id].arrived(time.perf_counter(), len(event.token_ids))
-                    token_ids[request_id] += event.token_ids
-                elif isinstance(event, StreamExpiredError):
-                    raise event
-
-        async def one(request: BenchmarkRequest, delay: float) -> None:
-            await asyncio.sleep(delay)
-            sent_at = time.perf_counter()
-            request_id = await client.submit(
-                prompt_token_ids=request.prompt_token_ids, sampling_params=request.sampling_params
-            )
-            timings[request_id], token_ids[request_id] = StreamTiming(sent_at), []
-            await follow([request_id])
-
-        if delays is None:
-            request_ids = await client.submit_many(
-                {"prompt_token_ids": request.prompt_token_ids, "sampling_params": request.sampling_params}
-                for request in requests
-            )
-            timings.update({request_id: StreamTiming(started) for request_id in request_ids})
-            token_ids.update({request_id: [] for request_id in request_ids})
-            await follow(request_ids)
-        else:
-            await asyncio.gather(*(one(request, delay) for request, delay in zip(requests, delays, strict=True)))
+        timings, token_ids = await through_queue(client, requests, delays)
         seconds = time.perf_counter() - started
-    return _figures(setup, seconds, list(token_ids.values())) | summarise(timings.values())
+    return _figures(setup, seconds, token_ids) | summarise(timings)
 
 
 @asynccontextmanager
-async def _service(setup: Setup) -> AsyncIterator[Any]:
+async def running_engine(setup: Setup) -> AsyncIterator[Any]:
+    """An `AsyncLLMEngine` that has served a request already."""
+    from headrace_engine import AsyncEngineArgs, AsyncLLMEngine
+
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=setup.model, **setup.engine_options))
+    try:
+        await through_engine(engine, [BenchmarkRequest([1, 2, 3], 8)], [0.0])
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+async def through_engine(
+    engine: Any, requests: Sequence[BenchmarkRequest], delays: Sequence[float]
+) -> list[StreamTiming]:
+    """Each request at its time, every stream read to its end by this process."""
+    from headrace_engine import RequestOutputKind, SamplingParams
+
+    async def one(request: BenchmarkRequest, delay: float) -> StreamTiming:
+        await asyncio.sleep(delay)
+        timing = StreamTiming(time.perf_counter())
+        params = SamplingParams(**request.sampling_params, output_kind=RequestOutputKind.DELTA)
+        async for output in engine.generate(request.prompt_token_ids, params, uuid.uuid4().hex):
+            timing.arrived(time.perf_counter(), len(output.outputs[0].token_ids))
+        return timing
+
+    return await asyncio.gather(*(one(*each) for each in zip(requests, delays, strict=True)))
+
+
+async def through_queue(
+    client: Any, requests: Sequence[BenchmarkRequest], delays: Sequence[float] | None = None
+) -> tuple[list[StreamTiming], list[list[int]]]:
+    """All at once without `delays`, read over one connection; else each at its time. Returns the token ids, too."""
+    from headrace_broker import ChunkEvent, StreamExpiredError
+
+    started = time.perf_counter()
+    token_ids: dict[str, list[int]] = {}
+    timings: dict[str, StreamTiming] = {}
+
+    async def follow(request_ids: list[str]) -> None:
+        async for request_id, event in client.events_many(request_ids, timeout=600):
+            if isinstance(event, ChunkEvent):
+                timings[request_id].arrived(time.perf_counter(), len(event.token_ids))
+                token_ids[request_id] += event.token_ids
+            elif isinstance(event, StreamExpiredError):
+                raise event
+
+    async def one(request: BenchmarkRequest, delay: float) -> None:
+        await asyncio.sleep(delay)
+        sent_at = time.perf_counter()
+        request_id = await client.submit(
+            prompt_token_ids=request.prompt_token_ids, sampling_params=request.sampling_params
+        )
+        timings[request_id], token_ids[request_id] = StreamTiming(sent_at), []
+        await follow([request_id])
+
+    if delays is None:
+        request_ids = await client.submit_many(
+            {"prompt_token_ids": request.prompt_token_ids, "sampling_params": request.sampling_params}
+            for request in requests
+        )
+        timings.update({request_id: StreamTiming(started) for request_id in request_ids})
+        token_ids.update({request_id: [] for request_id in request_ids})
+        await follow(request_ids)
+    else:
+        await asyncio.gather(*(one(*each) for each in zip(requests, delays, strict=True)))
+    return list(timings.values()), list(token_ids.values())
+
+
+@asynccontextmanager
+async def running_service(setup: Setup) -> AsyncIterator[Any]:
     """A server, a worker that has served a request already, and a client."""
     from headrace_broker import AsyncClient
     from headrace_broker.embedded import EmbeddedServer
     from headrace_workers.local_worker import LocalWorker
 
-    settings = {"dtype": setup.dtype, "log_level": "WARNING"}
-    if setup.quantization is not None:
-        settings["quantization"] = setup.quantization
+    settings: dict[str, Any] = {"log_level": "WARNING"}
+    settings |= {name: value for name, value in setup.engine_options.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
         log = Path(folder) / "worker.log"
         with LocalWorker(model=setup.model, redis_url=server.url, log=log, **settings) as worker:

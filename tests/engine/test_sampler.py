@@ -262,3 +262,29 @@ def test_draws_are_uniform_along_positions_and_along_seeds() -> None:
 
 def test_no_draws_for_no_requests() -> None:
     assert uniform([], []).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [[1.0, 3.0, 3.0, -7.0], [0.5, 0.25, 2.0, 1.0]],
+        [[-3.0, -1.0, -1.0, -2.0], [1.0, 2.0, 0.0, 0.0]],  # nothing above zero in one row
+        [[-0.0, 0.0, -1.0, 0.0], [float("-inf"), float("-inf"), -5.0, float("-inf")]],
+        [[1.0, float("inf"), 2.0, float("-inf")], [1e-39, 3e38, -3e38, 1e-30]],
+    ],
+)
+def test_the_first_largest_of_bfloat16_logits_is_that_of_the_same_numbers_in_float32(values: list[list[float]]) -> None:
+    logits = torch.tensor(values, dtype=torch.bfloat16)
+    rows = [row(temperature=0.0) for _ in values]
+    assert sample(logits, rows)[0] == logits.float().numpy().argmax(axis=-1).tolist()
+
+
+def test_bfloat16_logits_are_not_changed_by_what_a_row_is_adjusted_with() -> None:
+    logits = torch.tensor([[1.0, 5.0, 3.0], [4.0, 2.0, 1.0]], dtype=torch.bfloat16)
+    before = logits.clone()
+    rows = [row(temperature=0.0, suppressed=[1]), row(temperature=1.0, u=0.99, logprobs=1)]
+    tokens, logprobs = sample(logits, rows)
+    assert tokens[0] == 2
+    assert tokens == sample(logits.float(), rows)[0]
+    assert logprobs == sample(logits.float(), rows)[1]
+    assert torch.equal(logits, before)

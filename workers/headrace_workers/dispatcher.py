@@ -7,7 +7,7 @@ Runs on the thread of Celery's event loop alone. What runs is in `in_flight.py`,
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from heapq import nsmallest
 from typing import Any
 
@@ -38,6 +38,7 @@ from headrace_workers.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+_STEP_STATS = [field.name for field in fields(StepStats)]  # asdict would copy what they hold, every step
 
 
 class Dispatcher:
@@ -251,7 +252,7 @@ class Dispatcher:
         # A request that waits for its adapter's turn says nothing about slots and memory, of which there may be enough.
         self._engine_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
         self._last_step = outputs.stats
-        self._metrics.step(asdict(outputs.stats))
+        self._metrics.step({name: getattr(outputs.stats, name) for name in _STEP_STATS})
         self._health.stepped()
         self._in_flight.publish(outputs)
 

@@ -80,13 +80,14 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """The first largest of each row."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
-    if logits.dtype is torch.bfloat16:
-        # What is above zero has the order of its bits; to widen all of them first takes three times as long.
-        bits = logits.view(torch.int16).numpy()
-        found = bits.argmax(axis=-1)
-        if (np.take_along_axis(bits, found[:, None], axis=-1) > 0).all():
-            return torch.from_numpy(found)
-    return torch.from_numpy(logits.float().numpy().argmax(axis=-1))  # a tenth of torch's own time
+    if logits.dtype is not torch.bfloat16:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's own time
+    # Above zero numbers have the order of their bits; to widen all of them first takes ten times as long.
+    bits = logits.view(torch.int16).numpy()
+    found = bits.argmax(axis=-1)
+    others = np.flatnonzero(np.take_along_axis(bits, found[:, None], axis=-1)[:, 0] <= 0)
+    found[others] = logits[others].float().numpy().argmax(axis=-1)
+    return torch.from_numpy(found)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:

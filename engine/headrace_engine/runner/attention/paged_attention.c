@@ -96,7 +96,7 @@ add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, co
 
 static inline int tile_columns(int left) { return left >= MAX_COLUMNS ? MAX_COLUMNS : left >= 2 ? 2 : 1; }
 
-/* Calls the function of a tile with its numbers of rows and columns as constants. */
+/* Calls the function of a tile with `rows` and `columns`, which stand where it is used, as constants. */
 #define TILE_CASE(FUNCTION, ROWS, ...)                                            \
     case ROWS:                                                                    \
         if (columns == MAX_COLUMNS) FUNCTION(ROWS, MAX_COLUMNS, __VA_ARGS__);     \

@@ -59,16 +59,10 @@ class _RequestState:
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_finished: int = 0
 
     @property
     def finished(self) -> bool:
-        return self.num_finished == len(self.choices)
-
-    def finish(self, choice: _Choice, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a choice that has not ended."""
-        choice.finish_reason, choice.stop_reason = reason, stop_reason
-        self.num_finished += 1
+        return all(choice.finish_reason is not None for choice in self.choices)
 
 
 @dataclass(slots=True)
@@ -122,8 +116,8 @@ class OutputProcessor:
 
     def finish_choice(self, request_id: str, index: int, finish_reason: str, stop_reason: int | str | None) -> None:
         """Mark a choice as finished by an earlier attempt: nothing more will come for it."""
-        state = self._requests[request_id]
-        state.finish(state.choices[index], finish_reason, stop_reason)
+        choice = self._requests[request_id].choices[index]
+        choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
 
     def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
         """Take the news of one step in; choices that are not followed (any more) are ignored."""
@@ -157,7 +151,7 @@ class OutputProcessor:
         alive, completions = [], []
         for choice_id, choice in zip(state.choice_ids, state.choices, strict=True):
             if choice.finish_reason is None:
-                state.finish(choice, FinishReason.ABORT.value)
+                choice.finish_reason = FinishReason.ABORT.value
                 alive.append(choice_id)
                 completions.append(_completion(state, choice))
         self._forget(state)
@@ -181,9 +175,9 @@ class OutputProcessor:
         state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
         state.error = state.error or output.error
         if stop is not None:
-            state.finish(choice, FinishReason.STOP.value, stop)
+            choice.finish_reason, choice.stop_reason = FinishReason.STOP.value, stop
         elif output.finish_reason is not None:
-            state.finish(choice, output.finish_reason.value, output.stop_reason)
+            choice.finish_reason, choice.stop_reason = output.finish_reason.value, output.stop_reason
         return _completion(state, choice) if choice.is_due(state.params) else None
 
     def _logprobs(self, entry: TokenLogprobs, params: SamplingParams) -> dict[int, Logprob]:

@@ -238,7 +238,7 @@ class InFlight:
         job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)
         for completion in output.outputs:
             if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
-                job.finish(completion.index, completion.finish_reason)
+                job.choices[completion.index].finish_reason = completion.finish_reason
                 continue
             self._settlement.publish([job.take(completion, output)])
             if job.first_token_at is None:

@@ -77,14 +77,6 @@ class Job:
     engine_losses: int = 0
     """How many engine processes, of any worker, died with this request in them."""
     timers: list[Any] = field(default_factory=list)
-    num_tokens: int = field(init=False)
-    """Of all choices and attempts. Kept as it changes, like the next: every chunk and every poll asks for them."""
-    num_unfinished: int = field(init=False)
-    """Choices that are not complete."""
-
-    def __post_init__(self) -> None:
-        self.num_tokens = sum(len(choice.token_ids) for choice in self.choices)
-        self.num_unfinished = sum(choice.finish_reason is None for choice in self.choices)
 
     @property
     def request_id(self) -> str:
@@ -100,17 +92,19 @@ class Job:
         return self.request.request_id, self.attempt
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
     def decode_seconds(self) -> float | None:
         """From this worker's first to its last token."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         return self.last_token_at - self.first_token_at
 
-    def finish(self, index: int, finish_reason: str | None, stop_reason: int | str | None = None) -> None:
-        """How a choice stands: a reason ends it, None leaves it open."""
-        choice = self.choices[index]
-        self.num_unfinished += (finish_reason is None) - (choice.finish_reason is None)
-        choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
+    @property
+    def num_unfinished(self) -> int:
+        return sum(choice.finish_reason is None for choice in self.choices)
 
     def core_requests(self) -> list[EngineCoreRequest]:
         """What the engine still has to do, from the next token of each choice on."""
@@ -135,8 +129,7 @@ class Job:
             prompt_logprobs = [None if entry is None else _candidates(entry) for entry in entries]
             self.prompt_logprobs = prompt_logprobs
         choice.add(output.token_ids, output.text, logprobs)
-        self.num_tokens += len(output.token_ids)
-        self.finish(output.index, output.finish_reason, output.stop_reason)
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         return StreamWrite.chunk(
             self.request_id,
             self.attempt,

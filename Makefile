@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-gpu fuzz schemas chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gpu fuzz schemas chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -59,6 +59,9 @@ bench-floor: $(STAMP) ## decode steps against their matrix products alone: a rat
 
 bench-queue: $(STAMP) ## what the queue costs: throughput and time to the first token, beside the engine alone
 	@$(BIN)/python benchmarks/queue_cost.py
+
+bench-host: $(STAMP) ## what a step costs beside the model: scheduler with 256 requests, publisher a chunk
+	@$(BIN)/python benchmarks/host_path.py
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py

@@ -78,9 +78,10 @@ class KVCacheManager:
     def extend(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Make room for `num_new_tokens` more; returns the appended block ids, or None when there are too few."""
         table = self._tables[request.request_id]
-        num_new = self.blocks_for(request.num_computed_tokens + num_new_tokens) - len(table)
-        if num_new <= 0:
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if num_tokens <= len(table) * self.block_size:
             return []
+        num_new = self.blocks_for(num_tokens) - len(table)
         if num_new > self.pool.num_free:
             return None
         blocks = self.pool.allocate(num_new)

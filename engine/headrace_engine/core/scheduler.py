@@ -26,6 +26,7 @@ from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
 _MAX_PROMPT_LOGPROBS_CHUNK = 512
+_NO_TOKENS: list[int] = []
 
 
 class Scheduler:
@@ -111,8 +112,9 @@ class Scheduler:
             self._schedule_running(plan, phase="prefill")
             self._schedule_waiting(plan)
         self._has_just_prefilled = plan.num_prefills > 0
+        requests = self.requests
         for request_id, num_tokens in plan.batch.num_scheduled_tokens.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
+            requests[request_id].num_computed_tokens += num_tokens
         # Victims of this very step included: their blocks may have new holders already.
         plan.batch.removed_request_ids, self._removed = self._removed, []
         if self.grammars:
@@ -148,29 +150,34 @@ class Scheduler:
         return self._has_room(needed) or self._victims(request, hits, needed) is not None
 
     def _schedule_running(self, plan: StepPlan, phase: Literal["prefill", "decode"] | None = None) -> None:
+        running, extend = self.running, self.kv.extend
         index = 0
-        while index < len(self.running) and plan.budget > 0:
-            request = self.running[index]
-            prefill = is_prefill(request)
+        while index < len(running) and plan.budget > 0:
+            request = running[index]
+            num_new = len(request.token_ids) - request.num_computed_tokens
+            assert num_new > 0, f"{request.request_id} runs but has nothing to compute"
+            prefill = num_new > 1
             if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
                 index += 1
                 continue
-            num_new = min(request.num_tokens - request.num_computed_tokens, plan.budget, self._chunk_limit(request))
-            assert num_new > 0, f"{request.request_id} runs but has nothing to compute"
-            drafts = self._drafts_within(request, plan.budget - (len(self.running) - index - 1))
-            new_blocks = self._extend_for_drafts(request, num_new, drafts)
+            if prefill:
+                num_new = min(num_new, plan.budget, self._chunk_limit(request))
+            drafts, new_blocks = _NO_TOKENS, None
+            if self._speculator is not None:
+                drafts = self._drafts_within(request, plan.budget - (len(running) - index - 1))
+                new_blocks = self._extend_for_drafts(request, num_new, drafts)
             if new_blocks is None:
-                drafts = []  # nobody is preempted for a guess
-                new_blocks = self.kv.extend(request, num_new)
+                drafts = _NO_TOKENS  # nobody is preempted for a guess
+                new_blocks = extend(request, num_new)
             while new_blocks is None:
                 victim = self._choose_victim()
-                if self.running.index(victim) < index:
+                if running.index(victim) < index:
                     index -= 1
                 plan.withdraw(victim)
                 self._preempt(victim)
                 if victim is request:
                     break
-                new_blocks = self.kv.extend(request, num_new)
+                new_blocks = extend(request, num_new)
             else:
                 plan.grant(request, num_new + len(drafts), prefill)
                 if drafts:
@@ -187,8 +194,7 @@ class Scheduler:
 
     def _extend_for_drafts(self, request: Request, num_new: int, drafts: list[int]) -> list[int] | None:
         """Room for drafts, and for those that the runner will make behind them where there is enough."""
-        if self._speculator is None:
-            return None
+        assert self._speculator is not None
         num_new += len(drafts)
         lookahead = self._speculator.num_lookahead_tokens(request.num_computed_tokens + num_new)
         new_blocks = self.kv.extend(request, num_new + lookahead)
@@ -362,10 +368,12 @@ class Scheduler:
         entry = EngineCoreOutput(
             request_id=request.request_id, new_token_ids=[], num_cached_tokens=request.num_cached_tokens
         )
-        entry.error = self.grammars.error(request.request_id)
-        if entry.error is not None:  # the tokens were drawn without a mask
-            entry.finish_reason = FinishReason.ERROR
-            return entry
+        has_grammar = request.sampling_params.structured_outputs is not None
+        if has_grammar:
+            entry.error = self.grammars.error(request.request_id)
+            if entry.error is not None:  # the tokens were drawn without a mask
+                entry.finish_reason = FinishReason.ERROR
+                return entry
         if request.prompt_logprobs is not None:
             assert len(request.prompt_logprobs) == request.num_prompt_tokens - 1
             entry.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
@@ -375,7 +383,7 @@ class Scheduler:
             entry.finish_reason, entry.stop_reason = check_stop(request, self.max_model_len)
             if entry.finish_reason is not None:
                 return entry
-        if self.grammars:
+        if has_grammar:
             self.grammars.accept(request.request_id, entry.new_token_ids)
         return entry
 
@@ -395,8 +403,10 @@ class Scheduler:
         stats, pool = self.stats, self.kv.pool
         stats.num_tokens = batch.num_tokens
         stats.num_requests = len(batch.num_scheduled_tokens)
-        drafts = batch.draft_token_ids
-        num_prefills = sum(count - len(drafts.get(i, ())) > 1 for i, count in batch.num_scheduled_tokens.items())
+        num_prefills = 0
+        if stats.num_tokens > stats.num_requests:
+            drafts = batch.draft_token_ids
+            num_prefills = sum(count - len(drafts.get(i, ())) > 1 for i, count in batch.num_scheduled_tokens.items())
         stats.kind = "decode" if not num_prefills else "prefill" if num_prefills == stats.num_requests else "mixed"
         stats.running, stats.waiting = len(self.running), len(self.waiting)
         if self._max_loras:

@@ -13,19 +13,20 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | Non
     params, token_id = request.sampling_params, request.token_ids[-1]
     if params.structured_outputs is not None and token_id in request.eos_token_ids:
         return FinishReason.STOP, None  # allowed by the grammar, behind which nothing can come
-    if request.num_output_tokens >= params.min_tokens:
+    num_output_tokens = request.num_output_tokens
+    if num_output_tokens >= params.min_tokens:
         if token_id in request.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP, None
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id
-    if params.max_tokens is not None and request.num_output_tokens >= params.max_tokens:
+    if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
         return FinishReason.LENGTH, None
     if request.num_tokens >= max_model_len:
         return FinishReason.LENGTH, None
     detection = params.repetition_detection
     if (
         detection is not None
-        and request.num_output_tokens >= params.min_tokens
+        and num_output_tokens >= params.min_tokens
         and ends_in_repetition(request.token_ids, request.num_prompt_tokens, detection)
     ):
         return FinishReason.REPETITION, "repetition_detected"

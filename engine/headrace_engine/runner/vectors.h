@@ -34,6 +34,8 @@ static inline f32x load_vector(const void *base, int64_t index, int dtype) {
     u16x half = *(const u16x *)((const uint16_t *)base + index);
 #ifdef __AVX512F__ /* of what follows GCC 12 makes five instructions, and the products wait for them */
     return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
+#elif defined(__AVX2__)
+    return (f32x)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)half), 16);
 #endif
     return (f32x)(__builtin_convertvector(half, u32x) << 16);
 }
@@ -71,6 +73,8 @@ static inline f32x select_vector(i32x mask, f32x yes, f32x no) {
 static inline f32x max_vector(f32x a, f32x b) {
 #ifdef __AVX512F__ /* one instruction for four */
     return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (f32x)_mm256_max_ps((__m256)a, (__m256)b);
 #endif
     return select_vector(a > b, a, b);
 }

@@ -31,12 +31,14 @@
 #include "../vectors.h"
 #include "attention.h"
 
-/* The largest tile of a product leaves registers for the columns and a row's element: there are 32, with plain AVX2 16. */
+/* The largest tile of a product leaves registers for the columns and a row's element: there are 32, with plain AVX2 16,
+ * where only few rows, as in decode, are computed with as many columns. */
 #define MAX_ROWS 6
-#if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_COLUMNS 4
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define MAX_WIDE_ROWS MAX_ROWS
 #else
-#define MAX_COLUMNS 2
+#define MAX_WIDE_ROWS 3
 #endif
 
 #define CHUNK (128 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
@@ -94,14 +96,16 @@ add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, co
     }
 }
 
-static inline int tile_columns(int left) { return left >= MAX_COLUMNS ? MAX_COLUMNS : left >= 2 ? 2 : 1; }
+static inline int tile_columns(int rows, int left) {
+    return left >= MAX_COLUMNS && rows <= MAX_WIDE_ROWS ? MAX_COLUMNS : left >= 2 ? 2 : 1;
+}
 
 /* Calls the function of a tile with `rows` and `columns`, which stand where it is used, as constants. */
-#define TILE_CASE(FUNCTION, ROWS, ...)                                            \
-    case ROWS:                                                                    \
-        if (columns == MAX_COLUMNS) FUNCTION(ROWS, MAX_COLUMNS, __VA_ARGS__);     \
-        else if (MAX_COLUMNS > 2 && columns == 2) FUNCTION(ROWS, 2, __VA_ARGS__); \
-        else FUNCTION(ROWS, 1, __VA_ARGS__);                                      \
+#define TILE_CASE(FUNCTION, ROWS, ...)                                                 \
+    case ROWS:                                                                         \
+        if (columns == 1) FUNCTION(ROWS, 1, __VA_ARGS__);                              \
+        else if (ROWS > MAX_WIDE_ROWS || columns == 2) FUNCTION(ROWS, 2, __VA_ARGS__); \
+        else FUNCTION(ROWS, MAX_COLUMNS, __VA_ARGS__);                                 \
         break;
 #define TILE(FUNCTION, ...)                                                         \
     switch (rows) {                                                                 \
@@ -254,7 +258,7 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
     for (int row = 0; row < all; row += MAX_ROWS)
         for (int c = 0, columns; c < now->num_columns; c += columns) {
             int rows = min(all - row, MAX_ROWS);
-            columns = tile_columns(now->num_columns - c);
+            columns = tile_columns(rows, now->num_columns - c);
             TILE(score_tile, queries + row * depth, now->k + c, row ? NULL : next->k + c, stride, depth,
                  scores + (row * CHUNK + c) * LANES, kind)
         }
@@ -299,7 +303,7 @@ mix_chunk(const attention_args *a, const float *weights, const chunk *now, const
     for (int row = 0; row < all; row += MAX_ROWS)
         for (int lane = 0, columns; lane < v_stride; lane += columns * LANES) {
             int rows = min(all - row, MAX_ROWS);
-            columns = tile_columns((v_stride - lane) / LANES);
+            columns = tile_columns(rows, (v_stride - lane) / LANES);
             TILE(mix_tile, weights + row * CHUNK * LANES, now, row ? NULL : next, lane, v_stride, num_keys, single,
                  mixed + row * v_stride, kind)
         }

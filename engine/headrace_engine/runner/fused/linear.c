@@ -21,16 +21,17 @@
 #include "linear.h"
 
 #if defined(__AVX__) && !defined(__AVX512F__)
-#define TILE 4
+#define TILE 6 /* 12 sums, 2 vectors of weights and a broadcast: 15 of 16 registers */
+#define VECTORS 2
 #else
 #define TILE 8 /* 24 sums, 3 vectors of weights and a broadcast: 28 of 32 registers */
-#endif
 #define VECTORS 3
+#endif
 #define PANEL (VECTORS * LANES)
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
 #define LINE 64         /* bytes that come from memory at once */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
-#define BLOCK_TILES 18  /* at most: tiles that are multiplied with one panel before the next, and stay in L2 */
+#define BLOCK_TILES (144 / TILE)  /* at most: tiles that are multiplied with one panel before the next, and stay in L2 */
 #define BLOCK_BYTES (512 << 10)
 
 static inline f32x silu(f32x x) {

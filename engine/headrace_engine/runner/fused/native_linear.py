@@ -50,10 +50,10 @@ def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
 def preferred(dtype: torch.dtype) -> bool:
     """Whether this kernel is the fastest that there is here for weights of this type.
 
-    It was measured on processors with AVX-512 only. oneDNN uses AMX, which this kernel does not.
+    It was measured on processors with AVX2 and with AVX-512. oneDNN uses AMX, which this kernel does not.
     """
     capabilities = torch.cpu.get_capabilities()
-    if not capabilities.get("avx512_f") or (dtype is torch.bfloat16 and capabilities.get("amx_bf16")):
+    if not (capabilities.get("avx2") and capabilities.get("fma3")) or (dtype is torch.bfloat16 and capabilities.get("amx_bf16")):
         return False
     try:
         kernels = library()

@@ -57,7 +57,7 @@ def main() -> None:
 
 def scheduler_milliseconds() -> tuple[list[float], list[float]]:
     """Of each step in which all requests decode: before the model computes, and after."""
-    blocks = _REQUESTS * -(-(_PROMPT_TOKENS + _STEPS + _REQUESTS) // _BLOCK_SIZE) + 1
+    blocks = _REQUESTS * _MAX_MODEL_LEN // _BLOCK_SIZE + 1
     config = SchedulerConfig(max_num_seqs=_REQUESTS, max_num_batched_tokens=_REQUESTS * _PROMPT_TOKENS)
     scheduler = Scheduler(config, KVCacheManager(blocks, _BLOCK_SIZE), Capabilities(), _MAX_MODEL_LEN)
     for number in range(_REQUESTS):

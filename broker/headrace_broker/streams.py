@@ -173,24 +173,18 @@ class StreamWriter:
         again before any newer ones: what Redis has already is then ignored. Merged into other writes it would not be
         recognised. Where an attempt was ROLLED_BACK, publish all of its latest writes again, from before the gap on.
         """
-        attempts: list[Attempt] = []
-        keys: list[str] = []
-        marks: list[str] = []
-        entries: list[tuple[str, str, str, bytes]] = []
-        for write in writes:
-            attempts.append(write.key)
-            keys.append(stream_key(write.request_id))
-            entries.append((write.entry_id, write.entry_before, write.type, pack(write.data)))
-            if write.type == "end":
-                marks.append(ended_key(write.request_id))
-        if not keys:
+        writes = list(writes)
+        if not writes:
             return {}
+        keys = [stream_key(write.request_id) for write in writes]
+        marks = [ended_key(write.request_id) for write in writes if write.type == "end"]
+        entries = [(write.entry_id, write.entry_before, write.type, pack(write.data)) for write in writes]
         # in one argument: each argument of its own costs redis-py more than Redis takes to unpack them all
         args: list[int | bytes] = [self._ttl_seconds, ENDED_SECONDS, pack(entries)]
         failed = self._publish(keys=[*keys, *marks], args=args)
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
-            outcomes.setdefault(attempts[position], WriteOutcome(outcome.decode()))
+            outcomes.setdefault(writes[position].key, WriteOutcome(outcome.decode()))
         return outcomes
 
     def exists(self, request_id: str) -> bool:

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.connections import BLOCK_SECONDS
@@ -82,7 +82,10 @@ async def read_streams_async(
 
 
 class _Readers:
-    """Several streams that one XREAD reads. True while any of them goes on."""
+    """Several streams that one XREAD reads. True while any of them goes on.
+
+    Not every read asks every reader what it wants besides: with many of them that costs more than their entries.
+    """
 
     def __init__(self, last_ids: Mapping[str, str], timeout: float | None) -> None:
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
@@ -90,9 +93,11 @@ class _Readers:
         self._nothing_came = False
         self._asking: list[_Reader] = []
         self._touching: list[_Reader] = []
+        # No reader wants anything before these. What it hears puts that off; only a start may ask for touches at once.
+        self._calls_by = self._looks_by = -math.inf
 
     def __bool__(self) -> bool:
-        return any(not reader.ended for reader in self._open.values())
+        return bool(self._open)
 
     @property
     def streams(self) -> dict[Any, Any]:
@@ -100,8 +105,13 @@ class _Readers:
 
     def block_ms(self) -> int | None:
         """How long the next read may wait; None is not at all."""
-        waits = [reader.block_ms() for reader in self._open.values()]
-        return None if None in waits else min(wait for wait in waits if wait is not None)
+        now = time.monotonic()
+        if self._calls_by < now + BLOCK_SECONDS:
+            self._calls_by = min(reader.calls_by for reader in self._open.values())
+            self._looks_by = min(reader.looks_by for reader in self._open.values())
+        if self._looks_by == -math.inf:
+            return None
+        return max(1, int(min(BLOCK_SECONDS, self._calls_by - now) * 1000))
 
     def received(self, reply: Any) -> Iterator[tuple[str, StreamEvent]]:
         """The events in the reply of an XREAD of `streams`; streams that have ended are read no more."""
@@ -109,13 +119,19 @@ class _Readers:
         for key, entries in reply:
             reader = self._open[key]
             for event in reader.received(entries):
+                if isinstance(event, StartEvent):
+                    self._calls_by = -math.inf
                 yield reader.request_id, event
-        self._close_ended()
+            if reader.ended:
+                del self._open[key]
 
     def has_questions(self) -> bool:
         """Whether `ask` has anything to ask, of streams that are silent, or to say, of those that want listeners."""
-        self._close_ended()
+        now = time.monotonic()
+        if not self._nothing_came and now < self._calls_by and now < self._looks_by:
+            return False
         readers = self._open.values()
+        self._calls_by = -math.inf  # what is asked and said now changes these times
         self._touching = []
         if any(reader.touch_is_due() for reader in readers):
             self._touching = [reader for reader in readers if reader.abandon_after is not None]
@@ -136,21 +152,16 @@ class _Readers:
         answers = replies[len(self._touching) :]
         for position, reader in enumerate(self._asking):
             expired = reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
+            if reader.ended:
+                del self._open[reader.key.encode()]
             if expired is not None:
                 yield reader.request_id, expired
-        self._close_ended()
-
-    def _close_ended(self) -> None:
-        for key in [key for key, reader in self._open.items() if reader.ended]:
-            del self._open[key]
 
 
 class _Reader:
     """Where a subscriber stands. It does no input or output, so both kinds of client share it."""
 
-    def __init__(
-        self, request_id: str, last_id: str, timeout: float | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, request_id: str, last_id: str, timeout: float | None) -> None:
         if not _ENTRY_ID.fullmatch(last_id):
             raise InvalidRequestError([f"last_id must be an entry id such as 1-17, not {last_id!r}"])
         self.key: Final = stream_key(request_id)
@@ -158,30 +169,29 @@ class _Reader:
         self.last_id = last_id
         self.ended = False
         self._timeout: Final = timeout
-        self._clock: Final = clock
-        self._heard_at = clock()
-        self._looked_at = clock()
+        self._heard_at = self._looked_at = time.monotonic()
         self.abandon_after: float | None = None
         """The request is cancelled unless it is touched within so many seconds again and again."""
         self._touch_at = math.inf
         # The stream may be over or gone, or want listeners: whoever comes looks once before it waits.
         self._has_looked = False
 
-    def block_ms(self) -> int | None:
-        """How long the next read may wait; None is not at all."""
-        if not self._has_looked:
-            return None
-        seconds = min(BLOCK_SECONDS, self._touch_at - self._clock())
-        if self._timeout is not None:
-            seconds = min(seconds, self._heard_at + self._timeout - self._clock())
-        return max(1, int(seconds * 1000))
+    @property
+    def calls_by(self) -> float:
+        """When a read must have come back, by the clock: to touch, or as nothing has come for too long."""
+        return self._touch_at if self._timeout is None else min(self._touch_at, self._heard_at + self._timeout)
+
+    @property
+    def looks_by(self) -> float:
+        """When it wants a look, whatever the other streams of the same read bring."""
+        return max(self._heard_at, self._looked_at) + BLOCK_SECONDS if self._has_looked else -math.inf
 
     def received(self, entries: Any) -> list[StreamEvent]:
         """The events in what an XREAD brought of this stream."""
         events = [read_entry(entry_id, fields) for entry_id, fields in entries]
         if events:
             self.last_id = events[-1].entry_id
-            self._heard_at = self._clock()
+            self._heard_at = time.monotonic()
             self.ended = isinstance(events[-1], EndEvent)
             if isinstance(events[0], StartEvent):  # which says all that a look would
                 self._has_looked = True
@@ -191,24 +201,24 @@ class _Reader:
     def _learn(self, abandon_after: float | None) -> None:
         if abandon_after != self.abandon_after:
             self.abandon_after = abandon_after
-            self._touch_at = math.inf if abandon_after is None else self._clock()
+            self._touch_at = math.inf if abandon_after is None else time.monotonic()
 
     def touch_is_due(self) -> bool:
-        return self._clock() >= self._touch_at
+        return time.monotonic() >= self._touch_at
 
     def touch(self, pipe: Any) -> None:
         """Says that somebody listens."""
         if self.abandon_after is not None:
-            self._touch_at = self._clock() + touch_every(self.abandon_after)
+            self._touch_at = time.monotonic() + touch_every(self.abandon_after)
             touch(pipe, self.request_id)
 
     def wants_look(self) -> bool:
         """Never looked at, or silent for long while other streams of the same read were not."""
-        return not self._has_looked or self._clock() - max(self._heard_at, self._looked_at) >= BLOCK_SECONDS
+        return time.monotonic() >= self.looks_by
 
     def ask(self, pipe: Any) -> None:
         """First whether the request has ended: if it has, and then there is no stream, there will be none."""
-        self._looked_at = self._clock()
+        self._looked_at = time.monotonic()
         self._has_looked = True
         pipe.exists(ended_key(self.request_id))
         pipe.xrevrange(self.key, count=1)
@@ -225,7 +235,7 @@ class _Reader:
             event = read_entry(*newest[0])
             # it may also have arrived just now, and then the next read brings it
             self.ended = isinstance(event, EndEvent) and _not_after(event.entry_id, self.last_id)
-        if not self.ended and self._timeout is not None and self._clock() - self._heard_at >= self._timeout:
+        if not self.ended and self._timeout is not None and time.monotonic() - self._heard_at >= self._timeout:
             raise ResultTimeoutError(self.request_id, self._timeout, "stream entry")
         return None
 

@@ -26,7 +26,7 @@ from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
 _MAX_PROMPT_LOGPROBS_CHUNK = 512
-_NO_TOKENS: list[int] = []
+_NO_DRAFTS: list[int] = []  # never changed
 
 
 class Scheduler:
@@ -160,14 +160,14 @@ class Scheduler:
             if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
                 index += 1
                 continue
-            if prefill:
+            if prefill:  # one token is within every limit
                 num_new = min(num_new, plan.budget, self._chunk_limit(request))
-            drafts, new_blocks = _NO_TOKENS, None
+            drafts, new_blocks = _NO_DRAFTS, None
             if self._speculator is not None:
                 drafts = self._drafts_within(request, plan.budget - (len(running) - index - 1))
                 new_blocks = self._extend_for_drafts(request, num_new, drafts)
             if new_blocks is None:
-                drafts = _NO_TOKENS  # nobody is preempted for a guess
+                drafts = _NO_DRAFTS  # nobody is preempted for a guess
                 new_blocks = extend(request, num_new)
             while new_blocks is None:
                 victim = self._choose_victim()

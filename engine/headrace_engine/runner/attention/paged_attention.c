@@ -31,10 +31,10 @@
 #include "../vectors.h"
 #include "attention.h"
 
-/* The largest tile of a product leaves registers for the columns and a row's element: there are 32, with plain AVX2 16,
- * where only few rows, as in decode, are computed with as many columns. */
+/* The largest tile of a product leaves registers for the columns and a row's element. */
 #define MAX_ROWS 6
 #define MAX_COLUMNS 4
+/* So many rows are computed with so many columns: there are 32 registers, elsewhere 16. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_WIDE_ROWS MAX_ROWS
 #else

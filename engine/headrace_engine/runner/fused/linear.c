@@ -31,7 +31,8 @@
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
 #define LINE 64         /* bytes that come from memory at once */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
-#define BLOCK_TILES (144 / TILE)  /* at most: tiles that are multiplied with one panel before the next, and stay in L2 */
+/* At most: tiles that are multiplied with one panel before the next, and stay in L2. */
+#define BLOCK_TILES (144 / TILE)
 #define BLOCK_BYTES (512 << 10)
 
 static inline f32x silu(f32x x) {

@@ -53,7 +53,9 @@ def preferred(dtype: torch.dtype) -> bool:
     It was measured on processors with AVX2 and with AVX-512. oneDNN uses AMX, which this kernel does not.
     """
     capabilities = torch.cpu.get_capabilities()
-    if not (capabilities.get("avx2") and capabilities.get("fma3")) or (dtype is torch.bfloat16 and capabilities.get("amx_bf16")):
+    if not (capabilities.get("avx2") and capabilities.get("fma3")):
+        return False
+    if dtype is torch.bfloat16 and capabilities.get("amx_bf16"):
         return False
     try:
         kernels = library()

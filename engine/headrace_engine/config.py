@@ -143,7 +143,9 @@ class EngineArgs:
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step. None means 512 on a CPU, where a larger step is no faster a token and all wait for it
+    for longer, and 2048 elsewhere; at least max_num_seqs."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None
@@ -163,6 +165,11 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     compile_cache_dir: str | None = None
 
+    def _token_budget(self) -> int:
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(512 if self.device in ("auto", "cpu") else 2048, self.max_num_seqs)
+
     def create_engine_config(self) -> EngineConfig:
         problems = self._problems()
         if problems:
@@ -174,7 +181,7 @@ class EngineArgs:
             cache=_pick(CacheConfig, self),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_batched_tokens=self._token_budget(),
                 policy=self.scheduling_policy,
                 max_num_queued_requests=self.max_num_queued_requests,
                 max_num_queued_tokens=self.max_num_queued_tokens,

@@ -48,7 +48,8 @@ class WorkerSettings(BaseSettings):
     device: str = "auto"
     dtype: str = "auto"
     max_num_seqs: int = Field(64, ge=1)
-    max_num_batched_tokens: int = Field(2048, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Token budget of one step; None means 512 on a CPU, 2048 elsewhere."""
     long_prefill_token_threshold: int = Field(0, ge=0)
     """Most tokens of one prompt in one step; 0 means the whole budget."""
     watermark: float = Field(0.01, ge=0, lt=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.scheduler import Scheduler
@@ -433,3 +434,19 @@ def test_statistics_account_for_every_block() -> None:
         assert stats.kv_blocks_used + stats.kv_blocks_cached + stats.kv_blocks_free == stats.kv_blocks_total == 16
     # each request computed 12 tokens, the full blocks of which stay findable
     assert (stats.kv_blocks_used, stats.kv_blocks_cached) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, 512),
+        ({"device": "cpu", "max_num_seqs": 600}, 600),
+        ({"device": "cuda"}, 2048),
+        ({"max_num_batched_tokens": 100}, 100),
+    ],
+)
+def test_a_step_on_a_cpu_has_the_smaller_budget_unless_the_operator_names_one(
+    options: dict[str, Any], budget: int
+) -> None:
+    config = EngineArgs(model="m", **options).create_engine_config()
+    assert config.scheduler.max_num_batched_tokens == budget

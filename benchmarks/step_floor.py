@@ -22,11 +22,13 @@ from rich.table import Table
 import command_line
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.int8_linear import Int8Linear
 from headrace_engine.runner.packed_linear import PackedLinear
 
 _STEPS = 40
+_TOKENS_A_STEP = 8192  # prompts are computed in few steps, behind which all requests decode together
 
 
 def main() -> int:
@@ -40,7 +42,7 @@ def main() -> int:
     table = Table(title=f"{command_line.describe(args)}, milliseconds a step", title_justify="left")
     for column in ("requests", "decode step", "its products alone", "ratio"):
         table.add_column(column, justify="right")
-    llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization)
+    llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization, max_num_batched_tokens=_TOKENS_A_STEP)
     worst = 0.0
     for rows in args.rows:
         step, products = measure(llm, rows, args.context)
@@ -61,12 +63,15 @@ def measure(llm: LLM, rows: int, context: int) -> tuple[float, float]:
     exact = next(layer for layer in layers if not isinstance(layer, Int8Linear))
     widths = {layer.in_features for layer in layers}
     inputs = {width: torch.randn(rows, width).to(exact._packed.dtype) for width in widths}
-    step: Callable[[EngineCore], object] = EngineCore.step
+    step: Callable[[EngineCore], EngineCoreOutputs] = EngineCore.step
 
-    def timed(core: EngineCore) -> object:
+    def timed(core: EngineCore) -> EngineCoreOutputs:
         started = time.perf_counter()
         outputs = step(core)
-        steps.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if not outputs.stats.num_requests == outputs.stats.num_tokens == rows:
+            return outputs  # not all of them decode
+        steps.append(seconds)
         started = time.perf_counter()
         with torch.inference_mode():
             for layer in layers:
@@ -81,8 +86,7 @@ def measure(llm: LLM, rows: int, context: int) -> tuple[float, float]:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         EngineCore.step = step  # type: ignore[method-assign]
-    middle = slice(-_STEPS * 3 // 4, None)
-    return statistics.median(steps[middle]), statistics.median(products[middle])
+    return statistics.median(steps), statistics.median(products)
 
 
 def _packed_layers() -> list[Any]:

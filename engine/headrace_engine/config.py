@@ -144,8 +144,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
-    """Token budget of one step. None means 512 on a CPU, where a larger step is no faster a token and all wait for it
-    for longer, and 2048 elsewhere; at least max_num_seqs."""
+    """Token budget of one step. None means 512 on a CPU, where larger steps make little faster and all wait for them,
+    and 2048 elsewhere; at least max_num_seqs."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None

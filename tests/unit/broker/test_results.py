@@ -66,7 +66,7 @@ def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: Completion
 
 def test_the_end_of_a_stream_lies_one_above_its_tokens() -> None:
     write = StreamWrite.end("r", 2, 30, finish_reason="error", error=ErrorInfo("engine_error", "it broke"))
-    assert write.offset == 31
+    assert write.entry_id == "2-31"
     event = read_entry(b"2-31", {b"type": b"end", b"data": pack(write.data)})
     assert event == EndEvent("2-31", 2, 30, "error", None, ErrorInfo("engine_error", "it broke"))
 

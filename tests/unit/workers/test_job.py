@@ -39,13 +39,13 @@ def test_offsets_count_the_tokens_of_all_choices() -> None:
         job.take(output([11, 12], "bc", index=1)),
         job.take(output([13], "d", finish_reason="stop", stop_reason="d")),
     ]
-    assert [write.offset for write in writes] == [1, 3, 4]
+    assert [write.entry_id for write in writes] == ["1-1", "1-3", "1-4"]
     assert writes[-1].data["finish_reason"] == "stop"
     assert writes[-1].data["stop_reason"] == "d"
     assert job.num_tokens == 4
     assert job.num_unfinished == 1
     end = job.end("stop")
-    assert (end.offset, end.type) == (5, "end")
+    assert (end.entry_id, end.type) == ("1-5", "end")
     assert end.data["usage"]["completion_tokens"] == 4
 
 
@@ -64,7 +64,7 @@ def test_an_earlier_attempt_is_taken_up_choice_by_choice() -> None:
     assert todo is job.request.choices[0]
     assert todo.output_token_ids == [10, 11, 13]
     write = job.take(output([14], "e"))
-    assert (write.attempt, write.offset) == (3, 5)
+    assert (write.entry_id, write.entry_before) == ("3-5", "3-4")
     result = job.result()
     assert [choice.text for choice in result.outputs] == ["abde", "c"]
     assert result.outputs[1].finish_reason == "length"

@@ -3,8 +3,9 @@
     python benchmarks/step_floor.py [--dtype float32] [--rows 1 64] [--context 256]
 
 For each number of requests: the median time of a decode step of the engine, and of its packed linear layers called one
-after the other on as many rows, a step and its products in turns. The ratio does not depend much on the machine;
-`--limit` makes it the exit status.
+after the other on as many rows, a step and its products in turns; and of the same layers as oneDNN computes them from
+weights packed for it, which does not change when the engine's own kernels become faster. The ratios do not depend much
+on the machine; `--limit` makes the one to its own products the exit status.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import command_line
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.runner import packed_linear
 from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.int8_linear import Int8Linear
 from headrace_engine.runner.packed_linear import PackedLinear
@@ -40,29 +42,32 @@ def main() -> int:
     args = parser.parse_args()
     model = args.model or command_line.default_model.fetch(args.dtype)
     table = Table(title=f"{command_line.describe(args)}, milliseconds a step", title_justify="left")
-    for column in ("requests", "decode step", "its products alone", "ratio"):
+    for column in ("requests", "decode step", "its products alone", "ratio", "oneDNN's products", "ratio"):
         table.add_column(column, justify="right")
     llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization, max_num_batched_tokens=_TOKENS_A_STEP)
     worst = 0.0
     for rows in args.rows:
-        step, products = measure(llm, rows, args.context)
+        step, products, packed = measure(llm, rows, args.context)
         worst = max(worst, step / products)
-        table.add_row(str(rows), f"{1000 * step:.1f}", f"{1000 * products:.1f}", f"{step / products:.2f}")
+        table.add_row(str(rows), f"{1000 * step:.1f}", *_against(products, step), *_against(packed, step))
     Console().print(table)
     return 1 if args.limit is not None and worst > args.limit else 0
 
 
-def measure(llm: LLM, rows: int, context: int) -> tuple[float, float]:
-    """Median seconds of a step in which `rows` requests each get one token, and of its products.
+def measure(llm: LLM, rows: int, context: int) -> tuple[float, float, float]:
+    """Median seconds of a step in which `rows` requests each get one token, of its products, and of oneDNN's.
+
+    The last is 0 where oneDNN does not compute this type here.
 
     They take turns, so that a machine whose speed changes from minute to minute changes it for both.
     """
     steps: list[float] = []
     products: list[float] = []
+    packed: list[float] = []
     layers = _packed_layers()
-    exact = next(layer for layer in layers if not isinstance(layer, Int8Linear))
-    widths = {layer.in_features for layer in layers}
-    inputs = {width: torch.randn(rows, width).to(exact._packed.dtype) for width in widths}
+    dtype = next(layer for layer in layers if not isinstance(layer, Int8Linear))._packed.dtype
+    inputs = {width: torch.randn(rows, width).to(dtype) for width in {layer.in_features for layer in layers}}
+    same = _packed_by_onednn(layers, dtype)
     step: Callable[[EngineCore], EngineCoreOutputs] = EngineCore.step
 
     def timed(core: EngineCore) -> EngineCoreOutputs:
@@ -72,11 +77,12 @@ def measure(llm: LLM, rows: int, context: int) -> tuple[float, float]:
         if not outputs.stats.num_requests == outputs.stats.num_tokens == rows:
             return outputs  # not all of them decode
         steps.append(seconds)
-        started = time.perf_counter()
-        with torch.inference_mode():
-            for layer in layers:
-                layer(inputs[layer.in_features])
-        products.append(time.perf_counter() - started)
+        for times, floor in ((products, layers), (packed, same)):
+            started = time.perf_counter()
+            with torch.inference_mode():
+                for layer in floor:
+                    layer(inputs[layer.in_features])
+            times.append(time.perf_counter() - started if floor else 0.0)
         return outputs
 
     EngineCore.step = timed  # type: ignore[assignment,method-assign]
@@ -86,13 +92,24 @@ def measure(llm: LLM, rows: int, context: int) -> tuple[float, float]:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         EngineCore.step = step  # type: ignore[method-assign]
-    return statistics.median(steps), statistics.median(products)
+    return statistics.median(steps), statistics.median(products), statistics.median(packed)
+
+
+def _against(floor: float, step: float) -> tuple[str, str]:
+    return (f"{1000 * floor:.1f}", f"{step / floor:.2f}") if floor else ("-", "-")
 
 
 def _packed_layers() -> list[Any]:
     """All packed linear layers of this process, biases included."""
     kinds = (PackedLinear, NativeLinear, NativeGatedLinear, Int8Linear)
     return [found for found in gc.get_objects() if type(found) in kinds]
+
+
+def _packed_by_onednn(layers: Sequence[Any], dtype: torch.dtype) -> list[PackedLinear]:
+    """Layers of the same sizes; none where oneDNN does not compute this type here."""
+    if not packed_linear.supports(dtype):
+        return []
+    return [PackedLinear(torch.randn(layer.out_features, layer.in_features).to(dtype), None) for layer in layers]
 
 
 if __name__ == "__main__":

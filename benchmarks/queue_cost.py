@@ -77,7 +77,7 @@ def report(figures: dict[str, Any], title: str) -> None:
     later = statistics.median(queue - engine for engine, queue in zip(firsts["engine"], firsts["queue"], strict=True))
     for what, each, difference in (
         ("output tokens/s", speed, f"{speed['queue'] / speed['engine']:.3f} x"),
-        ("one request alone, ms to its only token", first, f"{later:+.1f}"),
+        ("one request alone, ms to its only token", first, f"{later:+.1f}, median of pairs"),
     ):
         table.add_row(what, f"{each['engine']:.1f}", f"{each['queue']:.1f}", difference)
     Console().print(table)

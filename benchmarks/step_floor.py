@@ -42,7 +42,7 @@ def main() -> int:
     args = parser.parse_args()
     model = args.model or command_line.default_model.fetch(args.dtype)
     table = Table(title=f"{command_line.describe(args)}, milliseconds a step", title_justify="left")
-    for column in ("requests", "decode step", "its products alone", "ratio", "oneDNN's products", "ratio"):
+    for column in ("requests", "decode step", "its products alone", "to its own", "oneDNN's products", "to oneDNN's"):
         table.add_column(column, justify="right")
     llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization, max_num_batched_tokens=_TOKENS_A_STEP)
     worst = 0.0
@@ -59,7 +59,7 @@ def measure(llm: LLM, rows: int, context: int) -> tuple[float, float, float]:
 
     The last is 0 where oneDNN does not compute this type here.
 
-    They take turns, so that a machine whose speed changes from minute to minute changes it for both.
+    They take turns, so that a machine whose speed changes from minute to minute changes it for all.
     """
     steps: list[float] = []
     products: list[float] = []

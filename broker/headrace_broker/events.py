@@ -73,7 +73,7 @@ def pack(data: Any) -> bytes:
 
 
 def new_packer() -> msgpack.Packer:
-    """For many calls of its `pack` on one thread: making it takes twice as long as packing a chunk."""
+    """For many calls of its `pack` on one thread: one made for each chunk can cost more than packing it."""
     return msgpack.Packer(use_bin_type=False)
 
 

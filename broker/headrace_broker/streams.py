@@ -46,7 +46,7 @@ class WriteOutcome(StrEnum):
 
 @dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
 class StreamWrite:
-    """One entry to publish; `chunk` and `end` build it with the right offset and data. Never changed afterwards."""
+    """One entry to publish; `chunk` and `end` build it with the right ids and data. Never changed afterwards."""
 
     request_id: str
     attempt: int

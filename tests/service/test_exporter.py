@@ -96,7 +96,7 @@ def test_while_redis_is_away_no_level_is_shown_and_afterwards_they_are_back() ->
         assert value(exporter, "headrace_queue_messages", model="one", state="ready") == 0
 
 
-def test_ten_models_cost_a_scrape_half_the_calls_of_the_standard_writer(redis_client: "redis.Redis") -> None:
+def test_ten_models_cost_a_scrape_under_half_the_calls_of_the_standard_writer(redis_client: "redis.Redis") -> None:
     exporter = Exporter(redis_client, models=[f"model-{number}" for number in range(10)], port=0)
     exporter.poll()
     assert calls_by_the_standard_writer(exporter.exposition, ExpositionFormat.TEXT) < 0.5

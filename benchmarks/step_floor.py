@@ -44,7 +44,8 @@ def main() -> int:
     table = Table(title=f"{command_line.describe(args)}, milliseconds a step", title_justify="left")
     for column in ("requests", "decode step", "its products alone", "to its own", "oneDNN's products", "to oneDNN's"):
         table.add_column(column, justify="right")
-    llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization, max_num_batched_tokens=_TOKENS_A_STEP)
+    sizes = {"max_num_seqs": max(args.rows), "max_num_batched_tokens": _TOKENS_A_STEP}
+    llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization, **sizes)
     worst = 0.0
     for rows in args.rows:
         step, products, packed = measure(llm, rows, args.context)

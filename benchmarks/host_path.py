@@ -28,7 +28,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_workers.publisher import Publisher
 
 _REQUESTS = 256
-_STREAMS = 64
+_CHUNKS = (64, 256)
 _STEPS = 350
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 128
@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     schedule, update = scheduler_milliseconds()
-    publish = publisher_microseconds()
-    table = Table(title=f"{_REQUESTS} requests decode, {_STREAMS} chunks a step", title_justify="left")
+    publish = {chunks: publisher_microseconds(chunks) for chunks in _CHUNKS}
+    table = Table(title=f"{_REQUESTS} requests decode", title_justify="left")
     for column in ("", "median", "99 %"):
         table.add_column(column, justify="right")
     for what, figures in (
         ("schedule, ms a step", schedule),
         ("update from the output, ms a step", update),
-        ("publisher, us of the processor a chunk", publish),
+        *((f"publisher, us of the processor a chunk, {chunks} a step", publish[chunks]) for chunks in _CHUNKS),
     ):
         table.add_row(what, f"{statistics.median(figures):.3f}", f"{statistics.quantiles(figures, n=100)[-1]:.3f}")
     Console().print(table)
@@ -87,11 +87,11 @@ def _request(number: int) -> Request:
     return Request(message, _BLOCK_SIZE)
 
 
-def publisher_microseconds() -> list[float]:
+def publisher_microseconds(chunks: int) -> list[float]:
     """Of this thread, one figure a step: from a chunk's data to Redis's answer."""
     with EmbeddedServer() as server, connect(server.url) as client:
         writer = StreamWriter(client, ttl_seconds=60)
-        request_ids = [f"{number:032x}" for number in range(_STREAMS)]
+        request_ids = [f"{number:032x}" for number in range(chunks)]
         attempts = [writer.claim(request_id, "host-path").attempt for request_id in request_ids]
         publisher = Publisher(writer, Metrics(model="host-path", queue="host-path"))
         figures = []
@@ -99,7 +99,7 @@ def publisher_microseconds() -> list[float]:
             started = time.thread_time()
             publisher.add(_chunks(request_ids, attempts, step))
             refused = publisher.flush()
-            figures.append(1e6 * (time.thread_time() - started) / _STREAMS)
+            figures.append(1e6 * (time.thread_time() - started) / chunks)
             if refused != {}:
                 raise SystemExit(f"step {step} was not taken: {refused}")
         return figures

@@ -4,9 +4,10 @@ The entry ID is `<attempt>-<tokens after this entry>`; the fields are `type` (st
 map. Tokens of all choices count.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
@@ -66,15 +67,20 @@ class EndEvent:
 StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
 
 
+class _PackerOfThread(threading.local):
+    """One made for each chunk can cost more than packing it, and a packer is not to be shared by threads."""
+
+    def __init__(self) -> None:
+        self.pack: Final = msgpack.Packer(use_bin_type=False).pack
+
+
+_packer: Final = _PackerOfThread()
+
+
 def pack(data: Any) -> bytes:
     """msgpack as Redis's own cmsgpack reads it too: without the separate type for binary data."""
-    packed: bytes = new_packer().pack(data)
+    packed: bytes = _packer.pack(data)
     return packed
-
-
-def new_packer() -> msgpack.Packer:
-    """For many calls of its `pack` on one thread: one made for each chunk can cost more than packing it."""
-    return msgpack.Packer(use_bin_type=False)
 
 
 def unpack(packed: bytes) -> dict[str, Any]:

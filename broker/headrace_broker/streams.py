@@ -5,12 +5,12 @@ So it rejects by itself every duplicate and everything that a fenced worker stil
 its successor or ahead of it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
-from headrace_broker.events import EndEvent, StreamEvent, new_packer, pack, read_flat_entry
+from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
 from headrace_broker.keys import ended_key, engine_losses_key, stream_key
 from headrace_broker.results import (
     ErrorInfo,
@@ -46,7 +46,7 @@ class WriteOutcome(StrEnum):
 
 @dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
 class StreamWrite:
-    """One entry to publish; `chunk` and `end` build it with the right ids and data. Never changed afterwards."""
+    """One entry to publish; `chunk` and `end` build it with the right id and data. Never changed afterwards."""
 
     request_id: str
     attempt: int
@@ -54,7 +54,8 @@ class StreamWrite:
     entry_before: str
     """The entry behind which this one belongs, or an id of as many tokens where it is an earlier attempt's."""
     type: Literal["chunk", "end"]
-    data: dict[str, Any] = field(repr=False)
+    data: bytes = field(repr=False)
+    """Packed at once: what is written is kept for a while, and one object less a chunk is one less to collect."""
 
     @property
     def key(self) -> Attempt:
@@ -68,7 +69,7 @@ class StreamWrite:
         offset: int,
         *,
         index: int,
-        token_ids: Sequence[int],
+        token_ids: list[int],
         text: str,
         logprobs: TokenLogprobs | None = None,
         finish_reason: str | None = None,
@@ -80,18 +81,14 @@ class StreamWrite:
         Within an attempt every chunk needs an offset of its own: text without a token goes with the next token, or
         with the choice's last chunk.
         """
-        data: dict[str, Any] = {
-            "index": index,
-            "token_ids": list(token_ids),
-            "text": text,
-            "logprobs": logprobs_to_wire(logprobs),
-        }
+        wire = None if logprobs is None else logprobs_to_wire(logprobs)
+        data: dict[str, Any] = {"index": index, "token_ids": token_ids, "text": text, "logprobs": wire}
         if prompt_logprobs is not None:
             data["prompt_logprobs"] = prompt_logprobs_to_wire(prompt_logprobs)
         if finish_reason is not None:
             data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         before = f"{attempt}-{offset - len(token_ids)}"
-        return cls(request_id, attempt, f"{attempt}-{offset}", before, "chunk", data)
+        return cls(request_id, attempt, f"{attempt}-{offset}", before, "chunk", pack(data))
 
     @classmethod
     def end(
@@ -105,7 +102,7 @@ class StreamWrite:
         error: ErrorInfo | None = None,
     ) -> Self:
         """`tokens` counts those of all choices and attempts; the attempt must write nothing after it."""
-        data = end_data(finish_reason, usage, error)
+        data = pack(end_data(finish_reason, usage, error))
         return cls(request_id, attempt, f"{attempt}-{tokens + 1}", f"{attempt}-{tokens}", "end", data)
 
 
@@ -171,13 +168,10 @@ class StreamWriter:
         writes = list(writes)
         if not writes:
             return {}
-        keys = [stream_key(write.request_id) for write in writes]
-        marks = [ended_key(write.request_id) for write in writes if write.type == "end"]
-        packer = new_packer()
-        entries = [(write.entry_id, write.entry_before, write.type, packer.pack(write.data)) for write in writes]
-        # in one argument: each argument of its own costs redis-py more than Redis takes to unpack them all
-        args: list[int | bytes] = [self._ttl_seconds, ENDED_SECONDS, packer.pack(entries)]
-        failed = self._publish(keys=[*keys, *marks], args=args)
+        entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
+        # in one argument, keys too: each argument of its own costs redis-py more than Redis takes to unpack them all
+        args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, stream_key(""), ended_key(""), pack(entries)]
+        failed = self._publish(keys=[], args=args)
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
             outcomes.setdefault(writes[position].key, WriteOutcome(outcome.decode()))

@@ -1,7 +1,6 @@
 -- Appends entries to many streams in one call. Redis itself rejects every id that is not above the stream's last.
--- KEYS: the stream of each write; then, for each write that is an end, the mark of it.
--- ARGV: seconds to live, seconds that a mark outlives its stream, msgpack list of {id, id of the entry before it, type,
--- data} of each write.
+-- ARGV: seconds to live, seconds that a mark outlives its stream, what the keys of streams begin with, what those of the
+-- marks of their ends begin with, msgpack list of {request, id, id of the entry before it, type, data} of each write.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
 local function is_cancelled(entry)
@@ -33,15 +32,16 @@ end
 -- By stream and attempt: what comes behind a refused entry in the same call is refused with it.
 local refused = {}
 
+local function writer(request, id)
+  return request .. ' ' .. string.match(id, '^%d+')
+end
+
 local failed = {}
-local writes = cmsgpack.unpack(ARGV[3])
-local mark = #writes
-for i, write in ipairs(writes) do
-  local key, id, before, kind, data = KEYS[i], unpack(write)
-  if kind == 'end' then mark = mark + 1 end
+for i, write in ipairs(cmsgpack.unpack(ARGV[5])) do
+  local request, id, before, kind, data = unpack(write)
+  local key = ARGV[3] .. request
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  local writer = key .. ' ' .. string.match(id, '^%d+')
-  local outcome = refused[writer]
+  local outcome = next(refused) and refused[writer(request, id)]
   if outcome == nil and newest.err then
     if not string.find(newest.err, 'WRONGTYPE', 1, true) then return newest end
     outcome = 'gone' -- somebody put something else there: only this request ends, not the step of all
@@ -55,11 +55,11 @@ for i, write in ipairs(writes) do
       outcome = 'fenced' -- entries were deleted by hand, which the stream remembers
     else
       redis.call('EXPIRE', key, ARGV[1])
-      if kind == 'end' then redis.call('SET', KEYS[mark], '1', 'EX', ARGV[1] + ARGV[2]) end
+      if kind == 'end' then redis.call('SET', ARGV[4] .. request, '1', 'EX', ARGV[1] + ARGV[2]) end
     end
   end
   if outcome then
-    refused[writer] = outcome
+    refused[writer(request, id)] = outcome
     failed[#failed + 1] = i - 1
     failed[#failed + 1] = outcome
   end

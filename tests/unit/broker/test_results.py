@@ -50,7 +50,7 @@ def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: Completion
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
     )
-    event = read_entry(f"{attempt}-{offset}".encode(), {b"type": write.type.encode(), b"data": pack(write.data)})
+    event = read_entry(f"{attempt}-{offset}".encode(), {b"type": write.type.encode(), b"data": write.data})
     assert event == ChunkEvent(
         entry_id=f"{attempt}-{offset}",
         attempt=attempt,
@@ -67,7 +67,7 @@ def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: Completion
 def test_the_end_of_a_stream_lies_one_above_its_tokens() -> None:
     write = StreamWrite.end("r", 2, 30, finish_reason="error", error=ErrorInfo("engine_error", "it broke"))
     assert write.entry_id == "2-31"
-    event = read_entry(b"2-31", {b"type": b"end", b"data": pack(write.data)})
+    event = read_entry(b"2-31", {b"type": b"end", b"data": write.data})
     assert event == EndEvent("2-31", 2, 30, "error", None, ErrorInfo("engine_error", "it broke"))
 
 
@@ -114,5 +114,5 @@ def test_no_repr_shows_generated_text() -> None:
     secret = "generated secret"
     output = CompletionOutput(0, secret, [1], [[Logprob(1, -0.1, 1, secret)]], "stop", secret)
     write = StreamWrite.chunk("r", 1, 1, index=0, token_ids=[1], text=secret)
-    event = read_entry(b"1-1", {b"type": b"chunk", b"data": pack(write.data)})
+    event = read_entry(b"1-1", {b"type": b"chunk", b"data": write.data})
     assert secret not in repr(output) + repr(GenerateResult("r", [output])) + repr(write) + repr(event)

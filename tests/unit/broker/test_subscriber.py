@@ -16,7 +16,7 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 def chunk(attempt: int, offset: int) -> Entry:
     data = StreamWrite.chunk("r", attempt, offset, index=0, token_ids=[offset], text="t").data
-    return f"{attempt}-{offset}".encode(), {b"type": b"chunk", b"data": pack(data)}
+    return f"{attempt}-{offset}".encode(), {b"type": b"chunk", b"data": data}
 
 
 def end(attempt: int, offset: int) -> Entry:

@@ -344,10 +344,10 @@ class FakeRedis:
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1
         failed: list[Any] = []
-        for position, write in enumerate(msgpack.unpackb(args[2], raw=True)):
-            (entry_id, before, kind), data = (part.decode() for part in write[:3]), write[3]
+        for position, write in enumerate(msgpack.unpackb(args[4], raw=True)):
+            (request_id, entry_id, before, kind), data = (part.decode() for part in write[:4]), write[4]
             attempt, offset = map(int, entry_id.split("-"))
-            entries = self.streams.get(keys[position])
+            entries = self.streams.get(args[2] + request_id)
             if entries is None:
                 failed += [position, b"gone"]
             elif entries[-1][0] > attempt:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, unpack
 from headrace_broker.results import ErrorInfo, Logprob, Usage
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.outputs import CompletionOutput, RequestOutput
@@ -40,13 +40,13 @@ def test_offsets_count_the_tokens_of_all_choices() -> None:
         job.take(output([13], "d", finish_reason="stop", stop_reason="d")),
     ]
     assert [write.entry_id for write in writes] == ["1-1", "1-3", "1-4"]
-    assert writes[-1].data["finish_reason"] == "stop"
-    assert writes[-1].data["stop_reason"] == "d"
+    last = unpack(writes[-1].data)
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "d")
     assert job.num_tokens == 4
     assert job.num_unfinished == 1
     end = job.end("stop")
     assert (end.entry_id, end.type) == ("1-5", "end")
-    assert end.data["usage"]["completion_tokens"] == 4
+    assert unpack(end.data)["usage"]["completion_tokens"] == 4
 
 
 def test_an_earlier_attempt_is_taken_up_choice_by_choice() -> None:
@@ -85,7 +85,7 @@ def test_logprobs_go_on_where_the_stream_ended_with_the_sampled_token_first() ->
         11: EngineLogprob(logprob=-0.1, rank=1, decoded_token="b"),
     }
     write = job.take(output([12], "c", logprobs=[candidates]))
-    assert write.data["logprobs"] == [[[12, -2.0, 3, "c"], [11, -0.1, 1, "b"]]]
+    assert unpack(write.data)["logprobs"] == [[[12, -2.0, 3, "c"], [11, -0.1, 1, "b"]]]
     assert job.result().outputs[0].logprobs == [
         [Logprob(10, -0.5, 1, "a")],
         [Logprob(12, -2.0, 3, "c"), Logprob(11, -0.1, 1, "b")],
@@ -100,8 +100,8 @@ def test_prompt_logprobs_go_with_the_first_chunk_of_choice_0_and_into_the_result
     ]
     news = RequestOutput(request_id="r1", prompt="ab", prompt_token_ids=[10, 11], prompt_logprobs=entries)
     other, first = output([12], "c", index=1), output([13], "d")
-    assert "prompt_logprobs" not in job.take(other, news).data
-    assert job.take(first, news).data["prompt_logprobs"] == [None, [[11, -1.0, 2, "b"]]]
+    assert "prompt_logprobs" not in unpack(job.take(other, news).data)
+    assert unpack(job.take(first, news).data)["prompt_logprobs"] == [None, [[11, -1.0, 2, "b"]]]
     assert job.result().prompt_logprobs == [None, [Logprob(11, -1.0, 2, "b")]]
 
 

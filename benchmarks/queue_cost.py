@@ -9,10 +9,13 @@ stream every token to this process. Prefix caching is off, as every turn has the
 
 import argparse
 import asyncio
+import os
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +44,8 @@ def main() -> None:
 
 
 async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {"tokens_per_second": {"engine": [], "queue": []}, "ttft_ms": {"engine": [], "queue": []}}
+    kinds = ("tokens_per_second", "processor_seconds", "processor_share", "ttft_ms")
+    figures: dict[str, Any] = {kind: {"engine": [], "queue": []} for kind in kinds}
     requests = setup.requests()
     at_once = [0.0] * len(requests)
     async with running_engine(setup) as engine, running_service(setup) as client:
@@ -49,15 +53,19 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
             "engine": lambda requests: through_engine(engine, requests, at_once[: len(requests)]),
             "queue": lambda requests: through_queue(client, requests),
         }
+        beside = _beside_the_engines()
         with Console(stderr=True).status("") as status:
             for turn in range(turns + 1):  # the first one takes memory and is not counted
-                for name, through in sides.items():
+                for name in sorted(sides, reverse=turn % 2 == 1):
                     status.update(f"{name}, turn {turn} of {turns}")
-                    started = time.perf_counter()
-                    await through(requests)
-                    speed = sum(request.max_tokens for request in requests) / (time.perf_counter() - started)
+                    used, started = _processor_seconds(beside), time.perf_counter()
+                    await sides[name](requests)
+                    seconds = time.perf_counter() - started
                     if turn:
-                        figures["tokens_per_second"][name].append(speed)
+                        used = _processor_seconds(beside) - used
+                        figures["tokens_per_second"][name].append(sum(each.max_tokens for each in requests) / seconds)
+                        figures["processor_seconds"][name].append(used)
+                        figures["processor_share"][name].append(used / seconds / len(os.sched_getaffinity(0)))
             for _ in range(_REQUESTS_ALONE):
                 for name, through in sides.items():
                     started = time.perf_counter()
@@ -66,20 +74,33 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
     return figures
 
 
+def _beside_the_engines() -> list[psutil.Process]:
+    """This process, the server and the worker, without the processes in which the two engines compute."""
+    children = psutil.Process().children()
+    return [psutil.Process(), *(child for child in children if "headrace_engine.core.process" not in child.cmdline())]
+
+
+def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(used.user + used.system for used in (process.cpu_times() for process in processes))
+
+
 def report(figures: dict[str, Any], title: str) -> None:
-    speeds, firsts = figures["tokens_per_second"], figures["ttft_ms"]
     table = Table(title=f"mixed, {title}, medians", title_justify="left")
-    for column in ("", "engine alone", "through the queue", ""):
+    for column in ("", "engine alone", "through the queue", "median of pairs"):
         table.add_column(column, justify="right")
-    speed = {name: statistics.median(each) for name, each in speeds.items()}
-    first = {name: statistics.median(each) for name, each in firsts.items()}
-    # of the pairs, each measured within a second or less: the medians of all drift with the machine
-    later = statistics.median(queue - engine for engine, queue in zip(firsts["engine"], firsts["queue"], strict=True))
-    for what, each, difference in (
-        ("output tokens/s", speed, f"{speed['queue'] / speed['engine']:.3f} x"),
-        ("one request alone, ms to its only token", first, f"{later:+.1f}, median of pairs"),
-    ):
-        table.add_row(what, f"{each['engine']:.1f}", f"{each['queue']:.1f}", difference)
+
+    def row(what: str, kind: str, digits: int, difference: str) -> None:
+        alone, queued = figures[kind]["engine"], figures[kind]["queue"]
+        # of the pairs, measured one after the other: the medians of all drift with the machine
+        ratio = statistics.median(queue / engine for engine, queue in zip(alone, queued, strict=True))
+        added = statistics.median(queue - engine for engine, queue in zip(alone, queued, strict=True))
+        medians = [f"{statistics.median(each):.{digits}f}" for each in (alone, queued)]
+        table.add_row(what, *medians, difference.format(ratio=ratio, added=added))
+
+    row("output tokens/s", "tokens_per_second", 1, "{ratio:.3f} x")
+    row("processor seconds beside the engine's", "processor_seconds", 2, "{added:+.2f}")
+    row("share of the machine's processors", "processor_share", 4, "{added:+.2%}")
+    row("one request alone, ms to its only token", "ttft_ms", 1, "{added:+.1f}")
     Console().print(table)
 
 

@@ -57,7 +57,7 @@ bench-latency: $(STAMP) ## time to first token and between tokens, at arrivals o
 bench-floor: $(STAMP) ## decode steps against their matrix products alone: a ratio to compare releases by
 	@$(BIN)/python benchmarks/step_floor.py
 
-bench-queue: $(STAMP) ## what the queue costs: throughput and time to the first token, beside the engine alone
+bench-queue: $(STAMP) ## what the queue costs beside the engine alone: throughput, processor time, time to the first token
 	@$(BIN)/python benchmarks/queue_cost.py
 
 bench-host: $(STAMP) ## what a step costs beside the model: the scheduler, and publishing its chunks

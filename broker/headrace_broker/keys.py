@@ -31,7 +31,9 @@ SHARE_PREFIX: Final = "headrace:share:"
 PRIORITY_STEPS: Final = (0, 3, 6, 9)  # 0 is served first; kombu keeps one list a step
 PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its step
 
-_STREAM_PREFIX: Final = "headrace:stream:"
+# A request's id comes behind these; stream_publish.lua puts it there itself.
+STREAM_PREFIX: Final = "headrace:stream:"
+ENDED_PREFIX: Final = "headrace:ended:"
 
 
 def queue_name(model: str) -> str:
@@ -81,12 +83,12 @@ def bell_key(queue: str) -> str:
 
 def stream_key(request_id: str) -> str:
     """The stream that carries the tokens of a request."""
-    return _STREAM_PREFIX + request_id
+    return STREAM_PREFIX + request_id
 
 
 def ended_key(request_id: str) -> str:
     """Exists for a while after the stream of an ended request has expired, for subscribers that come too late."""
-    return f"headrace:ended:{request_id}"
+    return ENDED_PREFIX + request_id
 
 
 def listener_key(request_id: str) -> str:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
+import msgpack
+
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
-from headrace_broker.keys import ended_key, engine_losses_key, stream_key
+from headrace_broker.keys import ENDED_PREFIX, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
 from headrace_broker.results import (
     ErrorInfo,
     PromptLogprobs,
     TokenLogprobs,
     Usage,
-    logprobs_to_wire,
-    prompt_logprobs_to_wire,
 )
 from headrace_broker.scripts import lua
 
@@ -55,7 +55,7 @@ class StreamWrite:
     """The entry behind which this one belongs, or an id of as many tokens where it is an earlier attempt's."""
     type: Literal["chunk", "end"]
     data: bytes = field(repr=False)
-    """Packed at once: what is written is kept for a while, and one object less a chunk is one less to collect."""
+    """Packed at once: what is written is kept for a while, and bytes are nothing for the garbage collector to walk."""
 
     @property
     def key(self) -> Attempt:
@@ -81,10 +81,9 @@ class StreamWrite:
         Within an attempt every chunk needs an offset of its own: text without a token goes with the next token, or
         with the choice's last chunk.
         """
-        wire = None if logprobs is None else logprobs_to_wire(logprobs)
-        data: dict[str, Any] = {"index": index, "token_ids": token_ids, "text": text, "logprobs": wire}
+        data: dict[str, Any] = {"index": index, "token_ids": token_ids, "text": text, "logprobs": logprobs}
         if prompt_logprobs is not None:
-            data["prompt_logprobs"] = prompt_logprobs_to_wire(prompt_logprobs)
+            data["prompt_logprobs"] = prompt_logprobs
         if finish_reason is not None:
             data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         before = f"{attempt}-{offset - len(token_ids)}"
@@ -169,8 +168,10 @@ class StreamWriter:
         if not writes:
             return {}
         entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
-        # in one argument, keys too: each argument of its own costs redis-py more than Redis takes to unpack them all
-        args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, stream_key(""), ended_key(""), pack(entries)]
+        # In one argument, and no KEYS: each of its own costs redis-py more than Redis takes to unpack them all. By a
+        # packer of its own, as a thread's keeps the room that it once needed: after an outage, that of all tokens.
+        packed = msgpack.packb(entries, use_bin_type=False)
+        args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, STREAM_PREFIX, ENDED_PREFIX, packed]
         failed = self._publish(keys=[], args=args)
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):

@@ -1,7 +1,7 @@
 """`headrace worker`, but its engine sleeps, and it says at its end what the publishing of chunks cost.
 
-The processor time of every call that writes chunks to Redis, with packing, sending and reading the reply, goes into the
-file that `LOAD_PUBLISH_FILE` names.
+The processor time of every call that writes chunks to Redis, with packing the call, sending it and reading the reply,
+goes into the file that `LOAD_PUBLISH_FILE` names.
 """
 
 import json

@@ -8,6 +8,7 @@ from headrace_broker import keys
 def test_the_names_in_redis_do_not_change() -> None:
     assert keys.queue_name("m") == "headrace.m"
     assert keys.stream_key("r") == "headrace:stream:r"
+    assert keys.ended_key("r") == "headrace:ended:r"
     assert keys.result_key("r") == "celery-task-meta-r"
     assert keys.MODELS_KEY == "headrace:models"
     assert keys.DEAD_LETTERS_KEY == "headrace:dead"

@@ -71,6 +71,12 @@ def test_the_end_of_a_stream_lies_one_above_its_tokens() -> None:
     assert event == EndEvent("2-31", 2, 30, "error", None, ErrorInfo("engine_error", "it broke"))
 
 
+def test_what_cannot_be_packed_leaves_nothing_in_the_next_entry() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        pack({"text": "half of it, then \ud800"})
+    assert msgpack.unpackb(pack({"text": "whole"})) == {"text": "whole"}
+
+
 def test_a_start_names_its_worker() -> None:
     assert read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w"})}) == StartEvent("3-0", 3, "w")
 

@@ -14,12 +14,7 @@ import msgpack
 
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
 from headrace_broker.keys import ENDED_PREFIX, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
-from headrace_broker.results import (
-    ErrorInfo,
-    PromptLogprobs,
-    TokenLogprobs,
-    Usage,
-)
+from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage
 from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
@@ -168,8 +163,8 @@ class StreamWriter:
         if not writes:
             return {}
         entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
-        # In one argument, and no KEYS: each of its own costs redis-py more than Redis takes to unpack them all. By a
-        # packer of its own, as a thread's keeps the room that it once needed: after an outage, that of all tokens.
+        # In one argument, and no KEYS: each argument of its own costs redis-py more than Redis takes to unpack all.
+        # By a packer of its own, as a thread's keeps the room that it once needed: after an outage, that of all tokens.
         packed = msgpack.packb(entries, use_bin_type=False)
         args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, STREAM_PREFIX, ENDED_PREFIX, packed]
         failed = self._publish(keys=[], args=args)

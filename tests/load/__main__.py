@@ -56,7 +56,7 @@ def tables(report: Report) -> list[Table]:
     rows = {
         "worker, us of CPU a request of one token": f"{report.worker_us_a_request:.0f}",
         "worker, us of CPU a chunk beside that": f"{report.worker_us_a_chunk:.1f}",
-        "of which the publisher": f"{report.publisher_us_a_chunk:.1f}",
+        "of which the calls to Redis": f"{report.publisher_us_a_chunk:.1f}",
         "entries in one call": f"{report.publish['entries'] / report.publish['calls']:.1f}",
         "Redis, us of CPU a chunk, all of it": f"{report.cpu['redis'] / report.chunks * 1e6:.1f}",
         "subscribers, us of CPU a chunk": f"{report.cpu['subscribers'] / report.chunks * 1e6:.1f}",

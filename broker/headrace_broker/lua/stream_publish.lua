@@ -41,7 +41,7 @@ for i, write in ipairs(cmsgpack.unpack(ARGV[5])) do
   local request, id, before, kind, data = unpack(write)
   local key = ARGV[3] .. request
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  -- nearly always none is: that spares a name a write
+  -- nearly always nothing is refused, and no name need be made
   local outcome = next(refused) and refused[writer(request, id)]
   if outcome == nil and newest.err then
     if not string.find(newest.err, 'WRONGTYPE', 1, true) then return newest end

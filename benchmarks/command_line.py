@@ -24,6 +24,13 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw them there, as SVG")
 
 
+def count(text: str) -> int:
+    """An option that says how many: of nothing there is no median."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, must be an integer of at least 1")
+    return int(text)
+
+
 def describe(args: argparse.Namespace) -> str:
     return f"{args.dtype}, {args.quantization}" if args.quantization else str(args.dtype)
 

@@ -32,7 +32,7 @@ def main() -> None:
     command_line.add_model_options(parser)
     command_line.add_comparison_options(parser)
     parser.add_argument("--rate", type=float, default=2.6, help="requests a second")
-    parser.add_argument("--runs", type=int, default=3, help="of each; medians are reported")
+    parser.add_argument("--runs", type=command_line.count, default=3, help="of each; medians are reported")
     args = parser.parse_args()
     names = [name for name in TITLES if args.vllm or not name.startswith("vllm")]
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

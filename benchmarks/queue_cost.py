@@ -35,7 +35,7 @@ _REQUESTS_ALONE = 60
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command_line.add_model_options(parser)
-    parser.add_argument("--turns", type=int, default=5, help="of each on the whole workload")
+    parser.add_argument("--turns", type=command_line.count, default=5, help="of each on the whole workload")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     model = args.model or str(default_model.fetch(args.dtype))

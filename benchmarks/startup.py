@@ -30,7 +30,7 @@ _PATIENCE_SECONDS = 180.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command_line.add_model_options(parser)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=command_line.count, default=3)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     model = str(args.model or command_line.default_model.fetch(args.dtype))

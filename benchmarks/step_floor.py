@@ -36,8 +36,8 @@ _TOKENS_A_STEP = 8192  # prompts are computed in few steps, behind which all req
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command_line.add_model_options(parser)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--context", type=int, default=256, help="tokens that each request has before")
+    parser.add_argument("--rows", type=command_line.count, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=command_line.count, default=256, help="tokens that each request has before")
     parser.add_argument("--limit", type=float, help="exit with 1 where a ratio is above this")
     args = parser.parse_args()
     model = args.model or command_line.default_model.fetch(args.dtype)

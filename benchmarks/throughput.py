@@ -32,7 +32,9 @@ def main() -> None:
     command_line.add_model_options(parser)
     command_line.add_comparison_options(parser)
     parser.add_argument("--workload", choices=workload.NAMES, default="mixed")
-    parser.add_argument("--runs", type=int, default=3, help="of each but transformers; medians are reported")
+    parser.add_argument(
+        "--runs", type=command_line.count, default=3, help="of each but transformers; medians are reported"
+    )
     parser.add_argument("--only", nargs="+", choices=TITLES, help="only these")
     args = parser.parse_args()
     options = ["--workload", args.workload]

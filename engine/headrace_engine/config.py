@@ -228,7 +228,8 @@ class EngineArgs:
                 ("max_lora_rank", 1),
                 ("max_cpu_loras", 1),
             )
-            if (value := getattr(self, name)) is not None and (not isinstance(value, int) or value < least)
+            # True is an instance of int, too
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < least)
         ]
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             problems.append(f"watermark is {self.watermark!r}, must be a number of at least 0 and below 1")

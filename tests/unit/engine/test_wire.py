@@ -68,6 +68,7 @@ def test_log_probabilities_survive_the_wire_as_triples() -> None:
 
 def test_all_wrong_options_are_named_at_once() -> None:
     wrong: Any = {"dtype": "int4", "scheduling_policy": "lottery", "block_size": 0, "max_num_seqs": "many"}
+    wrong["max_num_batched_tokens"] = True
     with pytest.raises(ConfigError) as refused:
         EngineArgs(model="", **wrong).create_engine_config()
     for part in (
@@ -75,6 +76,7 @@ def test_all_wrong_options_are_named_at_once() -> None:
         "scheduling_policy is 'lottery', allowed are fcfs, priority",
         "block_size is 0, must be an integer of at least 1",
         "max_num_seqs is 'many', must be an integer of at least 1",
+        "max_num_batched_tokens is True, must be an integer of at least 1",
         "model is empty",
     ):
         assert part in str(refused.value)

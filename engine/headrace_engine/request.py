@@ -106,6 +106,7 @@ class Request:
         "num_passed",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_slots",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -128,6 +129,8 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_computed_tokens = 0
+        self.num_slots = 0
+        """Tokens that its KV blocks hold, kept by the `KVCacheManager`."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared when the request was first admitted."""
         self.num_preemptions = 0

@@ -9,7 +9,7 @@ table is written, and it has one holder. Imports no torch.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from headrace_engine.core.block_pool import Block, BlockPool
 from headrace_engine.request import Request
@@ -72,20 +72,22 @@ class KVCacheManager:
         num_new = self.blocks_for(len(hits) * self.block_size + num_new_tokens) - len(hits)
         self.pool.share(hits)
         self._tables[request.request_id] = [*hits, *self.pool.allocate(num_new)]
+        request.num_slots = (len(hits) + num_new) * self.block_size
         self._num_remembered[request.request_id] = len(hits)
         return self.block_ids(request)
 
     def extend(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Make room for `num_new_tokens` more; returns the appended block ids, or None when there are too few."""
-        table = self._tables[request.request_id]
         num_tokens = request.num_computed_tokens + num_new_tokens
-        if num_tokens <= len(table) * self.block_size:
+        if num_tokens <= request.num_slots:
             return []
+        table = self._tables[request.request_id]
         num_new = self.blocks_for(num_tokens) - len(table)
         if num_new > self.pool.num_free:
             return None
         blocks = self.pool.allocate(num_new)
         table.extend(blocks)
+        request.num_slots = len(table) * self.block_size
         return [block.block_id for block in blocks]
 
     def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -104,14 +106,17 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Release all blocks of a request; harmless when it holds none."""
         self.pool.release(self._tables.pop(request.request_id, []))
+        request.num_slots = 0
         self._num_remembered.pop(request.request_id, None)
 
     def block_ids(self, request: Request) -> list[int]:
         return [block.block_id for block in self._tables[request.request_id]]
 
-    def check_integrity(self, request_ids: set[str]) -> None:
+    def check_integrity(self, requests: Collection[Request]) -> None:
         """Assert that exactly these requests hold blocks and that reference counts add up."""
+        request_ids = {request.request_id for request in requests}
         assert set(self._tables) == request_ids, f"holding blocks: {set(self._tables) ^ request_ids}"
+        assert all(r.num_slots == len(self._tables[r.request_id]) * self.block_size for r in requests)
         counts = [0] * len(self.pool.blocks)
         for table in self._tables.values():
             for block in table:

@@ -7,20 +7,20 @@ from headrace_engine.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)  # not kw_only: names in a call double what making one costs, and each token makes one
 class EngineCoreOutput:
     """News of one choice."""
 
     request_id: str
     new_token_ids: list[int]
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt tokens from the second on; with the first new token of a request that asked."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token, where one ended the choice; `repetition_detected` for a loop."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
     error: str | None = None
 
 
@@ -71,12 +71,12 @@ class EngineCoreOutputs:
                 [
                     o.request_id,
                     o.new_token_ids,
+                    o.num_cached_tokens,
                     o.logprobs,
+                    o.prompt_logprobs,
                     o.finish_reason.value if o.finish_reason else None,
                     o.stop_reason,
-                    o.num_cached_tokens,
                     o.error,
-                    o.prompt_logprobs,
                 ]
                 for o in self.outputs
             ],
@@ -88,16 +88,16 @@ class EngineCoreOutputs:
         return cls(
             outputs=[
                 EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=token_ids,
-                    logprobs=logprobs,
-                    finish_reason=FinishReason(reason) if reason else None,
-                    stop_reason=stop_reason,
-                    num_cached_tokens=num_cached,
-                    error=error,
-                    prompt_logprobs=prompt_logprobs,
+                    request_id,
+                    token_ids,
+                    num_cached,
+                    logprobs,
+                    prompt_logprobs,
+                    FinishReason(reason) if reason else None,
+                    stop_reason,
+                    error,
                 )
-                for request_id, token_ids, logprobs, reason, stop_reason, num_cached, error, prompt_logprobs in wire[0]
+                for request_id, token_ids, num_cached, logprobs, prompt_logprobs, reason, stop_reason, error in wire[0]
             ],
             stats=StepStats(**wire[1]),
         )

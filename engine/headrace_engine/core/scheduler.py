@@ -26,7 +26,8 @@ from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
 _MAX_PROMPT_LOGPROBS_CHUNK = 512
-_NO_DRAFTS: list[int] = []  # never changed
+_NO_DRAFTS: list[int] = []  # never changed, nor is the next one
+_NO_BLOCKS: list[int] = []
 
 
 class Scheduler:
@@ -112,9 +113,6 @@ class Scheduler:
             self._schedule_running(plan, phase="prefill")
             self._schedule_waiting(plan)
         self._has_just_prefilled = plan.num_prefills > 0
-        requests = self.requests
-        for request_id, num_tokens in plan.batch.num_scheduled_tokens.items():
-            requests[request_id].num_computed_tokens += num_tokens
         # Victims of this very step included: their blocks may have new holders already.
         plan.batch.removed_request_ids, self._removed = self._removed, []
         if self.grammars:
@@ -168,7 +166,9 @@ class Scheduler:
                 new_blocks = self._extend_for_drafts(request, num_new, drafts)
             if new_blocks is None:
                 drafts = _NO_DRAFTS  # nobody is preempted for a guess
-                new_blocks = extend(request, num_new)
+                # Mostly there is room, and a call to hear so would be a fifth of what a request costs here.
+                has_room = request.num_computed_tokens + num_new <= request.num_slots
+                new_blocks = _NO_BLOCKS if has_room else extend(request, num_new)
             while new_blocks is None:
                 victim = self._choose_victim()
                 if running.index(victim) < index:
@@ -256,8 +256,8 @@ class Scheduler:
                 if passed:
                     passed[0].num_passed += 1
             self._start(request, num_hit)
-            plan.grant(request, num_new, prefill=True)
             plan.batch.new_requests.append(new_request(request, block_ids))
+            plan.grant(request, num_new, prefill=True)
             # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
@@ -353,8 +353,10 @@ class Scheduler:
         if drafts:
             self._take_back_rejected(request, drafts, len(sampled) - 1)
         entry = self._accept(request, sampled)
-        # Only now are accepted drafts the request's own tokens; those behind its end never are.
-        self.kv.remember_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        num_computed = request.num_computed_tokens
+        if drafts:  # only now are accepted ones the request's own tokens; those behind its end never are
+            num_computed = min(num_computed, request.num_tokens)
+        self.kv.remember_full_blocks(request, num_computed)
         if self._speculator is not None and entry.finish_reason is None:
             request.draft_token_ids = self._speculator.propose(request, output)
         return entry
@@ -365,9 +367,7 @@ class Scheduler:
         self._speculator.count(self.stats, len(drafts), num_accepted)
 
     def _accept(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
-        entry = EngineCoreOutput(
-            request_id=request.request_id, new_token_ids=[], num_cached_tokens=request.num_cached_tokens
-        )
+        entry = EngineCoreOutput(request.request_id, [], request.num_cached_tokens)
         has_grammar = request.sampling_params.structured_outputs is not None
         if has_grammar:
             entry.error = self.grammars.error(request.request_id)
@@ -436,7 +436,7 @@ class Scheduler:
         assert len({r.lora.version for r in self.running if r.lora is not None}) <= self._max_loras
         assert all(request.status is RequestStatus.RUNNING for request in self.running)
         assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting)
-        self.kv.check_integrity({request.request_id for request in self.running})
+        self.kv.check_integrity(self.running)
 
 
 def _urgency(request: Request) -> tuple[int, float, str]:

@@ -16,6 +16,8 @@ class StepPlan:
     num_prefills: int = 0
 
     def grant(self, request: Request, num_tokens: int, prefill: bool) -> None:
+        """These tokens count as computed from here on."""
+        request.num_computed_tokens += num_tokens
         self.batch.num_scheduled_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
         self.num_prefills += prefill
@@ -25,6 +27,7 @@ class StepPlan:
         num_tokens = self.batch.num_scheduled_tokens.pop(request.request_id, 0)
         self.batch.new_block_ids.pop(request.request_id, None)
         self.batch.draft_token_ids.pop(request.request_id, None)
+        request.num_computed_tokens -= num_tokens
         self.budget += num_tokens
         self.num_prefills -= bool(num_tokens) and is_prefill(request)
 

@@ -13,7 +13,8 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | Non
     params, token_id = request.sampling_params, request.token_ids[-1]
     if params.structured_outputs is not None and token_id in request.eos_token_ids:
         return FinishReason.STOP, None  # allowed by the grammar, behind which nothing can come
-    num_output_tokens = request.num_output_tokens
+    num_tokens = len(request.token_ids)  # not by the properties: this is asked for each token
+    num_output_tokens = num_tokens - request.num_prompt_tokens
     if num_output_tokens >= params.min_tokens:
         if token_id in request.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP, None
@@ -21,7 +22,7 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | Non
             return FinishReason.STOP, token_id
     if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
         return FinishReason.LENGTH, None
-    if request.num_tokens >= max_model_len:
+    if num_tokens >= max_model_len:
         return FinishReason.LENGTH, None
     detection = params.repetition_detection
     if (

@@ -16,6 +16,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model folder [default: the default model, fetched]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("int8",))
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "bfloat16"), default="auto")
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +33,14 @@ def count(text: str) -> int:
 
 
 def describe(args: argparse.Namespace) -> str:
-    return f"{args.dtype}, {args.quantization}" if args.quantization else str(args.dtype)
+    cache = f"K/V in {args.kv_cache_dtype}" if args.kv_cache_dtype != "auto" else None
+    return ", ".join(filter(None, (args.dtype, args.quantization, cache)))
 
 
 def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """One measurement of `measurements.py`."""
-    chosen = ["--quantization", args.quantization] if args.quantization else []
+    chosen = ["--kv-cache-dtype", args.kv_cache_dtype]
+    chosen += ["--quantization", args.quantization] if args.quantization else []
     return runs.run(
         [sys.executable, str(_FOLDER / "measurements.py"), name, *_common(args), *chosen, *options],
     )

@@ -33,6 +33,7 @@ class Setup:
     workload: str
     rate: float  # requests a second
     quantization: str | None
+    kv_cache_dtype: str
     enable_prefix_caching: bool = True
 
     @property
@@ -40,6 +41,7 @@ class Setup:
         return {
             "dtype": self.dtype,
             "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
         }
 
@@ -277,8 +279,9 @@ def main() -> None:
     parser.add_argument("--workload", default="mixed", choices=workload.NAMES)
     parser.add_argument("--rate", type=float, default=2.6)
     parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     args = parser.parse_args()
-    setup = Setup(args.model, args.dtype, args.workload, args.rate, args.quantization)
+    setup = Setup(args.model, args.dtype, args.workload, args.rate, args.quantization, args.kv_cache_dtype)
     print(json.dumps(MEASUREMENTS[args.name](setup)))
 
 

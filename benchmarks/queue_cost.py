@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     model = args.model or str(default_model.fetch(args.dtype))
-    setup = Setup(model, args.dtype, "mixed", 0.0, args.quantization, enable_prefix_caching=False)
+    setup = Setup(model, args.dtype, "mixed", 0.0, args.quantization, args.kv_cache_dtype, enable_prefix_caching=False)
     figures = asyncio.run(_measure(setup, args.turns))
     report(figures, command_line.describe(args))
     if args.json:

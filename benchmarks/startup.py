@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     model = str(args.model or command_line.default_model.fetch(args.dtype))
-    settings = {"dtype": args.dtype, "log_level": "INFO"}
+    settings = {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "log_level": "INFO"}
     if args.quantization is not None:
         settings["quantization"] = args.quantization
     with EmbeddedServer() as server:

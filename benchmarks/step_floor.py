@@ -1,6 +1,6 @@
 """Decode steps against what their matrix products alone would take: how much of a step is the engine's own.
 
-    python benchmarks/step_floor.py [--dtype float32] [--rows 1 64] [--context 256]
+    python benchmarks/step_floor.py [--dtype float32] [--rows 1 64] [--context 256] [--kv-cache-dtype bfloat16]
 
 For each number of requests: the median time of a decode step of the engine, and of its packed linear layers called one
 after the other on as many rows, a step and its products in turns; and of the same layers as oneDNN computes them from
@@ -45,7 +45,8 @@ def main() -> int:
     for column in ("requests", "decode step", "its products alone", "to its own", "oneDNN's products", "to oneDNN's"):
         table.add_column(column, justify="right")
     sizes = {"max_num_seqs": max(args.rows), "max_num_batched_tokens": _TOKENS_A_STEP}
-    llm = LLM(str(model), dtype=args.dtype, quantization=args.quantization, **sizes)
+    options = {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    llm = LLM(str(model), **options, **sizes)
     worst = 0.0
     for rows in args.rows:
         step, products, packed = measure(llm, rows, args.context)

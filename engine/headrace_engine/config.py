@@ -48,6 +48,9 @@ class ModelConfig:
 class CacheConfig:
     block_size: int = 32
     """Tokens a KV block."""
+    kv_cache_dtype: str = "auto"
+    """bfloat16, or auto: the model's. Under a float32 model bfloat16 halves what a token takes and what decoding reads,
+    and rounds keys and values. CPU."""
     kv_cache_memory: int | None = None
     """Bytes of KV memory; None lets the runner decide from what the machine has."""
     num_blocks: int | None = None
@@ -139,6 +142,7 @@ class EngineArgs:
     enforce_eager: bool = False
     batch_invariant: bool = False
     block_size: int = 32
+    kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
@@ -205,6 +209,7 @@ class EngineArgs:
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
                 ("device", DEVICES),
+                ("kv_cache_dtype", ("auto", "bfloat16")),
                 ("attention_backend", ("auto", "native", "torch", "triton")),
                 ("scheduling_policy", ("fcfs", "priority")),
                 ("quantization", (None, "int8")),
@@ -241,6 +246,8 @@ class EngineArgs:
             problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
         if self.quantization is not None and self.device not in ("auto", "cpu"):
             problems.append(f"quantization is set, which device {self.device} cannot do")
+        if self.kv_cache_dtype != "auto" and self.device not in ("auto", "cpu"):
+            problems.append(f"kv_cache_dtype is set, which device {self.device} cannot do")
         if self.enforce_eager and self.device != "cuda":
             problems.append(f"enforce_eager is set, but only device cuda has graphs, not {self.device}")
         if self.batch_invariant and self.enable_lora:

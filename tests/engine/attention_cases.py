@@ -26,19 +26,25 @@ class Problem:
 
 
 class Case:
-    """Random queries, keys and values of a problem, and where they lie in the cache."""
+    """Random queries, keys and values of a problem, and where they lie in the cache.
 
-    def __init__(self, problem: Problem, dtype: torch.dtype, device: str = "cpu") -> None:
-        self.problem, self.dtype, self.device = problem, dtype, device
+    Keys and values are such as the cache can keep, so that what is expected of it does not depend on its rounding.
+    """
+
+    def __init__(
+        self, problem: Problem, dtype: torch.dtype, device: str = "cpu", cache_dtype: torch.dtype | None = None
+    ) -> None:
+        self.problem, self.dtype, self.device, self.cache_dtype = problem, dtype, device, cache_dtype
         draw = torch.Generator().manual_seed(problem.seed)
         self.lengths = [past + new for past, new in problem.sequences]
         self.heads = problem.kv_heads * problem.group
+        kept = cache_dtype or dtype
         self.query, self.key, self.value = (
-            [(torch.randn(length, heads, dim, generator=draw) * spread).to(dtype) for length in self.lengths]
-            for heads, dim, spread in (
-                (self.heads, problem.k_dim, problem.spread),
-                (problem.kv_heads, problem.k_dim, 1.0),
-                (problem.kv_heads, problem.v_dim, 1.0),
+            [(torch.randn(length, heads, dim, generator=draw) * spread).to(to).to(dtype) for length in self.lengths]
+            for heads, dim, spread, to in (
+                (self.heads, problem.k_dim, problem.spread, dtype),
+                (problem.kv_heads, problem.k_dim, 1.0, kept),
+                (problem.kv_heads, problem.v_dim, 1.0, kept),
             )
         )
         self.sinks = torch.randn(self.heads, generator=draw) if problem.sinks else None
@@ -54,7 +60,7 @@ class Case:
     def spec(self) -> AttentionSpec:
         p = self.problem
         layer = LayerSpec(num_heads=self.heads, num_kv_heads=p.kv_heads, k_dim=p.k_dim, v_dim=p.v_dim, window=p.window)
-        return AttentionSpec(layers=(layer,), block_size=p.block_size, dtype=self.dtype)
+        return AttentionSpec(layers=(layer,), block_size=p.block_size, dtype=self.dtype, cache_dtype=self.cache_dtype)
 
     def metadata(self, spans: list[tuple[int, int]]) -> AttentionMetadata:
         """A step that computes these (first, end) positions."""

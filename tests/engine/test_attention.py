@@ -73,6 +73,27 @@ def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, 
     torch.testing.assert_close(output.double(), case.expected(), atol=8e-3 if in_pairs else 2e-3, rtol=2**-7)
 
 
+@both_backends
+@example(WIDE)
+@example(Problem(((16, 1), (15, 1), (17, 1)), window=1))
+@given(problems)
+@settings(max_examples=30, deadline=None)
+def test_float32_over_a_bfloat16_cache_is_as_exact_as_what_the_cache_keeps(backend_type: Any, problem: Problem) -> None:
+    case = Case(problem, torch.float32, cache_dtype=torch.bfloat16)
+    torch.testing.assert_close(case.compute(backend_type(case.spec())).double(), case.expected(), atol=2e-5, rtol=2e-5)
+
+
+@both_backends
+def test_a_bfloat16_cache_rounds_keys_and_values_to_the_nearest(backend_type: Any) -> None:
+    case = Case(WIDE, torch.float32, cache_dtype=torch.bfloat16)
+    values = [value + torch.randn_like(value) * 1e-3 for value in case.value]
+    values[0][0, 0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])  # a NaN must not be rounded to infinity
+    case.value = values
+    output = case.compute(backend_type(case.spec()))
+    case.value = [value.bfloat16().float() for value in values]
+    torch.testing.assert_close(output.double(), case.expected(), atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
 def build(without: str, folder: Path) -> ctypes.CDLL:
     """The kernel as for a processor that lacks something."""
     source = native_library.source_text("headrace_engine.runner.attention", "paged_attention.c")
@@ -99,11 +120,19 @@ def test_builds_for_other_processors_compute_the_same(
         torch.testing.assert_close(
             case.compute(NativeBackend(case.spec())).double(), case.expected(), atol=8e-3, rtol=2**-7
         )
+        case = Case(problem, torch.float32, cache_dtype=torch.bfloat16)
+        torch.testing.assert_close(
+            case.compute(NativeBackend(case.spec())).double(), case.expected(), atol=2e-5, rtol=2e-5
+        )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
-    case = Case(WIDE, dtype)
+TYPES = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
+"""Of queries and of the cache."""
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    case = Case(WIDE, dtype, cache_dtype=cache_dtype)
     before = torch.get_num_threads()
     outputs = []
     try:
@@ -116,14 +145,16 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
 @pytest.mark.parametrize("window", [None, 90])
-def test_how_a_prompt_is_cut_into_steps_changes_no_bit(dtype: torch.dtype, window: int | None) -> None:
+def test_how_a_prompt_is_cut_into_steps_changes_no_bit(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: int | None
+) -> None:
     whole = Problem(((0, 150),), group=3, k_dim=20, v_dim=40, window=window, sinks=window is not None)
-    case = Case(whole, dtype)
+    case = Case(whole, dtype, cache_dtype=cache_dtype)
     output = case.compute(NativeBackend(case.spec()))
     for past in (1, 63, 64, 77, 149):
-        case = Case(replace(whole, sequences=((past, 150 - past),)), dtype)
+        case = Case(replace(whole, sequences=((past, 150 - past),)), dtype, cache_dtype=cache_dtype)
         assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:])
 
 
@@ -196,8 +227,10 @@ def test_the_native_kernel_says_what_it_cannot_do(change: dict[str, Any], reason
     assert reason in unsupported
 
 
-def test_a_block_costs_what_its_tensors_hold() -> None:
-    case = Case(Problem(((0, 1),), kv_heads=3, group=2, k_dim=40, v_dim=24, block_size=32), torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
+def test_a_block_costs_what_its_tensors_hold(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    problem = Problem(((0, 1),), kv_heads=3, group=2, k_dim=40, v_dim=24, block_size=32)
+    case = Case(problem, dtype, cache_dtype=cache_dtype)
     for kind in (NativeBackend, ReferenceBackend):
         backend = kind(case.spec())
         backend.allocate(7)

@@ -46,7 +46,7 @@ class Laboratory:
     def __init__(self, folder: str, dtype: str, *, batch_invariant: bool = True) -> None:
         args = EngineArgs(model=folder, dtype=dtype, block_size=BLOCK_SIZE, batch_invariant=batch_invariant)
         config = args.create_engine_config()
-        self._model = PagedModel(config.model, BLOCK_SIZE)
+        self._model = PagedModel(config.model, config.cache)
         self._processors = ProcessorSet(config)
         self._model.allocate(NUM_BLOCKS)
 

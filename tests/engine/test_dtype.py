@@ -40,7 +40,7 @@ def test_auto_takes_bfloat16_only_where_the_processor_has_instructions_for_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     config = EngineArgs(model=str(checkpoint), dtype=asked).create_engine_config()
-    assert PagedModel(config.model, 16).info.dtype == served
+    assert PagedModel(config.model, config.cache).info.dtype == served
 
 
 def test_another_architecture_is_believed_as_oneDNN_describes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,8 @@ def test_a_value_that_is_no_number_stays_in_its_row() -> None:
 
 
 def load(model: TinyModel, dtype: str) -> PagedModel:
-    return PagedModel(EngineArgs(model=model.folder, dtype=dtype).create_engine_config().model, 16)
+    config = EngineArgs(model=model.folder, dtype=dtype).create_engine_config()
+    return PagedModel(config.model, config.cache)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.perplexity import perplexity, prompts
 from engine.test_real_model import model as model  # the fixture
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
@@ -82,7 +81,7 @@ def test_rows_and_weights_of_zeros_give_zeros() -> None:
 def test_the_decoder_is_rounded_and_the_head_is_not(tiny_model: Callable[[str], TinyModel]) -> None:
     for name in ("llama", "gemma2", "gpt2"):  # fused, of its own kind, and with transposed weights
         config = EngineArgs(model=tiny_model(name).folder, dtype="float32", quantization="int8").create_engine_config()
-        paged = PagedModel(config.model, 16)
+        paged = PagedModel(config.model, config.cache)
         kinds = [type(module).__name__ for module in paged._model.modules()]
         assert "Linear" not in kinds
         assert kinds.count("Int8Linear") >= 6
@@ -93,11 +92,11 @@ def test_generation_works_with_preemption_and_shared_prefixes(tiny_model: Callab
     """In company a request gets what it gets alone: the products are exact sums, rounded row by row."""
     options: dict[str, Any] = {"dtype": "float32", "quantization": "int8", "batch_invariant": True}
     options |= {"block_size": 16, "max_model_len": 64}
-    prompts = [[5, 9, 200, 31] * 8 + [i] for i in range(6)]
+    requests = [[5, 9, 200, 31] * 8 + [i] for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    crowded = LLM(tiny_model("llama").folder, num_blocks=14, **options).generate(prompts, params, use_tqdm=False)
+    crowded = LLM(tiny_model("llama").folder, num_blocks=14, **options).generate(requests, params, use_tqdm=False)
     alone = LLM(tiny_model("llama").folder, num_blocks=40, max_num_seqs=1, **options)
-    for prompt, output in zip(prompts, crowded, strict=True):
+    for prompt, output in zip(requests, crowded, strict=True):
         assert alone.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
@@ -119,22 +118,9 @@ def test_a_processor_without_the_instructions_is_told_so(monkeypatch: pytest.Mon
         int8_linear.check_supported()
 
 
-def perplexity(llm: LLM, texts: list[list[int]]) -> float:
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-    total, count = 0.0, 0
-    for output in llm.generate(texts, params, use_tqdm=False):
-        assert output.prompt_logprobs is not None
-        for token, entries in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
-            assert entries is not None
-            total -= entries[token].logprob
-            count += 1
-    return math.exp(total / count)
-
-
 def test_the_real_model_loses_little_quality(model: Path) -> None:
     """Perplexity on prompts of the benchmark; the figure on all of them is in docs/performance.md."""
-    lines = (Path(__file__).parents[2] / "benchmarks" / "workload.jsonl").read_text().splitlines()
-    texts = [ids for line in lines if 64 <= len(ids := json.loads(line)["prompt_token_ids"]) <= 200][:6]
+    texts = prompts(6)
     exact = perplexity(LLM(str(model), dtype="float32"), texts)
     rounded = perplexity(LLM(str(model), dtype="float32", quantization="int8"), texts)
     assert rounded != exact

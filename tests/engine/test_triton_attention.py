@@ -142,6 +142,7 @@ def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source() -> None:
     ("change", "reason"),
     [
         ({"dtype": torch.float16}, "torch.float16 is neither float32 nor bfloat16"),
+        ({"cache_dtype": torch.bfloat16}, "kept in torch.bfloat16, and these kernels keep them in torch.float32"),
         ({"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)}, "heads are of size 512"),
     ],
 )

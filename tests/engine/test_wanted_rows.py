@@ -42,7 +42,7 @@ class Laboratory:
 
     def __init__(self, folder: str, dtype: str) -> None:
         config = EngineArgs(model=folder, dtype=dtype, block_size=BLOCK_SIZE).create_engine_config()
-        self.model = PagedModel(config.model, BLOCK_SIZE)
+        self.model = PagedModel(config.model, config.cache)
         self.stack: Any = self.model._model.get_decoder().layers[0]
         assert isinstance(self.stack, DecoderStack)
         self._processors = ProcessorSet(config)

@@ -36,7 +36,7 @@ class CPURunner:
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
         lora = self._config.lora is not None  # adapters change the layers' own modules
-        self._model = PagedModel(self._config.model, self._config.cache.block_size, fuse_layers=not lora)
+        self._model = PagedModel(self._config.model, self._config.cache, fuse_layers=not lora)
         if self._config.lora is not None:
             self._lora = self._model.enable_lora(self._config.lora.max_lora_rank)
         info = self._model.info

@@ -40,7 +40,7 @@ class DraftModel:
                 max_model_len=served.max_model_len,
                 batch_invariant=False,  # a guess need not be exact to the last bit
             )
-            self._model = PagedModel(model_config, self._block_size)
+            self._model = PagedModel(model_config, config.cache)
         except ConfigError as error:
             raise ConfigError(f"speculative_config.model {speculative.model!r}: {error}") from error
         if self._model.info.vocab_size != served.vocab_size:

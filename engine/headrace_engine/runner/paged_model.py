@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace_engine.config import ModelConfig
+from headrace_engine.config import CacheConfig, ModelConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner import int8_linear, memory, models, packed_linear, probe, rope, row_tiles
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
@@ -47,7 +47,12 @@ class PagedModel:
     """
 
     def __init__(
-        self, config: ModelConfig, block_size: int, *, fuse_layers: bool = True, device: torch.device = _CPU
+        self,
+        config: ModelConfig,
+        cache: CacheConfig,
+        *,
+        fuse_layers: bool = True,
+        device: torch.device = _CPU,
     ) -> None:
         self._device = device
         hf_config = models.load_config(config)
@@ -62,7 +67,12 @@ class PagedModel:
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
         with packed_linear.watch_weights(self._model) as read_weights:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
-        self.spec = AttentionSpec(layers=self._layout.layers, block_size=block_size, dtype=dtype)
+        self.spec = AttentionSpec(
+            layers=self._layout.layers,
+            block_size=cache.block_size,
+            dtype=dtype,
+            cache_dtype=torch.bfloat16 if cache.kv_cache_dtype == "bfloat16" else None,
+        )
         self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
         check_model_fits(self._model, device)
         self._model.to(device)

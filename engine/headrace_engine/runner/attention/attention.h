@@ -2,7 +2,8 @@
 
 /* What stays the same from step to step. */
 typedef struct {
-    int32_t dtype, num_heads, num_kv_heads, k_dim, v_dim, block_size;
+    int32_t dtype, cache_dtype; /* of queries, keys, values and output; of the caches: the same, or BFLOAT16 */
+    int32_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
     int32_t window;      /* 0: none */
     float scale, softcap; /* softcap 0: none */
     void *k_cache, *v_cache;
@@ -28,12 +29,15 @@ typedef struct {
 
 static inline int padded(int v_dim) { return (v_dim + PADDING - 1) / PADDING * PADDING; }
 
+/* How the products with the caches are computed. Float32 is multiplied as it is, whatever it is multiplied with. */
+static inline int kind_of_cache(const layer_args *l) { return l->dtype == FLOAT32 ? l->cache_dtype : kind_of(l->cache_dtype); }
+
 /* Bytes of a block of keys, and of one of values, all heads together. */
 static inline int64_t key_block_bytes(const layer_args *l) {
-    int kind = kind_of(l->dtype);
+    int kind = kind_of_cache(l);
     return (int64_t)l->num_kv_heads * num_steps(kind, l->k_dim) * l->block_size * step_bytes(kind);
 }
 
 static inline int64_t value_block_bytes(const layer_args *l) {
-    return (int64_t)l->num_kv_heads * l->block_size * padded(l->v_dim) * (l->dtype == FLOAT32 ? 4 : 2);
+    return (int64_t)l->num_kv_heads * l->block_size * padded(l->v_dim) * (l->cache_dtype == FLOAT32 ? 4 : 2);
 }

@@ -53,6 +53,13 @@ class AttentionSpec:
     layers: tuple[LayerSpec, ...]
     block_size: int
     dtype: torch.dtype
+    """Of queries, keys, values and output."""
+    cache_dtype: torch.dtype | None = None
+    """What keys and values are kept in; None means `dtype`."""
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
 
 
 def scale_of(scaling: float | None, k_dim: int) -> float:

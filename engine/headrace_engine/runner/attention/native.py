@@ -19,8 +19,8 @@ class LayerArgs(ctypes.Structure):
     """`layer_args` of paged_attention.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "k_dim", "v_dim", "block_size")),
-        ("window", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("dtype", "cache_dtype", "num_heads", "num_kv_heads", "k_dim", "v_dim")),
+        *((name, ctypes.c_int32) for name in ("block_size", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "sinks")),
     )
@@ -82,7 +82,7 @@ class NativeBackend:
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
         elements = sum(layer.num_kv_heads * (self._stored(layer.k_dim) + _padded(layer.v_dim)) for layer in own)
-        return elements * self._spec.block_size * self._spec.dtype.itemsize
+        return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
 
     def _stored(self, k_dim: int) -> int:
         """Elements that a key takes: whole pairs where the kernel multiplies pairs."""
@@ -90,7 +90,7 @@ class NativeBackend:
         return k_dim + k_dim % 2 if pairs else k_dim
 
     def allocate(self, num_blocks: int) -> None:
-        size, dtype = self._spec.block_size, self._spec.dtype
+        size, dtype = self._spec.block_size, self._spec.kept_dtype
         self._k_cache, self._v_cache, self._layers = [], [], []
         pages = HugePages()
         for layer in self._spec.layers:
@@ -104,7 +104,8 @@ class NativeBackend:
                 self._v_cache.append(self._v_cache[layer.kv_source])
             self._layers.append(
                 LayerArgs(
-                    dtype=native_library.DTYPES[dtype],
+                    dtype=native_library.DTYPES[self._spec.dtype],
+                    cache_dtype=native_library.DTYPES[dtype],
                     num_heads=layer.num_heads,
                     num_kv_heads=layer.num_kv_heads,
                     k_dim=layer.k_dim,

@@ -208,7 +208,7 @@ static inline walk begin(const attention_args *a, const unit *u, int first_colum
 /* Columns from..to of the chunk are the next ones of the walk, as far as it goes. Returns where it ended. */
 static inline int locate(const attention_args *a, walk *w, chunk *found, int from, int to, int kind) {
     const layer_args *l = &a->layer;
-    int64_t k_stride = (int64_t)l->block_size * step_bytes(kind), element = l->dtype == FLOAT32 ? 4 : 2;
+    int64_t k_stride = (int64_t)l->block_size * step_bytes(kind), element = l->cache_dtype == FLOAT32 ? 4 : 2;
     for (; from < to && w->column < w->end; from++, w->column++) {
         int64_t tile = (int64_t)w->table[w->place] * l->num_kv_heads + w->kv_head;
         found->k[from] = (const char *)l->k_cache + tile * num_steps(kind, l->k_dim) * k_stride + w->offset * step_bytes(kind);
@@ -311,12 +311,18 @@ mix_chunk(const attention_args *a, const float *weights, const chunk *now, const
 
 static inline int64_t token_of(const unit *u, int group, int row) { return u->first_token + row / group; }
 
+/* Of queries and output; a constant but for the kind that serves both types. */
+static inline int dtype_of(const attention_args *a, int kind) {
+    return kind == FLOAT32 ? FLOAT32 : kind == PAIRS ? BFLOAT16 : a->layer.dtype;
+}
+
 static inline int head_of(const unit *u, int group, int row) { return u->kv_head * group + row % group; }
 
 /* The queries of a tile of rows, by steps. */
 static inline __attribute__((always_inline)) void
 pack_tile(const attention_args *a, const unit *u, float *target, int first, int rows, int kind) {
     int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), step = 0, group = a->layer.num_heads / a->layer.num_kv_heads;
+    int dtype = dtype_of(a, kind);
     int64_t base[MAX_ROWS];
     for (int i = 0; i < rows; i++)
         base[i] = token_of(u, group, first + i) * a->step.query_token_stride +
@@ -326,14 +332,14 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
         f32x array[MOST_INTERLEAVED] = {0};
         for (int i = 0; i < rows; i++)
             if (kind == PAIRS) memcpy(array + i, (const uint16_t *)a->step.query + base[i] + 2 * step, sizeof *array);
-            else array[i] = load_vector(a->step.query, base[i] + step, kind) * a->layer.scale;
+            else array[i] = load_vector(a->step.query, base[i] + step, dtype) * a->layer.scale;
         interleave(target + step * rows, array, rows);
     }
 #endif
     for (; step < steps; step++)
         for (int i = 0; i < rows; i++)
             if (kind == PAIRS) copy_pair(target + step * rows + i, (const uint16_t *)a->step.query + base[i], 2 * step, k_dim);
-            else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, kind) * a->layer.scale;
+            else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, dtype) * a->layer.scale;
 }
 
 /* `ahead` is what to ask for next, about CHUNK columns before it is needed: of this unit, and later of the one to come. */
@@ -341,7 +347,7 @@ static inline __attribute__((always_inline)) void
 attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, float *scratch, int kind) {
     int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group;
     int k_dim = a->layer.k_dim, v_dim = a->layer.v_dim, v_stride = padded(v_dim);
-    int dtype = kind == FLOAT32 ? FLOAT32 : BFLOAT16;
+    int dtype = dtype_of(a, kind);
     f32x *total = (f32x *)scratch;
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
     float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
@@ -405,7 +411,7 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
     }
     first_unit[a->step.num_sequences] = num_units;
     int failed = 0;
-    int kind = kind_of(a->layer.dtype);
+    int kind = kind_of_cache(layer);
 #pragma omp parallel num_threads(a->step.num_threads)
     {
         int64_t v_stride = padded(a->layer.v_dim);
@@ -431,7 +437,8 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
             if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
             const unit *after = located ? &upcoming : NULL;
             if (kind == FLOAT32) attend(a, &now, after, &ahead, scratch, FLOAT32);
-            else attend(a, &now, after, &ahead, scratch, HAS_PAIRS ? PAIRS : BFLOAT16);
+            else if (HAS_PAIRS && kind == PAIRS) attend(a, &now, after, &ahead, scratch, PAIRS);
+            else attend(a, &now, after, &ahead, scratch, BFLOAT16);
             if (!early) following = claim(&claimed);
         }
         free(scratch);
@@ -453,6 +460,11 @@ write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, c
         float *k = (float *)l->k_cache + tile * l->k_dim * size + offset;
         for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const float *)key)[d];
         memcpy((float *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(float) * l->v_dim);
+    } else if (l->dtype == FLOAT32) {
+        uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
+        for (int d = 0; d < l->k_dim; d++) store_scalar(k, d * size, ((const float *)key)[d], BFLOAT16);
+        uint16_t *v = (uint16_t *)l->v_cache + (tile * size + offset) * v_stride;
+        for (int d = 0; d < l->v_dim; d++) store_scalar(v, d, ((const float *)value)[d], BFLOAT16);
     } else {
         uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
         for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const uint16_t *)key)[d];
@@ -471,7 +483,7 @@ void headrace_write_kv(const layer_args *layer, const step_args *step) {
         for (int head = 0; head < layer->num_kv_heads; head++) {
             const char *key = (const char *)step->key + (token * step->key_token_stride + head * step->key_head_stride) * element;
             const char *value = (const char *)step->value + (token * step->value_token_stride + head * step->value_head_stride) * element;
-            write_slot(layer, block * layer->num_kv_heads + head, offset, key, value, kind_of(layer->dtype));
+            write_slot(layer, block * layer->num_kv_heads + head, offset, key, value, kind_of_cache(layer));
         }
     }
 }

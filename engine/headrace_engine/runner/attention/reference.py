@@ -19,10 +19,10 @@ class ReferenceBackend:
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
         elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own)
-        return elements * self._spec.block_size * self._spec.dtype.itemsize
+        return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
-        num_slots, dtype = num_blocks * self._spec.block_size, self._spec.dtype
+        num_slots, dtype = num_blocks * self._spec.block_size, self._spec.kept_dtype
         self._k_cache, self._v_cache = [], []
         for layer in self._spec.layers:
             if layer.kv_source is None:
@@ -47,8 +47,8 @@ class ReferenceBackend:
         spec = self._spec.layers[layer]
         k_cache, v_cache = self._k_cache[layer], self._v_cache[layer]
         if spec.kv_source is None:
-            k_cache[metadata.slot_mapping] = key
-            v_cache[metadata.slot_mapping] = value
+            k_cache[metadata.slot_mapping] = key.to(k_cache.dtype)
+            v_cache[metadata.slot_mapping] = value.to(v_cache.dtype)
         output = query.new_empty((*query.shape[:-1], spec.v_dim))
         starts = metadata.query_start.tolist()
         for index, (length, row) in enumerate(

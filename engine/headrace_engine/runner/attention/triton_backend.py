@@ -65,6 +65,8 @@ class TritonBackend:
             return "Triton needs a GPU; on the CPU its kernels run for checks only, with TRITON_INTERPRET=1 set"
         if spec.dtype not in _DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
+        if spec.kept_dtype is not spec.dtype:
+            return f"keys and values are to be kept in {spec.kept_dtype}, and these kernels keep them in {spec.dtype}"
         largest = max(max(layer.k_dim, layer.v_dim) for layer in spec.layers)
         if largest > _MOST_HEAD_DIM:
             return f"its heads are of size {largest}, more than {_MOST_HEAD_DIM}"

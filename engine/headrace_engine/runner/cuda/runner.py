@@ -50,7 +50,7 @@ class CUDARunner:
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
         config = self._config
-        self._model = PagedModel(config.model, config.cache.block_size, fuse_layers=False, device=self._device)
+        self._model = PagedModel(config.model, config.cache, fuse_layers=False, device=self._device)
         info, scheduler = self._model.info, config.scheduler
         max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         self._blocks_per_seq = -(-info.max_model_len // config.cache.block_size)

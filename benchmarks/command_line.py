@@ -32,9 +32,16 @@ def count(text: str) -> int:
     return int(text)
 
 
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run's figures are figures of, as `EngineArgs` calls it."""
+    return {name: getattr(args, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
+
+
 def describe(args: argparse.Namespace) -> str:
+    """The same for a title: a peer has the dtype only."""
     cache = f"K/V in {args.kv_cache_dtype}" if args.kv_cache_dtype != "auto" else None
-    return ", ".join(filter(None, (args.dtype, args.quantization, cache)))
+    own = ", ".join(filter(None, (args.quantization, cache)))
+    return f"{args.dtype} (Headrace: {own})" if own else str(args.dtype)
 
 
 def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def main() -> None:
         )
     Console().print(table)
     if args.json:
-        runs.save(args.json, dtype=args.dtype, rate=args.rate, runs=measured)
+        runs.save(args.json, **command_line.engine_options(args), rate=args.rate, runs=measured)
     if args.plot:
         shown = {TITLES[name]: 1000 * runs.median(each, "ttft_p50") for name, each in measured.items()}
         plot.bars(args.plot, f"Time to first token, p50, ms: {title}", shown)

@@ -43,7 +43,7 @@ def main() -> None:
     figures = asyncio.run(_measure(setup, args.turns))
     report(figures, command_line.describe(args))
     if args.json:
-        runs.save(args.json, dtype=args.dtype, **figures)
+        runs.save(args.json, **command_line.engine_options(args), **figures)
 
 
 async def _measure(setup: Setup, turns: int) -> dict[str, Any]:

@@ -34,9 +34,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     model = str(args.model or command_line.default_model.fetch(args.dtype))
-    settings = {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "log_level": "INFO"}
-    if args.quantization is not None:
-        settings["quantization"] = args.quantization
+    settings = {name: value for name, value in command_line.engine_options(args).items() if value is not None}
+    settings["log_level"] = "INFO"
     with EmbeddedServer() as server:
         runs = [start(model, server.url, settings) for _ in range(args.runs)]
     table = Table(title=f"{Path(model).name}, {command_line.describe(args)}", title_justify="left")

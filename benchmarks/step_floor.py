@@ -45,8 +45,7 @@ def main() -> int:
     for column in ("requests", "decode step", "its products alone", "to its own", "oneDNN's products", "to oneDNN's"):
         table.add_column(column, justify="right")
     sizes = {"max_num_seqs": max(args.rows), "max_num_batched_tokens": _TOKENS_A_STEP}
-    options = {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
-    llm = LLM(str(model), **options, **sizes)
+    llm = LLM(str(model), **command_line.engine_options(args), **sizes)
     worst = 0.0
     for rows in args.rows:
         step, products, packed = measure(llm, rows, args.context)

@@ -52,7 +52,7 @@ def main() -> None:
                     measured[name].append(command_line.measure(name, args, *options))
     report(measured, f"{args.workload}, {command_line.describe(args)}")
     if args.json:
-        runs.save(args.json, dtype=args.dtype, workload=args.workload, runs=measured)
+        runs.save(args.json, **command_line.engine_options(args), workload=args.workload, runs=measured)
     if args.plot:
         speeds = {TITLES[name]: runs.median(each, "output_tokens_per_second") for name, each in measured.items()}
         plot.bars(args.plot, f"Output tokens a second: {args.workload}, {command_line.describe(args)}", speeds)

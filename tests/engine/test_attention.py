@@ -86,11 +86,11 @@ def test_float32_over_a_bfloat16_cache_is_as_exact_as_what_the_cache_keeps(backe
 @both_backends
 def test_a_bfloat16_cache_rounds_keys_and_values_to_the_nearest(backend_type: Any) -> None:
     case = Case(WIDE, torch.float32, cache_dtype=torch.bfloat16)
-    values = [value + torch.randn_like(value) * 1e-3 for value in case.value]
-    values[0][0, 0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])  # a NaN must not be rounded to infinity
-    case.value = values
+    exact = Case(WIDE, torch.float32)  # the same draws, not yet rounded
+    case.key, case.value = exact.key, exact.value
+    case.value[0][0, 0, 0] = torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32)  # a NaN, cut off: infinity
     output = case.compute(backend_type(case.spec()))
-    case.value = [value.bfloat16().float() for value in values]
+    case.key, case.value = ([t.bfloat16().float() for t in tensors] for tensors in (case.key, case.value))
     torch.testing.assert_close(output.double(), case.expected(), atol=2e-5, rtol=2e-5, equal_nan=True)
 
 

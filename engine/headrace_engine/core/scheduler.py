@@ -256,7 +256,7 @@ class Scheduler:
                 if passed:
                     passed[0].num_passed += 1
             self._start(request, num_hit)
-            plan.batch.new_requests.append(new_request(request, block_ids))
+            plan.batch.new_requests.append(new_request(request, block_ids))  # says what was computed before this step
             plan.grant(request, num_new, prefill=True)
             # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.

@@ -6,7 +6,7 @@
  *                                                        same component of many keys and no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
- * Where the processor multiplies pairs of bfloat16, two components of a key lie side by side, and the same component of
+ * Where the processor multiplies pairs of bfloat16, and queries are of it, too, two components of a key lie side by side, and the same component of
  * two keys' values:
  *
  *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]
@@ -488,5 +488,5 @@ void headrace_write_kv(const layer_args *layer, const step_args *step) {
     }
 }
 
-/* Whether two components of a key in bfloat16 lie side by side. */
+/* Whether two components of a key in bfloat16 lie side by side, under queries in bfloat16. */
 int headrace_attention_has_pairs(void) { return HAS_PAIRS; }

@@ -1,16 +1,19 @@
-"""What a step costs beside the model: the scheduler with 256 requests that decode, and the publisher's chunks.
+"""What a step costs beside the model: the scheduler with 256 requests that decode, and the worker's chunks.
 
     python benchmarks/host_path.py [--json FILE]
 
 Milliseconds by the clock for the scheduler, before the step and after it, without a model; microseconds of the
-processor a chunk for the publisher, which writes a step's chunks to a server of its own in one call.
+processor a chunk for the publisher, which writes a step's chunks to a server of its own in one call, and for all that
+a worker does with a chunk, from the engine's frame on: text, record, metrics, publisher.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Sequence
 
+import msgpack
 from rich.console import Console
 from rich.table import Table
 
@@ -20,12 +23,21 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.kv_cache_manager import KVCacheManager
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.scheduler import Scheduler
+from headrace_engine.input_processor import InputProcessor
 from headrace_engine.request import EngineCoreRequest, Request
-from headrace_engine.runner.contracts import Capabilities, StepOutput
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.runner.contracts import Capabilities, ModelInfo, StepOutput
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
 from headrace_monitoring.metrics import Metrics
+from headrace_workers import default_model
+from headrace_workers.in_flight import InFlight
+from headrace_workers.job import ChoiceRecord, Job
 from headrace_workers.publisher import Publisher
+from headrace_workers.settlement import Settlement
+from headrace_workers.tracing import RequestTracing
 
 _REQUESTS = 256
 _CHUNKS = (64, 256)
@@ -39,20 +51,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
+    gc.freeze()  # of torch, which comes with the tokenizer and not into a worker's main process
     schedule, update = scheduler_milliseconds()
     publish = {chunks: publisher_microseconds(chunks) for chunks in _CHUNKS}
+    model = str(default_model.fetch("bfloat16"))
+    tokenizer = ModelTokenizer(parts_of(read_tokenizer(model, trust_remote_code=False)))
+    worker = {chunks: worker_microseconds(tokenizer, chunks) for chunks in _CHUNKS}
     table = Table(title=f"{_REQUESTS} requests decode", title_justify="left")
-    for column in ("", "median", "99 %"):
+    for column in ("", "5 %", "median", "99 %"):
         table.add_column(column, justify="right")
     for what, figures in (
         ("schedule, ms a step", schedule),
         ("update from the output, ms a step", update),
         *((f"publisher, us of the processor a chunk, {chunks} a step", publish[chunks]) for chunks in _CHUNKS),
+        *((f"all of the worker, the same, {chunks} a step", worker[chunks]) for chunks in _CHUNKS),
     ):
-        table.add_row(what, f"{statistics.median(figures):.3f}", f"{statistics.quantiles(figures, n=100)[-1]:.3f}")
+        hundredths = statistics.quantiles(figures, n=100)
+        table.add_row(what, *(f"{hundredths[percent - 1]:.3f}" for percent in (5, 50, 99)))
     Console().print(table)
     if args.json:
-        runs.save(args.json, schedule_ms=schedule, update_ms=update, publish_us_per_chunk=publish)
+        runs.save(
+            args.json,
+            schedule_ms=schedule,
+            update_ms=update,
+            publish_us_per_chunk=publish,
+            worker_us_per_chunk=worker,
+        )
 
 
 def scheduler_milliseconds() -> tuple[list[float], list[float]]:
@@ -97,7 +121,7 @@ def publisher_microseconds(chunks: int) -> list[float]:
         figures = []
         for step in range(1, _STEPS + 1):
             started = time.thread_time()
-            publisher.add(_chunks(request_ids, attempts, step))
+            publisher.add(*_chunks(request_ids, attempts, step))
             refused = publisher.flush()
             figures.append(1e6 * (time.thread_time() - started) / chunks)
             if refused != {}:
@@ -110,6 +134,63 @@ def _chunks(request_ids: Sequence[str], attempts: Sequence[int], step: int) -> l
         StreamWrite.chunk(request_id, attempt, step, index=0, token_ids=[7], text=" word")
         for request_id, attempt in zip(request_ids, attempts, strict=True)
     ]
+
+
+def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
+    """As `publisher_microseconds`, from the frame that the engine sends."""
+    with EmbeddedServer() as server, connect(server.url) as client:
+        metrics, tracing = Metrics(model="host-path", queue="host-path"), RequestTracing(None, "host-path")
+        writer = StreamWriter(client, ttl_seconds=60)
+        in_flight = InFlight(client, Settlement(writer, metrics, _forget_result, tracing), metrics, tracing)
+        in_flight.supervisor = _NoEngine()  # type: ignore[assignment]
+        in_flight.use_tokenizer(tokenizer)
+        for number in range(chunks):
+            in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None)
+        choice_ids = [choice.request_id for job in in_flight for choice in job.request.choices]
+        words = tokenizer.encode("A quick brown fox jumps over a lazy dog, and many another word comes behind it.")
+        figures = []
+        for step in range(_STEPS):
+            news = [EngineCoreOutput(name, [words[(step + row) % len(words)]]) for row, name in enumerate(choice_ids)]
+            frame = msgpack.packb(EngineCoreOutputs(outputs=news, stats=StepStats()).to_wire())
+            started = time.thread_time()
+            in_flight.publish(EngineCoreOutputs.from_wire(msgpack.unpackb(frame)))
+            figures.append(1e6 * (time.thread_time() - started) / chunks)
+        if len(in_flight) < chunks:
+            raise SystemExit(f"of {chunks} streams only {len(in_flight)} took every chunk")
+        return figures
+
+
+def _job(writer: StreamWriter, tokenizer: ModelTokenizer, request_id: str) -> Job:
+    info = ModelInfo(
+        vocab_size=tokenizer.backend.get_vocab_size(),
+        max_model_len=_MAX_MODEL_LEN,
+        eos_token_ids=[],
+        architecture="",
+        dtype="",
+        device="",
+        attention="",
+        num_parameters=0,
+    )
+    params = SamplingParams(max_tokens=_STEPS + 1, output_kind=RequestOutputKind.DELTA)
+    request = InputProcessor(info, tokenizer).process(request_id, [1, 2, 3], params)
+    claim = writer.claim(request_id, "host-path")
+    choices = [ChoiceRecord() for _ in request.choices]
+    return Job(_NoMessage(), None, request, claim.attempt, choices, enqueued_at=None)
+
+
+class _NoEngine:
+    is_ready, pid = True, 0
+
+    def send(self, requests: object) -> None: ...
+
+    def abort(self, request_ids: object) -> None: ...
+
+
+class _NoMessage:
+    def on_accepted(self, pid: int, at: float) -> None: ...
+
+
+def _forget_result(request_id: str, result: object) -> None: ...
 
 
 if __name__ == "__main__":

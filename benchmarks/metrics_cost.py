@@ -70,7 +70,8 @@ def main() -> None:
             def step(requests: int = requests, trace_id: str | None = trace_id) -> None:
                 metrics.step(STEP)
                 for _ in range(requests):
-                    metrics.tokens_published(1, 0.02, trace_id=trace_id)
+                    metrics.tokens_followed(1, 0.02, trace_id=trace_id)
+                metrics.tokens_published(requests)
                 metrics.result_phases(0.001, 0.001)
                 metrics.redis_command("publish", 0.001)
                 metrics.stream_entries(requests)

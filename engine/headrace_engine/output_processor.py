@@ -62,7 +62,7 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return None not in [choice.finish_reason for choice in self.choices]
 
 
 @dataclass(slots=True)
@@ -135,11 +135,13 @@ class OutputProcessor:
                 touched.setdefault(state.request_id, (state, []))[1].append(completion)
         results = []
         for state, completions in touched.values():
+            finished = state.finished
             if state.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                results.append(self._request_output(state, completions))
-            elif state.finished:
-                results.append(self._request_output(state, [_completion(state, choice) for choice in state.choices]))
-            if state.finished:
+                results.append(_request_output(state, completions, finished))
+            elif finished:
+                completions = [_completion(state, choice) for choice in state.choices]
+                results.append(_request_output(state, completions, finished))
+            if finished:
                 self._forget(state)
         return ProcessedOutputs(results, stopped)
 
@@ -155,7 +157,7 @@ class OutputProcessor:
                 alive.append(choice_id)
                 completions.append(_completion(state, choice))
         self._forget(state)
-        return self._request_output(state, completions), alive
+        return _request_output(state, completions, finished=True), alive
 
     def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> CompletionOutput | None:
         """The choice's part of an output, if one is due."""
@@ -165,14 +167,16 @@ class OutputProcessor:
         num_before = choice.detokenizer.num_tokens
         text, stop = choice.detokenizer.update(visible, finished=output.finish_reason is not None)
         # A step may give several tokens; those behind a stop string were never asked for.
-        num_taken = len(output.new_token_ids) if stop is None else choice.detokenizer.num_tokens - num_before
+        num_taken = None if stop is None else choice.detokenizer.num_tokens - num_before
         choice.token_ids += output.new_token_ids[:num_taken]
         choice.unshown_text += text
-        choice.logprobs += [self._logprobs(entry, state.params) for entry in (output.logprobs or ())[:num_taken]]
+        if output.logprobs is not None:
+            choice.logprobs += [self._logprobs(entry, state.params) for entry in output.logprobs[:num_taken]]
         if output.prompt_logprobs is not None:
             entries = [self._logprobs(entry, state.params) for entry in output.prompt_logprobs]
             state.prompt_logprobs = [None, *entries]
-        state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+        if output.num_cached_tokens > state.num_cached_tokens:
+            state.num_cached_tokens = output.num_cached_tokens
         state.error = state.error or output.error
         if stop is not None:
             choice.finish_reason, choice.stop_reason = FinishReason.STOP.value, stop
@@ -187,25 +191,26 @@ class OutputProcessor:
             for token_id, value, rank in entry
         }
 
-    def _request_output(self, state: _RequestState, completions: list[CompletionOutput]) -> RequestOutput:
-        prompt_logprobs = state.prompt_logprobs
-        if state.params.output_kind is RequestOutputKind.DELTA:
-            state.prompt_logprobs = None  # shown now, and not again
-        return RequestOutput(
-            request_id=state.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=state.prompt_token_ids,
-            prompt_logprobs=prompt_logprobs,
-            outputs=completions,
-            finished=state.finished,
-            num_cached_tokens=state.num_cached_tokens,
-            error=state.error,
-        )
-
     def _forget(self, state: _RequestState) -> None:
         del self._requests[state.request_id]
         for choice_id in state.choice_ids:
             del self._choices[choice_id]
+
+
+def _request_output(state: _RequestState, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+    prompt_logprobs = state.prompt_logprobs
+    if state.params.output_kind is RequestOutputKind.DELTA:
+        state.prompt_logprobs = None  # shown now, and not again
+    return RequestOutput(
+        state.request_id,
+        state.prompt,
+        state.prompt_token_ids,
+        prompt_logprobs,
+        completions,
+        finished,
+        state.num_cached_tokens,
+        state.error,
+    )
 
 
 def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
@@ -215,11 +220,5 @@ def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
         token_ids, text, logprobs = fresh
     else:
         token_ids, text, logprobs = list(choice.token_ids), choice.detokenizer.text, list(choice.logprobs)
-    return CompletionOutput(
-        index=choice.index,
-        text=text,
-        token_ids=token_ids,
-        logprobs=logprobs if state.params.logprobs is not None else None,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-    )
+    wanted = logprobs if state.params.logprobs is not None else None
+    return CompletionOutput(choice.index, text, token_ids, wanted, choice.finish_reason, choice.stop_reason)

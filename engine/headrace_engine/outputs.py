@@ -14,7 +14,7 @@ class Logprob:
     """None where the request asked for no text."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)  # not kw_only, nor the next one, as `EngineCoreOutput`
 class CompletionOutput:
     """One choice. With `RequestOutputKind.DELTA`, `text`, `token_ids` and `logprobs` hold only what is new."""
 
@@ -32,7 +32,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RequestOutput:
     request_id: str
     prompt: str | None

@@ -177,15 +177,17 @@ class Metrics:
         if (in_engine := _elapsed(engine_seconds)) is not None:
             self._requests.engine_time_to_first_token.observe(in_engine, exemplar)
 
-    def tokens_published(self, count: int, seconds_since_last: float | None, *, trace_id: str | None = None) -> None:
-        """One chunk of a request was published. `seconds_since_last` is None for its first chunk.
-
-        A chunk of several tokens counts as that many equal gaps, so that a mean is a mean per token.
-        """
+    def tokens_published(self, count: int) -> None:
+        """So many tokens of all requests came out of one step."""
         self._requests.generation_tokens.inc(count)
         self.totals.tokens += count
-        gap = _elapsed(seconds_since_last)
-        if gap is not None:
+
+    def tokens_followed(self, count: int, seconds_since_last: float, *, trace_id: str | None = None) -> None:
+        """A chunk of so many tokens was published behind an earlier one of its request.
+
+        It counts as that many equal gaps, so that a mean is a mean per token.
+        """
+        if (gap := _elapsed(seconds_since_last)) is not None:
             exemplar = _exemplar(trace_id)
             for _ in range(count):
                 self._requests.inter_token_latency.observe(gap / count, exemplar)

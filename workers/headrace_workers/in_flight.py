@@ -147,7 +147,7 @@ class InFlight:
         for completion in last.outputs if last is not None else ():
             if completion.token_ids:
                 completion.finish_reason = None  # the end of the stream says why
-                self._settlement.publish([job.take(completion, last)])
+                self._settlement.publish(job.take(completion, last))
 
     # -- the engine's life ----------------------------------------------------------------------------------------
 
@@ -217,8 +217,8 @@ class InFlight:
         self._note_admitted(outputs.stats)
         processed = self._output_processor.process(outputs.outputs)
         self.supervisor.abort(processed.finished_choice_ids)
-        for output in processed.request_outputs:
-            self._publish(output)
+        now = time.monotonic()
+        self._metrics.tokens_published(sum([self._publish(output, now) for output in processed.request_outputs]))
         detokenized = time.perf_counter()
         self.flush()
         self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
@@ -232,28 +232,31 @@ class InFlight:
                 job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
                 self._metrics.request_admitted(job.admitted_at - job.received_at, trace_id=job.trace_id)
 
-    def _publish(self, output: RequestOutput) -> None:
+    def _publish(self, output: RequestOutput, now: float) -> int:
+        """Returns how many tokens it is."""
         job = self._jobs[output.request_id]
-        now = time.monotonic()
+        num_tokens = 0
         job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)
         for completion in output.outputs:
             if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
                 job.choices[completion.index].finish_reason = completion.finish_reason
                 continue
-            self._settlement.publish([job.take(completion, output)])
+            self._settlement.publish(job.take(completion, output))
+            num_tokens += len(completion.token_ids)
             if job.first_token_at is None:
                 job.first_token_at = now
                 since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
                 prefill = None if job.admitted_at is None else now - job.admitted_at
                 self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
                 job.num_first_tokens = job.num_tokens
-            gap = None if job.last_token_at is None else now - job.last_token_at
-            self._metrics.tokens_published(len(completion.token_ids), gap, trace_id=job.trace_id)
+            if job.last_token_at is not None:
+                self._metrics.tokens_followed(len(completion.token_ids), now - job.last_token_at, trace_id=job.trace_id)
         job.last_token_at = now
         if output.finished:
             del self._jobs[job.request_id]
             job.cancel_timers()
             self._complete(job, output.error)
+        return num_tokens
 
     def _complete(self, job: Job, error: str | None = None) -> None:
         """All choices have ended."""

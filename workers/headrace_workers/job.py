@@ -93,7 +93,7 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
+        return sum([len(choice.token_ids) for choice in self.choices])
 
     @property
     def decode_seconds(self) -> float | None:
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def num_unfinished(self) -> int:
-        return sum(choice.finish_reason is None for choice in self.choices)
+        return [choice.finish_reason for choice in self.choices].count(None)
 
     def core_requests(self) -> list[EngineCoreRequest]:
         """What the engine still has to do, from the next token of each choice on."""

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome
@@ -43,7 +43,7 @@ class Publisher:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, writes: Iterable[StreamWrite]) -> None:
+    def add(self, *writes: StreamWrite) -> None:
         self._pending += writes
 
     def drop(self, attempt: Attempt) -> None:

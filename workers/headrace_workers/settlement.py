@@ -6,7 +6,7 @@ the end-of-task work of a request goes to the finisher's thread.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -82,9 +82,9 @@ class Settlement:
 
     # -- requests that this worker holds --------------------------------------------------------------------------
 
-    def publish(self, writes: Iterable[StreamWrite]) -> None:
-        """Chunks for the next `flush`."""
-        self._publisher.add(writes)
+    def publish(self, chunk: StreamWrite) -> None:
+        """With the next `flush`."""
+        self._publisher.add(chunk)
 
     def forget(self, job: Job) -> None:
         """Write nothing more of a job that is no longer ours."""
@@ -96,7 +96,7 @@ class Settlement:
 
     def complete(self, job: Job, finish_reason: Outcome, error: ErrorInfo | None = None) -> None:
         """The job is over: end its stream, and once that is written, store and acknowledge."""
-        self._publisher.add([job.end(finish_reason, error)])
+        self._publisher.add(job.end(finish_reason, error))
         self._ending[job.key] = (job, job.result(error), finish_reason)
 
     def expire(self, job: Job) -> None:
@@ -111,7 +111,7 @@ class Settlement:
 
     def revoke(self, job: Job) -> None:
         """Celery revoked a running job: its result is Celery's own."""
-        self._publisher.add([job.end("cancelled", _CANCELLED)])
+        self._publisher.add(job.end("cancelled", _CANCELLED))
         self._finish_job(job, "cancelled", job.celery_request.announce_terminated)
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome]:

@@ -41,7 +41,7 @@ def request(metrics: Metrics, trace_id: str | None) -> None:
     metrics.request_started()
     metrics.request_admitted(0.03, trace_id=trace_id)
     metrics.first_token(0.4, 0.3, 0.2, trace_id=trace_id)
-    metrics.tokens_published(4, 0.08, trace_id=trace_id)
+    metrics.tokens_followed(4, 0.08, trace_id=trace_id)
     metrics.request_finished("stop", 3.0, 10, 0, 5, decode_seconds=2.0, decoded_tokens=4, trace_id=trace_id)
 
 

@@ -32,8 +32,8 @@ def offsets(redis: FakeRedis, request_id: str) -> list[int]:
 
 
 def test_all_that_was_added_is_written_at_once(publisher: Publisher, redis: FakeRedis) -> None:
-    publisher.add([chunk("a", 1), chunk("b", 1)])
-    publisher.add([chunk("a", 2)])
+    publisher.add(chunk("a", 1), chunk("b", 1))
+    publisher.add(chunk("a", 2))
     assert len(publisher) == 3
     assert publisher.flush() == {}
     assert len(publisher) == 0
@@ -48,23 +48,23 @@ def test_entries_wait_until_redis_takes_them_and_keep_their_order(
     publisher: Publisher, redis: FakeRedis, error: Exception
 ) -> None:
     redis.error = error
-    publisher.add([chunk("a", 1)])
+    publisher.add(chunk("a", 1))
     assert publisher.flush() is None
-    publisher.add([chunk("a", 2)])
+    publisher.add(chunk("a", 2))
     assert publisher.flush(retry=True) is None
     redis.error = None
     assert publisher.flush(retry=True) == {}
     assert offsets(redis, "a") == [1, 2]
-    publisher.add([chunk("a", 3)])
+    publisher.add(chunk("a", 3))
     assert publisher.flush() == {}
 
 
 def test_after_a_failure_only_a_retry_asks_redis_again(publisher: Publisher, redis: FakeRedis) -> None:
     redis.error = AWAY
-    publisher.add([chunk("a", 1)])
+    publisher.add(chunk("a", 1))
     assert publisher.flush() is None
     redis.error = None
-    publisher.add([chunk("a", 2)])
+    publisher.add(chunk("a", 2))
     assert publisher.flush() is None
     assert redis.publishes == 0
     assert publisher.flush(retry=True) == {}
@@ -72,22 +72,22 @@ def test_after_a_failure_only_a_retry_asks_redis_again(publisher: Publisher, red
 
 
 def test_a_reply_that_was_lost_doubles_nothing(publisher: Publisher, redis: FakeRedis) -> None:
-    publisher.add([chunk("a", 1), chunk("a", 2)])
+    publisher.add(chunk("a", 1), chunk("a", 2))
     publisher.flush()
-    publisher.add([chunk("a", 1), chunk("a", 2), chunk("a", 3)])
+    publisher.add(chunk("a", 1), chunk("a", 2), chunk("a", 3))
     assert publisher.flush() == {}
     assert offsets(redis, "a") == [1, 2, 3]
 
 
 def test_refused_requests_are_named_and_the_others_written(publisher: Publisher, redis: FakeRedis) -> None:
     redis.streams["headrace:stream:a"].append((2, 0, "start", {"worker": "another"}))
-    publisher.add([chunk("a", 1), chunk("gone", 1), chunk("b", 1)])
+    publisher.add(chunk("a", 1), chunk("gone", 1), chunk("b", 1))
     assert publisher.flush() == {("a", 1): WriteOutcome.FENCED, ("gone", 1): WriteOutcome.GONE}
     assert offsets(redis, "b") == [1]
 
 
 def test_what_was_dropped_is_not_written(publisher: Publisher, redis: FakeRedis) -> None:
-    publisher.add([chunk("a", 1), chunk("b", 1), chunk("a", 2)])
+    publisher.add(chunk("a", 1), chunk("b", 1), chunk("a", 2))
     publisher.drop(("a", 1))
     publisher.flush()
     assert (offsets(redis, "a"), offsets(redis, "b")) == ([], [1])
@@ -101,10 +101,10 @@ def roll_back(redis: FakeRedis, request_id: str, tokens: int) -> None:
 
 def test_what_the_server_lost_is_written_again(publisher: Publisher, redis: FakeRedis) -> None:
     for offset in (1, 2, 3):
-        publisher.add([chunk("a", offset), chunk("b", offset)])
+        publisher.add(chunk("a", offset), chunk("b", offset))
         assert publisher.flush() == {}
     roll_back(redis, "a", 1)
-    publisher.add([chunk("a", 4), chunk("b", 4)])
+    publisher.add(chunk("a", 4), chunk("b", 4))
     assert publisher.flush() == {}
     assert (offsets(redis, "a"), offsets(redis, "b")) == ([1, 2, 3, 4], [1, 2, 3, 4])
     assert len(publisher) == 0
@@ -116,20 +116,20 @@ def test_more_than_is_kept_cannot_be_written_again(redis: FakeRedis) -> None:
     writer.claim("a", "w")
     publisher = Publisher(writer, Metrics(model="tiny", queue="headrace.tiny"), clock=lambda: now)
     for offset in (1, 2, 3):
-        publisher.add([chunk("a", offset)])
+        publisher.add(chunk("a", offset))
         publisher.flush()
         now += 2 * REPLAY_SECONDS
     roll_back(redis, "a", 1)
-    publisher.add([chunk("a", 4)])
+    publisher.add(chunk("a", 4))
     assert publisher.flush() == {("a", 1): WriteOutcome.ROLLED_BACK}
     assert offsets(redis, "a") == [1]
 
 
 def test_a_stream_that_vanished_with_its_server_was_not_deleted(publisher: Publisher, redis: FakeRedis) -> None:
-    publisher.add([chunk("a", 1)])
+    publisher.add(chunk("a", 1))
     publisher.flush()
     redis.error = AWAY
-    publisher.add([chunk("a", 2)])
+    publisher.add(chunk("a", 2))
     publisher.flush()
     redis.error = None
     del redis.streams["headrace:stream:a"]

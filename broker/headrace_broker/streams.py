@@ -50,7 +50,7 @@ class StreamWrite:
     """The entry behind which this one belongs, or an id of as many tokens where it is an earlier attempt's."""
     type: Literal["chunk", "end"]
     data: bytes = field(repr=False)
-    """Packed at once: what is written is kept for a while, and bytes are nothing for the garbage collector to walk."""
+    """Packed at once."""
 
     @property
     def key(self) -> Attempt:
@@ -98,6 +98,23 @@ class StreamWrite:
         """`tokens` counts those of all choices and attempts; the attempt must write nothing after it."""
         data = pack(end_data(finish_reason, usage, error))
         return cls(request_id, attempt, f"{attempt}-{tokens + 1}", f"{attempt}-{tokens}", "end", data)
+
+
+def pack_writes(writes: Iterable[StreamWrite]) -> bytes:
+    """As `StreamWriter.publish` sends them; `unpack_writes` makes the same of it again."""
+    entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
+    # By a packer of its own, as a thread's keeps the room that it once needed: after an outage, that of all tokens.
+    packed: bytes = msgpack.packb(entries, use_bin_type=False)
+    return packed
+
+
+def unpack_writes(packed: bytes) -> list[StreamWrite]:
+    entries = msgpack.unpackb(packed, raw=True)
+    texts = (([part.decode() for part in entry[:4]], entry[4]) for entry in entries)
+    return [
+        StreamWrite(request_id, int(entry_id.partition("-")[0]), entry_id, before, kind, data)
+        for (request_id, entry_id, before, kind), data in texts
+    ]
 
 
 def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -> dict[str, Any]:
@@ -162,10 +179,8 @@ class StreamWriter:
         writes = list(writes)
         if not writes:
             return {}
-        entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
+        packed = pack_writes(writes)
         # In one argument, and no KEYS: each argument of its own costs redis-py more than Redis takes to unpack all.
-        # By a packer of its own, as a thread's keeps the room that it once needed: after an outage, that of all tokens.
-        packed = msgpack.packb(entries, use_bin_type=False)
         args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, STREAM_PREFIX, ENDED_PREFIX, packed]
         failed = self._publish(keys=[], args=args)
         outcomes: dict[Attempt, WriteOutcome] = {}

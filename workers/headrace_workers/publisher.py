@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome, pack_writes, unpack_writes
 from headrace_monitoring.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ class Publisher:
         self._metrics = metrics
         self._clock = clock
         self._pending: list[StreamWrite] = []
-        self._written: deque[tuple[float, list[StreamWrite]]] = deque()
+        self._written: deque[tuple[float, bytes]] = deque()
+        """Packed: as objects they would be a hundred thousand for the garbage collector to walk."""
         self._refused = False
         self._failed_at: float | None = None
 
@@ -49,7 +50,6 @@ class Publisher:
     def drop(self, attempt: Attempt) -> None:
         """Forget what is not written yet of an attempt that is no longer ours."""
         self._pending = [write for write in self._pending if write.key != attempt]
-        self._written = deque((at, [write for write in writes if write.key != attempt]) for at, writes in self._written)
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome] | None:
         """Write everything. Returns the attempts of which the stream refused an entry; None when Redis did not take it.
@@ -82,7 +82,7 @@ class Publisher:
         behind = {key for key, outcome in refused.items() if outcome is WriteOutcome.ROLLED_BACK}
         if behind:
             logger.warning("Redis lost the latest entries of %d stream(s), which are written again", len(behind))
-            again = [write for _, writes in self._written for write in writes if write.key in behind]
+            again = [write for _, kept in self._written for write in unpack_writes(kept) if write.key in behind]
             again += [write for write in self._pending if write.key in behind]
             refused = {key: outcome for key, outcome in refused.items() if key not in behind}
             refused |= self._writer.publish(again)
@@ -94,7 +94,7 @@ class Publisher:
 
     def _keep(self) -> None:
         now = self._clock()
-        self._written.append((now, self._pending))
+        self._written.append((now, pack_writes(self._pending)))
         self._pending = []
         while self._written and now - self._written[0][0] > REPLAY_SECONDS:
             self._written.popleft()

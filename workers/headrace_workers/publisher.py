@@ -1,9 +1,10 @@
 """`Publisher`: the chunks of a step into Redis, in one call, and again until Redis has them."""
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome, pack_writes, unpack_writes
@@ -33,6 +34,8 @@ class Publisher:
         self._pending: list[StreamWrite] = []
         self._written: deque[tuple[float, bytes]] = deque()
         """Packed: as objects they would be a hundred thousand for the garbage collector to walk."""
+        self._dropped: dict[Attempt, float] = {}
+        """When. A server that lost the claim, too, gives the number of a dropped attempt out again."""
         self._refused = False
         self._failed_at: float | None = None
 
@@ -48,8 +51,10 @@ class Publisher:
         self._pending += writes
 
     def drop(self, attempt: Attempt) -> None:
-        """Forget what is not written yet of an attempt that is no longer ours."""
+        """Forget what is not written yet of an attempt that is no longer ours, and write nothing of it again."""
         self._pending = [write for write in self._pending if write.key != attempt]
+        self._dropped.pop(attempt, None)  # they are in the order of their times
+        self._dropped[attempt] = self._clock()
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome] | None:
         """Write everything. Returns the attempts of which the stream refused an entry; None when Redis did not take it.
@@ -82,7 +87,7 @@ class Publisher:
         behind = {key for key, outcome in refused.items() if outcome is WriteOutcome.ROLLED_BACK}
         if behind:
             logger.warning("Redis lost the latest entries of %d stream(s), which are written again", len(behind))
-            again = [write for _, kept in self._written for write in unpack_writes(kept) if write.key in behind]
+            again = [write for write in self._kept() if write.key in behind]
             again += [write for write in self._pending if write.key in behind]
             refused = {key: outcome for key, outcome in refused.items() if key not in behind}
             refused |= self._writer.publish(again)
@@ -92,9 +97,17 @@ class Publisher:
             refused |= dict.fromkeys(vanished, WriteOutcome.ROLLED_BACK)
         return refused
 
+    def _kept(self) -> Iterator[StreamWrite]:
+        for at, packed in self._written:
+            for write in unpack_writes(packed):
+                if at > self._dropped.get(write.key, -math.inf):
+                    yield write
+
     def _keep(self) -> None:
         now = self._clock()
         self._written.append((now, pack_writes(self._pending)))
         self._pending = []
         while self._written and now - self._written[0][0] > REPLAY_SECONDS:
             self._written.popleft()
+        while self._dropped and now - next(iter(self._dropped.values())) > REPLAY_SECONDS:
+            del self._dropped[next(iter(self._dropped))]

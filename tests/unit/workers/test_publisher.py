@@ -110,6 +110,18 @@ def test_what_the_server_lost_is_written_again(publisher: Publisher, redis: Fake
     assert len(publisher) == 0
 
 
+def test_what_was_dropped_is_not_written_again_under_the_same_number(publisher: Publisher, redis: FakeRedis) -> None:
+    for offset in (1, 2, 3):
+        publisher.add(chunk("a", offset), chunk("b", offset))
+        publisher.flush()
+    publisher.drop(("a", 1))
+    roll_back(redis, "a", 1)
+    roll_back(redis, "b", 1)
+    publisher.add(chunk("a", 4), chunk("b", 4))  # of the next attempt, which got the number of the lost one
+    assert publisher.flush() == {("a", 1): WriteOutcome.ROLLED_BACK}
+    assert (offsets(redis, "a"), offsets(redis, "b")) == ([1], [1, 2, 3, 4])
+
+
 def test_more_than_is_kept_cannot_be_written_again(redis: FakeRedis) -> None:
     now = 0.0
     writer = StreamWriter(redis, 60)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ bench-floor: $(STAMP) ## decode steps against their matrix products alone: a rat
 bench-queue: $(STAMP) ## what the queue costs beside the engine alone: throughput, processor time, time to the first token
 	@$(BIN)/python benchmarks/queue_cost.py
 
-bench-host: $(STAMP) ## what a step costs beside the model: the scheduler, and publishing its chunks
+bench-host: $(STAMP) ## what a step costs beside the model: the scheduler, the publisher, all of the worker
 	@$(BIN)/python benchmarks/host_path.py
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers

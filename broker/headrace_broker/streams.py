@@ -5,7 +5,7 @@ So it rejects by itself every duplicate and everything that a fenced worker stil
 its successor or ahead of it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
@@ -50,7 +50,7 @@ class StreamWrite:
     """The entry behind which this one belongs, or an id of as many tokens where it is an earlier attempt's."""
     type: Literal["chunk", "end"]
     data: bytes = field(repr=False)
-    """Packed at once."""
+    """Packed at once: bytes are nothing for the garbage collector to walk."""
 
     @property
     def key(self) -> Attempt:
@@ -108,8 +108,10 @@ def pack_writes(writes: Iterable[StreamWrite]) -> bytes:
     return packed
 
 
-def unpack_writes(packed: bytes) -> list[StreamWrite]:
-    entries = msgpack.unpackb(packed, raw=True)
+def unpack_writes(packed: bytes, request_ids: Collection[str]) -> list[StreamWrite]:
+    """Those of these requests alone, as there may be very many others."""
+    wanted = {request_id.encode() for request_id in request_ids}
+    entries = (entry for entry in msgpack.unpackb(packed, raw=True) if entry[0] in wanted)
     texts = (([part.decode() for part in entry[:4]], entry[4]) for entry in entries)
     return [
         StreamWrite(request_id, int(entry_id.partition("-")[0]), entry_id, before, kind, data)

@@ -14,7 +14,7 @@ class Logprob:
     """None where the request asked for no text."""
 
 
-@dataclass(slots=True)  # not kw_only, nor the next one, as `EngineCoreOutput`
+@dataclass(slots=True)  # not kw_only, nor the next one: names in a call double what making one costs
 class CompletionOutput:
     """One choice. With `RequestOutputKind.DELTA`, `text`, `token_ids` and `logprobs` hold only what is new."""
 

@@ -85,6 +85,10 @@ class SentinelSite:
         agreed = max(set(ports), key=ports.count)
         return next(server for server in self.servers if server.port == agreed)
 
+    def elections(self) -> int:
+        """The number of the newest election that a Sentinel knows of."""
+        return max(int(self.state(port)["config-epoch"]) for port in self.ports)
+
     def _master_port(self, port: int) -> int:
         try:
             return int(self.state(port)["port"])

@@ -218,7 +218,10 @@ class InFlight:
         processed = self._output_processor.process(outputs.outputs)
         self.supervisor.abort(processed.finished_choice_ids)
         now = time.monotonic()
-        self._metrics.tokens_published(sum([self._publish(output, now) for output in processed.request_outputs]))
+        num_tokens = 0
+        for output in processed.request_outputs:
+            num_tokens += self._publish(output, now)
+        self._metrics.tokens_published(num_tokens)
         detokenized = time.perf_counter()
         self.flush()
         self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
@@ -233,7 +236,7 @@ class InFlight:
                 self._metrics.request_admitted(job.admitted_at - job.received_at, trace_id=job.trace_id)
 
     def _publish(self, output: RequestOutput, now: float) -> int:
-        """Returns how many tokens it is."""
+        """Record what a request has got and hand it on to its stream. Returns how many tokens that is."""
         job = self._jobs[output.request_id]
         num_tokens = 0
         job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)

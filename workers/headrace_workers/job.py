@@ -93,7 +93,7 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        return sum([len(choice.token_ids) for choice in self.choices])
+        return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def decode_seconds(self) -> float | None:

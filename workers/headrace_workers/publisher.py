@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome, pack_writes, unpack_writes
@@ -87,7 +87,7 @@ class Publisher:
         behind = {key for key, outcome in refused.items() if outcome is WriteOutcome.ROLLED_BACK}
         if behind:
             logger.warning("Redis lost the latest entries of %d stream(s), which are written again", len(behind))
-            again = [write for write in self._kept() if write.key in behind]
+            again = [write for write in self._kept({request_id for request_id, _ in behind}) if write.key in behind]
             again += [write for write in self._pending if write.key in behind]
             refused = {key: outcome for key, outcome in refused.items() if key not in behind}
             refused |= self._writer.publish(again)
@@ -97,9 +97,9 @@ class Publisher:
             refused |= dict.fromkeys(vanished, WriteOutcome.ROLLED_BACK)
         return refused
 
-    def _kept(self) -> Iterator[StreamWrite]:
+    def _kept(self, request_ids: Collection[str]) -> Iterator[StreamWrite]:
         for at, packed in self._written:
-            for write in unpack_writes(packed):
+            for write in unpack_writes(packed, request_ids):
                 if at > self._dropped.get(write.key, -math.inf):
                     yield write
 

@@ -83,7 +83,7 @@ class Settlement:
     # -- requests that this worker holds --------------------------------------------------------------------------
 
     def publish(self, chunk: StreamWrite) -> None:
-        """With the next `flush`."""
+        """Write it with the next `flush`."""
         self._publisher.add(chunk)
 
     def forget(self, job: Job) -> None:

@@ -36,6 +36,19 @@ def test_a_request_goes_its_way_and_leaves_nothing_behind(desk: Desk) -> None:
     assert desk.value("headrace_generation_tokens_total") == 2
 
 
+def test_every_token_counts_and_every_one_behind_a_choices_first_step_is_a_gap(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": {"max_tokens": 4, "n": 2}}))
+    desk.accept(FakeCeleryRequest("r2"))
+    for counts in ((1, 1, 1), (2, 1, 3)):
+        news = [
+            EngineCoreOutput(request_id=choice.request_id, new_token_ids=[13] * count)
+            for choice, count in zip(desk.engine.sent, counts, strict=True)
+        ]
+        desk.dispatcher.on_engine_outputs(step(*news))
+    assert desk.value("headrace_generation_tokens_total") == 9
+    assert desk.value("headrace_inter_token_latency_seconds_count") == 6
+
+
 @pytest.mark.parametrize("error", [AWAY, OUT_OF_MEMORY])
 def test_a_claim_that_redis_does_not_take_goes_back_and_nothing_is_fetched_for_a_while(
     desk: Desk, error: Exception

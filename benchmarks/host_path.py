@@ -51,11 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
+    model = str(default_model.fetch("bfloat16"))
+    tokenizer = ModelTokenizer(parts_of(read_tokenizer(model, trust_remote_code=False)))
     gc.freeze()  # of torch, which comes with the tokenizer and not into a worker's main process
     schedule, update = scheduler_milliseconds()
     publish = {chunks: publisher_microseconds(chunks) for chunks in _CHUNKS}
-    model = str(default_model.fetch("bfloat16"))
-    tokenizer = ModelTokenizer(parts_of(read_tokenizer(model, trust_remote_code=False)))
     worker = {chunks: worker_microseconds(tokenizer, chunks) for chunks in _CHUNKS}
     table = Table(title=f"{_REQUESTS} requests decode", title_justify="left")
     for column in ("", "5 %", "median", "99 %"):

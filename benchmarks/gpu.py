@@ -112,7 +112,7 @@ def main() -> None:
         folder = tempfile.mkdtemp(dir=shared_memory())
         try:
             own = figures[model] = {"model": run_in_child("make_model", args.device, f"{model}:{folder}")}
-            for name in ("attention", "batch_1", "many", "peer"):
+            for name in ("attention", "batch_1", "many", "ahead", "peer"):
                 own[name] = run_in_child(name, args.device, folder)
             if not any("error" in own[name] for name in own) and "error" not in figures["machine"]:
                 own["roofline"] = rooflines(figures["machine"], own, SCALES[args.device])
@@ -257,7 +257,9 @@ def in_graph(call: Callable[[], Any], launches: int = 20) -> float:
 class Engine:
     """A core on the GPU's runner, fed and stepped by hand, with the time of each step."""
 
-    def __init__(self, device: str, folder: str, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, device: str, folder: str, max_num_seqs: int, max_model_len: int, *, async_scheduling: bool = False
+    ) -> None:
         from headrace_engine.config import EngineArgs
         from headrace_engine.core.engine_core import EngineCore
         from headrace_engine.runner.cuda.runner import CUDARunner
@@ -273,10 +275,11 @@ class Engine:
             num_blocks=None if device == "cuda" else 64,
             enable_prefix_caching=False,
         ).create_engine_config()
+        config.scheduler.async_scheduling = async_scheduling
         self.core = EngineCore(config, CUDARunner(config, torch.device(device)))
         self.start_seconds = time.perf_counter() - started
         self.steps: list[tuple[float, int, dict[str, float]]] = []
-        """Seconds, tokens scheduled, and phases of each step of the last run."""
+        """Seconds, tokens scheduled, and phases of each step of the last run; none where steps are launched ahead."""
 
     def run(self, requests: list[tuple[list[int], int]], temperature: float) -> float:
         """Seconds until all have their tokens."""
@@ -357,6 +360,20 @@ def many(device: str, folder: str) -> dict[str, Any]:
     return found
 
 
+def ahead(device: str, folder: str) -> dict[str, Any]:
+    """As `many`, each step scheduled and launched while the one before is computed."""
+    scale = SCALES[device]
+    requests = workload(scale)
+    engine = Engine(device, folder, scale.num_seqs, 2 * scale.longest + 1, async_scheduling=True)
+    engine.run([(prompt[:16], 4) for prompt, _ in requests], 0.6)
+    num_tokens = sum(max_tokens for _, max_tokens in requests)
+    found = {}
+    for name, temperature in (("greedy", 0.0), ("drawn", 0.6)):
+        found[f"{name}_seconds"] = engine.run(requests, temperature)
+        found[f"{name}_tokens_per_second"] = num_tokens / found[f"{name}_seconds"]
+    return found
+
+
 def peer(device: str, folder: str) -> dict[str, Any]:
     """The same requests by transformers' `generate_batch` and by the engine, all outputs of one length."""
     scale = SCALES[device]
@@ -396,6 +413,8 @@ def rooflines(machine: dict[str, Any], own: dict[str, Any], scale: Scale) -> dic
         "many_floor_seconds": floor,
         "many_greedy_share": floor / own["many"]["greedy_seconds"],
         "many_drawn_share": floor / own["many"]["drawn_seconds"],
+        "ahead_greedy_share": floor / own["ahead"]["greedy_seconds"],
+        "ahead_drawn_share": floor / own["ahead"]["drawn_seconds"],
     }
 
 
@@ -416,6 +435,7 @@ MEASUREMENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     "attention": attention,
     "batch_1": batch_1,
     "many": many,
+    "ahead": ahead,
     "peer": peer,
 }
 

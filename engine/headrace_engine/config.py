@@ -71,6 +71,8 @@ class SchedulerConfig:
     """Refuse a request with which the waiting ones would have more tokens than this; None means no limit."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in one step, so that a long one leaves budget to others; 0 means the whole budget."""
+    async_scheduling: bool = False
+    """Schedule and launch a step while the device computes the one before it. Device cuda."""
     watermark: float = 0.01
     """Share of the KV blocks that stays free when a request is admitted beside running ones, for these to grow."""
 
@@ -154,6 +156,7 @@ class EngineArgs:
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None
     long_prefill_token_threshold: int = 0
+    async_scheduling: bool = False
     watermark: float = 0.01
     speculative_config: Mapping[str, Any] | None = None
     """Options of `SpeculativeConfig`, such as {"method": "ngram", "num_speculative_tokens": 4}; None is off."""
@@ -190,6 +193,7 @@ class EngineArgs:
                 max_num_queued_requests=self.max_num_queued_requests,
                 max_num_queued_tokens=self.max_num_queued_tokens,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
+                async_scheduling=self.async_scheduling,
                 watermark=self.watermark,
             ),
             speculative=(
@@ -248,6 +252,10 @@ class EngineArgs:
             problems.append(f"quantization is set, which device {self.device} cannot do")
         if self.kv_cache_dtype != "auto" and self.device not in ("auto", "cpu"):
             problems.append(f"kv_cache_dtype is set, which device {self.device} cannot do")
+        if self.async_scheduling and self.device != "cuda":
+            problems.append(f"async_scheduling is set, but only device cuda launches steps ahead, not {self.device}")
+        if self.async_scheduling and self.speculative_config is not None:
+            problems.append("async_scheduling and speculative_config exclude each other: drafts follow known tokens")
         if self.enforce_eager and self.device != "cuda":
             problems.append(f"enforce_eager is set, but only device cuda has graphs, not {self.device}")
         if self.batch_invariant and self.enable_lora:

@@ -104,6 +104,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_passed",
+        "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
@@ -131,6 +132,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_slots = 0
         """Tokens that its KV blocks hold, kept by the `KVCacheManager`."""
+        self.num_pending_tokens = 0
+        """Tokens that steps in flight draw, and nobody here has seen: the next step may be launched upon them."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared when the request was first admitted."""
         self.num_preemptions = 0

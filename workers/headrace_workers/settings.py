@@ -52,6 +52,8 @@ class WorkerSettings(BaseSettings):
     """Token budget of one step; None means 512 on a CPU, 2048 elsewhere."""
     long_prefill_token_threshold: int = Field(0, ge=0)
     """Most tokens of one prompt in one step; 0 means the whole budget."""
+    async_scheduling: bool = False
+    """Schedule and launch a step while a GPU computes the one before it."""
     watermark: float = Field(0.01, ge=0, lt=1)
     """Share of the KV blocks that stays free when a request is admitted beside running ones."""
     enable_prefix_caching: bool = True
@@ -177,6 +179,7 @@ class WorkerSettings(BaseSettings):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            async_scheduling=self.async_scheduling,
             watermark=self.watermark,
             enable_prefix_caching=self.enable_prefix_caching,
             max_model_len=self.max_model_len,

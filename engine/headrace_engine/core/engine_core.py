@@ -1,15 +1,16 @@
 """The step loop.
 
 One step is three lines: the scheduler decides who computes how many tokens, the runner computes them, and the
-scheduler takes the new tokens in. Everything else in this package serves one of these three. Imports no torch.
+scheduler takes the new tokens in. With `async_scheduling` the third line is for the step before: the device computes
+this one meanwhile. Everything else in this package serves one of these three. Imports no torch.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar, cast
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.grammar_preparation import GrammarPreparation
@@ -21,11 +22,21 @@ from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError, raised_at
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
-from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelRunner, StepBatch
+from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request, RequestStatus
+from headrace_engine.runner.contracts import (
+    Capabilities,
+    KVSpec,
+    LaunchedStep,
+    LaunchingRunner,
+    ModelRunner,
+    StepBatch,
+    StepOutput,
+)
 from headrace_engine.tokenizer_parts import TokenizerParts
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # With nothing to compute, a step waits so long for a grammar before it looks for new requests again.
 _GRAMMAR_WAIT_SECONDS = 0.02
@@ -45,6 +56,11 @@ class EngineCore:
         if config.speculative is not None and not runner.capabilities().verifies_drafts:
             device = self.model_info.device
             raise ConfigError(f"speculative_config is set, but the runner on {device} cannot verify drafts")
+        if config.scheduler.async_scheduling and not runner.capabilities().launches_ahead:
+            device = self.model_info.device
+            raise ConfigError(f"async_scheduling is set, but the runner on {device} does not launch steps ahead")
+        self._runs_ahead = config.scheduler.async_scheduling
+        self._in_flight: _InFlight | None = None
         spec = runner.kv_spec()
         num_blocks = _num_blocks(config, spec, self.model_info.max_model_len)
         runner.init_kv_cache(num_blocks)
@@ -108,7 +124,7 @@ class EngineCore:
 
     def _admit_prepared(self) -> None:
         """Admit the requests whose grammars are compiled. Compilation goes on beside the steps of the others."""
-        idle = not self._answers and not self.scheduler.has_work()
+        idle = not self._answers and not self.scheduler.has_work() and self._in_flight is None
         for prepared in self._grammars.take(_GRAMMAR_WAIT_SECONDS if idle else 0.0):
             if prepared.error is None:
                 self._admit(prepared.request, prepared.grammar)
@@ -149,7 +165,7 @@ class EngineCore:
     def has_work(self) -> bool:
         if self.loras is not None and self.loras.has_news:
             return True
-        return bool(self._answers or self._grammars) or self.scheduler.has_work()
+        return bool(self._answers or self._grammars) or self.scheduler.has_work() or self._in_flight is not None
 
     @property
     def is_prepared_for_grammars(self) -> bool:
@@ -168,26 +184,62 @@ class EngineCore:
             self._admit_prepared()
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
+        stats = self.scheduler.stats
+        news: list[EngineCoreOutput] = []
+        if self._runs_ahead:
+            updating = self._launch(batch, news)
+        else:
+            output = self._run(batch, lambda: self.runner.execute_model(batch))
+            updating = self._update(batch, output, None, news)
+        stats.step_seconds = time.perf_counter() - started
+        stats.phase_seconds = {"schedule": scheduled - started, **stats.phase_seconds, "update": updating}
+        answers, self._answers = self._answers, []
+        return EngineCoreOutputs(outputs=answers + news, stats=stats)
+
+    def _launch(self, batch: StepBatch, news: list[EngineCoreOutput]) -> float:
+        """Give the device a step, and take in the one before it; this one, too, where the next has to wait for it.
+
+        Returns the seconds that the scheduler took for the results.
+        """
+        requests = self.scheduler.launch(batch)
+        runner = cast(LaunchingRunner, self.runner)
+        before, launched = (
+            self._in_flight,
+            _InFlight(batch, requests, self._run(batch, lambda: runner.launch_model(batch))),
+        )
+        self._in_flight = launched
+        seconds = self._take_in(before, news) if before is not None else 0.0
+        # Masks of the next tokens are made from these.
+        if launched.step.is_complete or self.scheduler.grammars:
+            self._in_flight = None
+            seconds += self._take_in(launched, news)
+        return seconds
+
+    def _take_in(self, launched: "_InFlight", news: list[EngineCoreOutput]) -> float:
+        output = self._run(launched.batch, launched.step.result)
+        if output.void_request_ids and self._in_flight is not None:
+            self._in_flight.forget(output.void_request_ids)
+        return self._update(launched.batch, output, launched.requests, news)
+
+    def _run(self, batch: StepBatch, compute: Callable[[], T]) -> T:
         try:
-            output = self.runner.execute_model(batch)
+            return compute()
         except Exception as error:
             logger.error("the runner failed on a step of %s at\n%s", _describe(batch), raised_at(error))
             raise
+
+    def _update(
+        self, batch: StepBatch, output: StepOutput, requests: list[Request] | None, news: list[EngineCoreOutput]
+    ) -> float:
+        """Take a step's results in; returns the seconds that it took."""
         executed = time.perf_counter()
-        news = self.scheduler.update_from_output(batch, output)
-        ended = time.perf_counter()
+        news += self.scheduler.update_from_output(batch, output, requests)
         stats = self.scheduler.stats
-        stats.step_seconds = ended - started
-        stats.phase_seconds = {
-            "schedule": scheduled - started,
-            **output.phase_seconds,
-            "update": ended - executed,
-        }
+        stats.phase_seconds = output.phase_seconds
         stats.num_padded_tokens = output.num_padded_tokens
         stats.compiled_graphs, stats.warm_up_seconds = output.compiled_graphs, output.warm_up_seconds
         stats.fallback_operators = output.fallback_operators
-        answers, self._answers = self._answers, []
-        return EngineCoreOutputs(outputs=answers + news, stats=stats)
+        return time.perf_counter() - executed
 
     def _load_adapters(self, config: EngineConfig, capabilities: Capabilities) -> LoRAManager | None:
         if config.lora is None:
@@ -242,6 +294,24 @@ class EngineCore:
                 eos_token_ids=self.model_info.eos_token_ids,
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step on the device, and the requests in it: whoever bears one of their ids later is not meant."""
+
+    batch: StepBatch
+    requests: list[Request]
+    step: LaunchedStep
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """What the step draws for these requests is none of theirs, and what it computed is to be computed again."""
+        void = set(request_ids)
+        for request in self.requests:
+            if request.request_id in void and request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens -= 1
+                request.num_pending_tokens -= 1
+        self.requests[:] = [request for request in self.requests if request.request_id not in void]
 
 
 def _released(request: Request) -> Request:

@@ -16,7 +16,7 @@ from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
 from headrace_engine.core.speculation import Speculator
-from headrace_engine.core.step_plan import StepPlan, is_prefill, new_request
+from headrace_engine.core.step_plan import StepPlan, ends_with_pending, is_prefill, new_request
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
 from headrace_engine.grammar import Grammar
@@ -136,6 +136,17 @@ class Scheduler:
                 sampled.append((request, drafts))
         return sampled
 
+    def launch(self, batch: StepBatch) -> list[Request]:
+        """Count the tokens that the step will draw as there, so that the next one is scheduled before they are known.
+
+        Returns the batch's requests, for `update_from_output`.
+        """
+        requests = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
+        for request in requests:
+            if request.num_computed_tokens == request.num_tokens + request.num_pending_tokens:
+                request.num_pending_tokens += 1
+        return requests
+
     def _prefill_is_possible(self) -> bool:
         """For runners that cannot mix: whether a prompt is incomplete, or a whole one can be admitted."""
         if any(is_prefill(request) for request in self.running):
@@ -152,7 +163,11 @@ class Scheduler:
         index = 0
         while index < len(running) and plan.budget > 0:
             request = running[index]
-            num_new = len(request.token_ids) - request.num_computed_tokens
+            pending = request.num_pending_tokens
+            if pending and ends_with_pending(request, self.max_model_len):
+                index += 1
+                continue
+            num_new = len(request.token_ids) + pending - request.num_computed_tokens
             assert num_new > 0, f"{request.request_id} runs but has nothing to compute"
             prefill = num_new > 1
             if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
@@ -233,6 +248,8 @@ class Scheduler:
         passed: list[Request] = []  # whose adapter finds no place in this batch
         while self.waiting and plan.budget > 0 and self._may_prefill(plan):
             request = self.waiting.peek()
+            if request.num_pending_tokens:
+                break  # a victim whose last token is still in flight: it comes back when all of them are known
             if request.lora is not None and not self._lora_may_start(request, request.lora.version, loras, passed):
                 if self._policy == "fcfs" and len(self.running) == self._max_num_seqs:
                     break
@@ -317,12 +334,23 @@ class Scheduler:
 
     # -- results of a step ----------------------------------------------------------------------------------------
 
-    def update_from_output(self, batch: StepBatch, output: StepOutput) -> list[EngineCoreOutput]:
-        """Take the sampled tokens in; returns news of every request that got one."""
+    def update_from_output(
+        self, batch: StepBatch, output: StepOutput, launched: Sequence[Request] | None = None
+    ) -> list[EngineCoreOutput]:
+        """Take the sampled tokens in; returns news of every request that got one.
+
+        Args:
+            launched: the batch's requests, where a later step was scheduled meanwhile: what came of those that have
+                ended since is dropped, and those that were preempted go on waiting with one token more.
+        """
         news: list[EngineCoreOutput] = []
         finished: set[str] = set()
-        for request_id in batch.num_scheduled_tokens:
-            request = self.requests[request_id]
+        if launched is None:
+            launched = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
+        for request in launched:
+            request_id = request.request_id
+            if request.status is RequestStatus.FINISHED:
+                continue
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += output.prompt_logprobs.get(request_id, ())
             sampled = output.sampled_token_ids.get(request_id)
@@ -331,9 +359,11 @@ class Scheduler:
                 if entry.finish_reason is None:
                     entry.finish_reason, entry.error = FinishReason.ERROR, output.errors[request_id]
             elif sampled is not None:
+                if request.num_pending_tokens:
+                    request.num_pending_tokens -= 1
                 entry = self._accept_verified(request, sampled, batch, output)
             else:
-                self.kv.remember_full_blocks(request, request.num_computed_tokens)
+                self._remember_full_blocks(request, request.num_computed_tokens)
                 continue
             logprobs = output.logprobs.get(request_id)
             entry.logprobs = logprobs[: len(entry.new_token_ids)] if logprobs is not None else None
@@ -343,8 +373,15 @@ class Scheduler:
         if finished:
             self.running = [request for request in self.running if request.request_id not in finished]
             for request_id in finished:
-                self._finish(self.requests[request_id])
+                request = self.requests[request_id]
+                if request.status is RequestStatus.PREEMPTED:
+                    self.waiting.remove(request)
+                self._finish(request)
         return news
+
+    def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        if request.status is RequestStatus.RUNNING:  # and was not preempted while its step was in flight
+            self.kv.remember_full_blocks(request, num_computed_tokens)
 
     def _accept_verified(
         self, request: Request, sampled: list[int], batch: StepBatch, output: StepOutput
@@ -356,7 +393,7 @@ class Scheduler:
         num_computed = request.num_computed_tokens
         if drafts:  # only now are accepted ones the request's own tokens; those behind its end never are
             num_computed = min(num_computed, request.num_tokens)
-        self.kv.remember_full_blocks(request, num_computed)
+        self._remember_full_blocks(request, num_computed)
         if self._speculator is not None and entry.finish_reason is None:
             request.draft_token_ids = self._speculator.propose(request, output)
         return entry

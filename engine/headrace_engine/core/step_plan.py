@@ -37,6 +37,14 @@ def is_prefill(request: Request) -> bool:
     return request.num_tokens - request.num_computed_tokens > 1
 
 
+def ends_with_pending(request: Request, max_model_len: int) -> bool:
+    """Whether the tokens in flight, whatever they are, are the last ones that the request may have."""
+    pending, max_tokens = request.num_pending_tokens, request.sampling_params.max_tokens
+    if request.num_tokens + pending >= max_model_len:
+        return True
+    return max_tokens is not None and request.num_output_tokens + pending >= max_tokens
+
+
 def new_request(request: Request, block_ids: list[int]) -> NewRequest:
     """All that a runner must know of a request which it does not know, or knows no more."""
     return NewRequest(

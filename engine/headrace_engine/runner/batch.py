@@ -40,6 +40,8 @@ class RunningRequest:
     rules: TokenRules | None
     processors: RequestProcessors | None
     lora_version: int | None
+    expected: "ExpectedToken | None" = None
+    """The last token, which stands here as 0, where a step in flight draws it."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -71,6 +73,8 @@ class StepInputs:
     """The prompt tokens whose log-probabilities are wanted, by request."""
     lora_versions: list[int | None] | None = None
     """The adapter of each sequence; None where no sequence has one."""
+    expected: "dict[int, ExpectedToken]" = field(default_factory=dict)
+    """By their places in `input_ids`: the tokens that a step in flight draws."""
     logits_start: torch.Tensor | None = None
     """[sequences + 1] int32: where those of each sequence begin among `logits_indices`, as `query_start` has it for its
     tokens; None where they name all tokens, or others than the last ones of the sequences in their order."""
@@ -95,6 +99,40 @@ class TokenSpan:
     token_ids: Sequence[int]
     num_logits: int
     """How many of the last ones give logits."""
+
+
+@dataclass(slots=True)
+class ExpectedToken:
+    """A token that a step in flight draws for a request, which may have been removed meanwhile."""
+
+    request_id: str
+    request: RunningRequest
+    row: int
+    """Its place among the tokens that the step draws."""
+    position: int
+    """Its place among the request's tokens."""
+    is_void: bool = False
+    """It is drawn behind a token that is none of the request's."""
+
+    def arrive(self, token_id: int, *, is_other: bool) -> bool:
+        """Put the token in its place.
+
+        Args:
+            is_other: whether a step that was launched meanwhile has taken it for another one.
+
+        Returns whether there is such a step, whose token for this request is void then.
+        """
+        request = self.request
+        request.token_ids[self.position] = token_id
+        last = request.expected
+        if last is self:
+            request.expected = None
+        elif is_other and last is not None:
+            last.is_void, request.expected = True, None
+            del request.token_ids[last.position]
+            request.num_computed_tokens -= 1
+            return True
+        return False
 
 
 class RequestBatch:
@@ -147,6 +185,7 @@ class RequestBatch:
         spans, sampled_ids = [], []
         prompt_targets: dict[str, list[int]] = {}
         target_indices: list[int] = []
+        expected: dict[int, ExpectedToken] = {}
         num_tokens = 0
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -162,9 +201,12 @@ class RequestBatch:
             sampled = end == len(request.token_ids)
             if sampled:
                 sampled_ids.append(request_id)
+                if request.expected is not None:
+                    expected[num_tokens - 1] = request.expected
             token_ids = request.token_ids[start:end]
             spans.append(TokenSpan(request, start, [*token_ids, *drafts], 1 + len(drafts) if sampled else 0))
         inputs = self.pack(spans, sampled_ids, batch.draft_token_ids)
+        inputs.expected = expected
         if target_indices:
             inputs.prompt_targets, inputs.logits_start = prompt_targets, None
             inputs.logits_indices = torch.cat([inputs.logits_indices, torch.tensor(target_indices)])
@@ -226,6 +268,22 @@ class RequestBatch:
                 rows[row + index].grammar_mask = mask
                 rows[row + index].suppressed_token_ids = ()
             row += 1 + len(inputs.draft_token_ids.get(request_id, ()))
+
+    def expect(self, inputs: StepInputs) -> list[ExpectedToken]:
+        """Append a place for the token that each request of a step without drafts will get."""
+        expected = []
+        for row, request_id in enumerate(inputs.sampled_ids):
+            request = self.requests[request_id]
+            request.expected = ExpectedToken(request_id, request, row, len(request.token_ids))
+            request.token_ids.append(0)
+            expected.append(request.expected)
+        return expected
+
+    def fill_in(self, inputs: StepInputs) -> None:
+        """Put the tokens that were expected, and have arrived, into a step that was prepared without them."""
+        for place, expected in inputs.expected.items():
+            inputs.input_ids[place] = expected.request.token_ids[expected.position]
+        inputs.expected.clear()
 
     def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> tuple[dict[str, list[int]], dict[str, str]]:
         """Append what was drawn, one entry a row of logits: of each request up to the first one that is not its draft.

@@ -56,7 +56,8 @@ class StepBatch:
     """One step. A known request appears as deltas only: how many tokens, which new blocks.
 
     The runner keeps a request's tokens, adds those that it samples, and counts computed tokens itself. A request
-    yields a token in this step exactly when its scheduled tokens reach the last known one.
+    yields a token in this step exactly when its scheduled tokens reach the last known one. A token counts as known as
+    soon as the step that draws it is launched.
 
     With drafts, the scheduled tokens are the last known one and the drafts behind it. The runner draws a token at each
     of these positions, for as long as what it draws is the draft that stands there: the first draw that differs, or
@@ -95,6 +96,9 @@ class StepOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """Only for requests that want some: those of the prompt tokens that follow the tokens computed in this step, from
     the first one that the core does not have."""
+    void_request_ids: list[str] = field(default_factory=list)
+    """Requests whose token here is another one than that which the step launched behind this one has computed with.
+    Their part of that step is void: it yields nothing for them, and the token is still to be computed."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests for which no token could be chosen, and why: the scheduler ends them, the others go on."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -127,6 +131,8 @@ class Capabilities:
     """Draws at several positions of a request in one step (`StepBatch.draft_token_ids`)."""
     lora: bool = False
     """Each request of a step may run with an adapter of its own; needs `mixed_batches`."""
+    launches_ahead: bool = False
+    """The runner is a `LaunchingRunner`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,3 +191,28 @@ class ModelRunner(Protocol):
     def execute_model(self, batch: StepBatch) -> StepOutput: ...
 
     def shutdown(self) -> None: ...
+
+
+class LaunchedStep(Protocol):
+    """A step that a device computes."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the runner had to wait for the step's tokens, so that nothing is gained by leaving them there.
+
+        A step with errors, grammars or prompt log-probabilities is.
+        """
+
+    def result(self) -> StepOutput:
+        """Wait for the tokens."""
+
+
+class LaunchingRunner(ModelRunner, Protocol):
+    """A runner whose device is given a step while it still computes the one before it.
+
+    Such a step may hold the token that the step before draws for a request: it counts as known, the runner takes it
+    from where it was drawn. Drafts do not go with that. Results are asked for in the order of the steps, and that of a
+    step before the next but one is launched.
+    """
+
+    def launch_model(self, batch: StepBatch) -> LaunchedStep: ...

@@ -49,6 +49,16 @@ def test_a_mixed_batch_is_drawn_as_the_host_draws_it(
     sampler = DeviceSampler(len(params) + 2, torch.device("cpu"))
     for _ in range(2):  # its buffers are used again
         assert sampler.sample(logits, rows) == sample(logits[: len(rows)], rows)
+    on_device = [index for index, own in enumerate(params) if own["logprobs"] is None]
+    own_rows, own_logits = [rows[index] for index in on_device], logits[on_device]
+    drawn = [
+        sampler.draw_ahead(own_logits, own_rows) for _ in range(2)
+    ]  # the first is asked for when both are on their way
+    before = [ahead.tokens.tolist() for ahead in drawn]
+    for ahead, on_its_way in zip(drawn, before, strict=True):
+        token_ids, others = ahead.wait()
+        assert token_ids == sample(own_logits, own_rows)[0]
+        assert others == {index for index, token_id in enumerate(token_ids) if token_id != on_its_way[index]}
 
 
 def test_u_at_its_ends_stays_within_the_tokens_that_have_any_weight() -> None:

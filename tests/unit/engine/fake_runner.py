@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +106,34 @@ class Known:
 
 
 @dataclass
+class FakeLaunched:
+    """Implements `LaunchedStep`. The fake device has computed it already, and tells when it is asked, in order."""
+
+    runner: FakeRunner
+    output: StepOutput
+    is_complete: bool
+
+    def result(self) -> StepOutput:
+        in_flight = self.runner.in_flight
+        assert in_flight.pop(0) is self, "results are asked for in another order"
+        if in_flight and not in_flight[0].is_complete and self.runner.redraws_at(len(self.runner.batches)):
+            self._redraw(in_flight[0].output)
+        return self.output
+
+    def _redraw(self, behind: StepOutput) -> None:
+        """As if the step behind had been computed with other tokens: what it wrote for them is none of theirs."""
+        for request_id in self.output.sampled_token_ids.keys() & behind.sampled_token_ids.keys():
+            request, size = self.runner.known[request_id], self.runner.block_size
+            del behind.sampled_token_ids[request_id], request.token_ids[-1], request.chain[-1]
+            request.num_computed -= 1
+            block, place = divmod(request.num_computed, size)
+            self.runner.slots[request.table[block] * size + place] = b"wrong"
+            self.output.void_request_ids.append(request_id)
+
+
+@dataclass
 class FakeRunner:
-    """Implements `ModelRunner`. `max_tokens_per_step` and `max_requests` are the limits that it enforces."""
+    """Implements `LaunchingRunner`. `max_tokens_per_step` and `max_requests` are the limits that it enforces."""
 
     caps: Capabilities = field(default_factory=Capabilities)
     block_size: int = 4
@@ -130,6 +156,13 @@ class FakeRunner:
     """Names by version."""
     max_adapters: int = 1 << 30
     """Most different adapters in one step."""
+    in_flight: list[FakeLaunched] = field(default_factory=list)
+    num_ahead: int = 0
+    """Steps that were launched while another one was in flight."""
+    waits_at: Callable[[int], bool] = lambda _: False
+    """Which steps, by their numbers, the runner waits for at once."""
+    redraws_at: Callable[[int], bool] = lambda _: False
+    """With which steps in flight, by their numbers, the tokens before turn out to be others."""
     gate: threading.Event | None = None
     """What an adapter waits for while it is read."""
 
@@ -178,6 +211,15 @@ class FakeRunner:
 
     def unload_lora(self, version: int) -> None:
         del self.adapters[version]
+
+    def launch_model(self, batch: StepBatch) -> FakeLaunched:
+        assert len(self.in_flight) < 2, "two steps are in flight already"
+        self.num_ahead += bool(self.in_flight and batch.num_scheduled_tokens)
+        output = self.execute_model(batch)
+        must_wait = bool(output.errors or output.prompt_logprobs or batch.grammar_bitmask)
+        is_complete = must_wait or not batch.num_scheduled_tokens or self.waits_at(len(self.batches))
+        self.in_flight.append(FakeLaunched(self, output, is_complete))
+        return self.in_flight[-1]
 
     def execute_model(self, batch: StepBatch) -> StepOutput:
         self.batches.append(batch)

@@ -28,6 +28,7 @@ CAPABILITIES = st.builds(
     chunk_sizes=st.sampled_from([None, (3,), (4, 8)]),
     max_batch=st.sampled_from([None, 1, 3]),
     verifies_drafts=st.just(True),
+    launches_ahead=st.just(True),
 )
 SPECULATIVE = st.one_of(
     st.none(),
@@ -50,6 +51,7 @@ PROMPTS = st.builds(
 @st.composite
 def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
     caps = draw(CAPABILITIES)
+    speculative = draw(SPECULATIVE)
     least = MAX_MODEL_LEN // 4 + 1
     config = fake_config(
         num_blocks=draw(st.sampled_from([least, least + 3, least + 12, 100])),
@@ -59,7 +61,8 @@ def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
         prefix_caching=draw(st.booleans()),
         watermark=draw(st.sampled_from([0.0, 0.3])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 2, 5])),
-        speculative=draw(SPECULATIVE),
+        speculative=speculative,
+        async_scheduling=speculative is None and draw(st.booleans()),
     )
     drafting = config.speculative is not None and config.speculative.method == "draft_model"
     runner = FakeRunner(
@@ -68,6 +71,8 @@ def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
         max_requests=config.scheduler.max_num_seqs,
         num_drafts=config.speculative.num_speculative_tokens if config.speculative and drafting else 0,
         max_adapters=config.lora.max_loras if config.lora else 0,
+        waits_at=draw(st.sampled_from([lambda _: False, lambda number: number % 3 == 0])),
+        redraws_at=draw(st.sampled_from([lambda _: False, lambda number: number % 2 == 0])),
     )
     core = EngineCore(config, runner)
     if core.loras is not None:

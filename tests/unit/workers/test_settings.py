@@ -66,11 +66,16 @@ def test_the_schedulers_options_are_settings(setting: pytest.MonkeyPatch) -> Non
     setting.setenv("HEADRACE_LONG_PREFILL_TOKEN_THRESHOLD", "256")
     setting.setenv("HEADRACE_ENABLE_PREFIX_CACHING", "false")
     setting.setenv("HEADRACE_KV_CACHE_DTYPE", "bfloat16")
+    assert not config.scheduler.async_scheduling
     config = WorkerSettings.from_env().engine_config()
     assert config.scheduler.watermark == 0.2
     assert config.scheduler.long_prefill_token_threshold == 256
     assert not config.cache.enable_prefix_caching
     assert config.cache.kv_cache_dtype == "bfloat16"
+    setting.setenv("HEADRACE_KV_CACHE_DTYPE", "auto")
+    setting.setenv("HEADRACE_DEVICE", "cuda")
+    setting.setenv("HEADRACE_ASYNC_SCHEDULING", "true")
+    assert WorkerSettings.from_env().engine_config().scheduler.async_scheduling
     setting.setenv("HEADRACE_WATERMARK", "1.0")
     with pytest.raises(WorkerSettingsError, match="HEADRACE_WATERMARK: "):
         WorkerSettings.from_env()

@@ -28,6 +28,9 @@ from headrace_workers import default_model
     metavar="N",
     help="Most tokens of one prompt a step [default: no limit].",
 )
+@click.option(
+    "--async-scheduling", is_flag=True, default=None, help="Device cuda: schedule during a step [default: off]."
+)
 @click.option("--watermark", type=float, metavar="SHARE", help="KV blocks kept free at admission [default: 0.01].")
 @click.option(
     "--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Share computed prompt beginnings [on]."

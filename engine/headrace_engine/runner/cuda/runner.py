@@ -13,20 +13,23 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch, StepInputs
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
+from headrace_engine.runner.contracts import Capabilities, KVSpec, LaunchedStep, ModelInfo, StepBatch, StepOutput
 from headrace_engine.runner.cuda import device as gpu
 from headrace_engine.runner.cuda.graphs import DecodeGraphs
+from headrace_engine.runner.cuda.launched_step import CompleteStep, PendingStep
 from headrace_engine.runner.cuda.sampling import DeviceSampler
 from headrace_engine.runner.cuda.step import DeviceSteps
 from headrace_engine.runner.memory import available_memory
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
+from headrace_engine.runner.sampler import SamplingRow
+from headrace_engine.runner.static.sampling import needs_host
 
 logger = logging.getLogger(__name__)
 
 
 class CUDARunner:
-    """Implements `ModelRunner` on one GPU in float32 or bfloat16.
+    """Implements `LaunchingRunner` on one GPU in float32 or bfloat16.
 
     Args:
         device: where the model lies; the CPU for tests.
@@ -44,6 +47,8 @@ class CUDARunner:
         self._steps: DeviceSteps
         self._sampler: DeviceSampler
         self._graphs: DecodeGraphs | None = None
+        self._in_flight: PendingStep | None = None
+        """The step launched last, where its tokens were not waited for."""
         self._activations = 0
         self._warm_up_seconds = 0.0
 
@@ -90,7 +95,7 @@ class CUDARunner:
         return int(torch.cuda.max_memory_allocated(self._device)) - before + sampling
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(verifies_drafts=True)
+        return Capabilities(verifies_drafts=True, launches_ahead=True)
 
     def kv_spec(self) -> KVSpec:
         free = gpu.free_memory(self._device) if self._device.type == "cuda" else available_memory()
@@ -119,37 +124,65 @@ class CUDARunner:
         self._graphs.capture()
         self._warm_up_seconds = time.perf_counter() - started
 
-    @torch.inference_mode()
     def execute_model(self, batch: StepBatch) -> StepOutput:
+        return self.launch_model(batch).result()
+
+    @torch.inference_mode()
+    def launch_model(self, batch: StepBatch) -> LaunchedStep:
         started = time.perf_counter()
         self._batch.update(batch)
         self._steps.note_blocks(batch, self._batch.requests)
         if not batch.num_scheduled_tokens:
-            return StepOutput(sampled_token_ids={})
+            return CompleteStep(StepOutput(sampled_token_ids={}))
         inputs = self._batch.prepare(batch)
+        rows = None
+        if self._in_flight is not None and not self._in_flight.has_arrived:
+            rows = self._rows_ahead(batch, inputs)
+            if rows is None:
+                self._in_flight.result()
+                self._batch.fill_in(inputs)
         prepared = time.perf_counter()
         logits, num_padded = self._forward(batch, inputs)
         launched = time.perf_counter()
-        rows = self._batch.sampling_rows(inputs)
-        if batch.grammar_bitmask is not None:
-            self._batch.restrict(rows, inputs, batch.grammar_bitmask.result())
-        drawn, logprobs = self._sampler.sample(logits, rows)
-        accepted, errors = self._batch.accept(inputs, drawn)
-        return StepOutput(
-            sampled_token_ids=accepted,
-            logprobs=inputs.by_request(logprobs, accepted) if logprobs else {},
-            prompt_logprobs=self._batch.prompt_logprobs(logits[len(rows) :], inputs),
-            errors=errors,
+        output = StepOutput(
+            sampled_token_ids={},
             num_padded_tokens=num_padded,
             compiled_graphs=self._graphs.num_graphs if self._graphs else 0,
             warm_up_seconds=self._warm_up_seconds,
             # The device computes while the host goes on: its time shows where the host waits, in "sample".
-            phase_seconds={
-                "prepare": prepared - started,
-                "forward": launched - prepared,
-                "sample": time.perf_counter() - launched,
-            },
+            phase_seconds={"prepare": prepared - started, "forward": launched - prepared},
         )
+        rows = rows or self._rows_ahead(batch, inputs)
+        if rows is None:
+            self._draw_now(batch, inputs, logits, output)
+            output.phase_seconds["sample"] = time.perf_counter() - launched
+            return CompleteStep(output)
+        drawn = self._sampler.draw_ahead(logits, rows)
+        self._steps.drawn = drawn.tokens
+        self._in_flight = PendingStep(drawn, self._batch.expect(inputs), output)
+        return self._in_flight
+
+    def _rows_ahead(self, batch: StepBatch, inputs: StepInputs) -> list[SamplingRow] | None:
+        """The step's rows, where the device can draw all of them and the host need not look; None where it must.
+
+        A step of the latter kind comes behind known tokens, and is waited for.
+        """
+        if batch.grammar_bitmask is not None or batch.draft_token_ids or inputs.prompt_targets:
+            return None
+        if any(self._batch.requests[request_id].needs_tokens for request_id in inputs.sampled_ids):
+            return None
+        rows = self._batch.sampling_rows(inputs)
+        return None if any(needs_host(row) for row in rows) else rows
+
+    def _draw_now(self, batch: StepBatch, inputs: StepInputs, logits: torch.Tensor, output: StepOutput) -> None:
+        rows = self._batch.sampling_rows(inputs)
+        if batch.grammar_bitmask is not None:
+            self._batch.restrict(rows, inputs, batch.grammar_bitmask.result())
+        tokens, logprobs = self._sampler.sample(logits, rows)
+        output.sampled_token_ids, output.errors = self._batch.accept(inputs, tokens)
+        if logprobs:
+            output.logprobs = inputs.by_request(logprobs, output.sampled_token_ids)
+        output.prompt_logprobs = self._batch.prompt_logprobs(logits[len(rows) :], inputs)
 
     def _forward(self, batch: StepBatch, inputs: StepInputs) -> tuple[torch.Tensor, int]:
         """Logits in the order of `inputs.logits_indices`, and how many tokens were padding."""

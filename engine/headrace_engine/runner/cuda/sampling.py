@@ -6,18 +6,71 @@ which says where these were too few. Such rows, and those with penalties, masks 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
-from headrace_engine.runner.sampler import SamplingRow, sample
+from headrace_engine.runner.sampler import SamplingRow, draw_tokens, sample
 from headrace_engine.runner.static.sampling import NUM_KNOBS, draw, knobs_of, needs_host
 
 _CHUNK = 1024
 _HOTTEST = 1e30
 """Larger temperatures make no difference, and do not fit into a float32."""
+
+
+class DrawnAhead:
+    """Tokens that the device draws, on their way to the host.
+
+    Args:
+        drawn: on the device.
+        found: [2, rows] in pinned memory: the tokens, and whether each is the right one, once `arrived`.
+    """
+
+    def __init__(self, drawn: "_Drawn", found: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        self._drawn = drawn
+        self._found = found
+        self._arrived = arrived
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[rows] int64 on the device, those that `wait` replaces included."""
+        return self._drawn.tokens
+
+    def wait(self) -> tuple[list[int], set[int]]:
+        """The tokens, and the rows for which the host found another one than the device."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        token_ids, is_exact = self._found.tolist()
+        doubtful = [index for index, row in enumerate(self._drawn.limited) if not is_exact[row]]
+        if not doubtful:
+            return token_ids, set()
+        others = set()
+        redrawn = draw_tokens(self._drawn.logits[doubtful].cpu(), [self._drawn.rows[index] for index in doubtful])
+        for index, token_id in zip(doubtful, redrawn, strict=True):
+            row = self._drawn.limited[index]
+            if token_ids[row] != token_id:
+                token_ids[row] = token_id
+                others.add(row)
+        return token_ids, others
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What the device says of a step's rows."""
+
+    tokens: torch.Tensor
+    """[rows] int64"""
+    is_exact: torch.Tensor
+    """[rows] int64; 0 where a token may be the wrong one."""
+    limited: list[int]
+    """The rows that were drawn from the most likely tokens, of which there may have been too few."""
+    logits: torch.Tensor
+    """[limited, vocabulary] float32, a copy."""
+    rows: list[SamplingRow]
+    """Those of the limited."""
 
 
 class DeviceSampler:
@@ -28,8 +81,12 @@ class DeviceSampler:
     def __init__(self, max_rows: int, device: torch.device) -> None:
         sizes = [(max_rows, 8)] * 5, [(max_rows * NUM_KNOBS, 4), (max_rows, 4)]
         self._buffer = UploadBuffer(room_for(*sizes[0], *sizes[1]), device)
-        self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._drawn = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        is_cuda = device.type == "cuda"
+        self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
+        self._drawn = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        # Two, in turn: a step's tokens are read when the next step is launched already.
+        self._found_ahead = torch.empty((2, 2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
+        self._turn = 0
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """As `runner.sampler.sample`.
@@ -50,13 +107,41 @@ class DeviceSampler:
             token_ids[index] = token_id
         return token_ids, {on_host[index]: entry for index, entry in logprobs.items()}
 
+    def draw_ahead(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> DrawnAhead:
+        """Draw without waiting; for rows that do not need the host.
+
+        What the call before the last one gave must have been waited for.
+        """
+        drawn = self._drawn_on_device(logits[: len(rows)], rows, set())
+        self._turn = 1 - self._turn
+        found = self._found_ahead[self._turn, :, : len(rows)]
+        found[0].copy_(drawn.tokens, non_blocking=True)
+        found[1].copy_(drawn.is_exact, non_blocking=True)
+        arrived = None
+        if self._drawn is not None:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        return DrawnAhead(drawn, found, arrived)
+
     def _draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], skipped: set[int]
     ) -> tuple[list[int], list[int]]:
         """What the device says of all rows; of skipped ones it says something, too."""
+        drawn = self._drawn_on_device(logits, rows, skipped)
+        here = self._found[:, : len(rows)]
+        here[0].copy_(drawn.tokens, non_blocking=True)
+        here[1].copy_(drawn.is_exact, non_blocking=True)
+        if self._drawn is not None:
+            self._drawn.record()
+            self._drawn.synchronize()
+        token_ids, is_exact = here.tolist()
+        return token_ids, is_exact
+
+    def _drawn_on_device(self, logits: torch.Tensor, rows: Sequence[SamplingRow], skipped: set[int]) -> _Drawn:
         drawn = [i for i, row in enumerate(rows) if i not in skipped and not row.params.is_greedy]
         limited = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1.0]
         free = [i for i in drawn if rows[i].params.top_k <= 0 and rows[i].params.top_p >= 1.0]
+        chosen_logits = logits[:0]
         tokens = logits.argmax(dim=-1)
         exact = torch.ones_like(tokens)
         if drawn:
@@ -79,17 +164,11 @@ class DeviceSampler:
                 chosen = logits.index_select(0, free_at).float()
                 tokens.index_copy_(0, free_at, draw_from_all(chosen, temperature, min_p, u))
             if limited:
-                found = draw(logits.index_select(0, limited_at).float(), knob_values.view(-1, NUM_KNOBS), top_k)
+                chosen_logits = logits.index_select(0, limited_at).float()
+                found = draw(chosen_logits, knob_values.view(-1, NUM_KNOBS), top_k)
                 tokens.index_copy_(0, limited_at, found.tokens.long())
                 exact.index_copy_(0, limited_at, found.is_exact.long())
-        here = self._found[:, : len(rows)]
-        here[0].copy_(tokens, non_blocking=True)
-        here[1].copy_(exact, non_blocking=True)
-        if self._drawn is not None:
-            self._drawn.record()
-            self._drawn.synchronize()
-        token_ids, is_exact = here.tolist()
-        return token_ids, is_exact
+        return _Drawn(tokens, exact, limited, chosen_logits, [rows[i] for i in limited])
 
 
 def draw_from_all(

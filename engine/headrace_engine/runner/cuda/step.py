@@ -28,12 +28,19 @@ class DeviceSteps:
     def __init__(self, max_tokens: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
         table_size = (max_num_seqs + 1) * max_blocks
         self._buffer = UploadBuffer(
-            # ids, positions, slots, rows of logits; starts, lengths, table rows; changes of the table
-            room_for(*[(max_tokens, 8)] * 4, *[(max_num_seqs + 1, 4)] * 3, (table_size, 8), (table_size, 4)),
+            # ids, positions, slots, rows of logits; starts, lengths, table rows; tokens in flight; changes of the table
+            room_for(
+                *[(max_tokens, 8)] * 4,
+                *[(max_num_seqs + 1, 4)] * 3,
+                *[(max_num_seqs, 8)] * 2,
+                *((table_size, 8), (table_size, 4)),
+            ),
             device,
         )
         self._table = torch.zeros((max_num_seqs + 1, max_blocks), dtype=torch.int32, device=device)
         self._changes: list[tuple[int, list[int]]] = []
+        self.drawn: torch.Tensor | None = None
+        """[rows] int64 on the device: the tokens of the step before, which the next one may hold."""
 
     def note_blocks(self, batch: StepBatch, requests: Mapping[str, RunningRequest]) -> None:
         """Remember which blocks a step brings; call when `requests` have taken them."""
@@ -117,13 +124,20 @@ class DeviceSteps:
                 *(metadata.query_start, metadata.seq_lens, metadata.table_rows),
             )
         ]
-        if self._changes:  # behind the rest, whose addresses must not depend on them
+        # What follows is behind the rest, whose addresses must not depend on it.
+        arrays.append(np.array(list(inputs.expected), dtype=np.int64))
+        arrays.append(np.array([expected.row for expected in inputs.expected.values()], dtype=np.int64))
+        if self._changes:
             arrays += [
                 np.concatenate([np.arange(start, start + len(ids)) for start, ids in self._changes]),
                 np.concatenate([np.asarray(ids, dtype=np.int32) for _, ids in self._changes]),
             ]
             self._changes.clear()
-        ids, positions, slots, logits_indices, query_start, seq_lens, table_rows, *changes = self._buffer.upload(arrays)
+        ids, positions, slots, logits_indices, *uploaded = self._buffer.upload(arrays)
+        query_start, seq_lens, table_rows, places, rows, *changes = uploaded
+        if inputs.expected:
+            assert self.drawn is not None
+            ids.index_copy_(0, places, self.drawn.index_select(0, rows))
         if changes:
             self._table.view(-1).index_copy_(0, changes[0], changes[1])
         return replace(

@@ -21,7 +21,7 @@ from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cuda.device import check_model_fits
-from headrace_engine.runner.fused import native_linear
+from headrace_engine.runner.fused import elementwise, native_linear
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.native_linear import NativeLinear
@@ -111,7 +111,7 @@ class PagedModel:
             linear = int8_linear.Int8Linear
         if linear is None:
             return
-        if fuse_layers:
+        if fuse_layers and elementwise.is_built():
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
             self._stack = self._stack_layers()
         head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together

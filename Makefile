@@ -40,7 +40,7 @@ triton: $(STAMP) ## Triton in .venv, 700 MB: its kernels are checked in its inte
 		|| echo "Triton could not be installed: the checks of its kernels are skipped"
 
 test-triton: triton ## the Triton kernels on 300 random problems; on the GPU where there is one
-	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py --timeout 3600 -rs
+	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py tests/engine/test_device_passes.py --timeout 3600 -rs
 
 lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
 	@$(BIN)/ruff check .

@@ -1,7 +1,8 @@
-"""Compiles the Triton kernels for compute capability 9.0, as the backend launches them; needs no GPU.
+"""Compiles the Triton kernels for compute capability 9.0, as the engine launches them; needs no GPU.
 
-Prints a line for each: its name, and the bytes of shared memory that it takes. The kernels' calls are recorded on the
-CPU, so what is compiled here has the very constants that a launch has.
+Attention's, or with the argument `elementwise` those of the passes between matrix products. Prints a line for each: its
+name, and the bytes of shared memory that it takes. The kernels' calls are recorded on the CPU, so what is compiled here
+has the very constants that a launch has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.compiler import ASTSource
 from engine.attention_cases import Case, Problem
 from headrace_engine.runner.attention import triton_kernels
 from headrace_engine.runner.attention.triton_backend import TritonBackend
+from headrace_engine.runner.fused import triton_elementwise, triton_passes
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -66,6 +68,28 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     return triton.compile(source, target=HOPPER, options=launch)
 
 
+def elementwise() -> None:
+    """The passes between the products of a layer of Qwen3-8B's shape, with and without head norms."""
+    names = ("add_rms_norm_kernel", "norm_rope_kernel", "silu_mul_kernel")
+    recorders = [Recorder(getattr(triton_elementwise, name)) for name in names]
+    for name, recorder in zip(names, recorders, strict=True):
+        setattr(triton_elementwise, name, recorder)
+    hidden, qkv, gate_up, cosine = (torch.zeros(64, size, dtype=torch.bfloat16) for size in (4096, 6144, 24576, 128))
+    heads: dict[str, Any] = {"q_heads": 32, "k_heads": 8, "head_dim": 128, "cosine": cosine, "sine": cosine}
+    for delta in (None, hidden):
+        triton_passes.add_rms_norm(hidden, delta, hidden[0], 1e-5)
+    for weight in (None, cosine[0]):
+        triton_passes.norm_rope(qkv, **heads, q_weight=weight, k_weight=weight, eps=1e-6)
+    triton_passes.silu_mul(gate_up)
+    for name, recorder in zip(names, recorders, strict=True):
+        setattr(triton_elementwise, name, recorder.kernel)
+    for name, recorder in zip(names, recorders, strict=True):
+        for args, options in recorder.launches:
+            compiled = compile_launch(recorder.kernel, args, options)
+            assert compiled.asm["cubin"]
+            sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
+
+
 def main() -> None:
     names = ("paged_attention_kernel", "join_splits_kernel", "write_kv_kernel")
     done = set()
@@ -85,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    elementwise() if "elementwise" in sys.argv else main()

@@ -20,6 +20,7 @@ from headrace_engine.runner import models, packed_linear
 from headrace_engine.runner.fused import elementwise, fusion, native_linear
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
+from headrace_engine.runner.fused.device_linear import DeviceLinear
 from headrace_engine.runner.fused.fusion import decoder_layers
 from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
@@ -150,7 +151,7 @@ def scaled_far_away(layer: Any) -> None:
 
 @pytest.mark.parametrize("change", [scaled_residual, other_activation, scaled_queries, norm_plus_one, scaled_far_away])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("linear", [PackedLinear, NativeLinear])
+@pytest.mark.parametrize("linear", [PackedLinear, NativeLinear, DeviceLinear])
 def test_a_layer_that_computes_anything_else_is_not_replaced(
     llama: TinyModel, change: Callable[[Any], None], dtype: torch.dtype, linear: LinearKind
 ) -> None:

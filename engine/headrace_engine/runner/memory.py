@@ -77,14 +77,15 @@ def check_weights_fit(model: str, dtype: torch.dtype) -> None:
 
 
 def release_unused() -> None:
-    """Give back to the system what this process holds without need: freed heap, and pages of mapped weight files.
+    """Give back what this process holds without need: freed heap, a GPU's freed memory, pages of mapped weight files.
 
-    The latter are read from the file again (mostly from the page cache) if somebody wants them. A mapping of which a
+    The last are read from the file again (mostly from the page cache) if somebody wants them. A mapping of which a
     page was written to is left alone: what was written would be lost.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+    torch.cuda.empty_cache()  # nothing where no GPU is in use
     try:
         regions = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:

@@ -6,14 +6,15 @@ product itself.
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from headrace_engine.runner.fused.elementwise import add_rms_norm
+from headrace_engine.runner.fused import elementwise
 from headrace_engine.runner.fused.norm import Norm
+from headrace_engine.runner.fused.passes import Passes
 from headrace_engine.runner.memory import release_unused
 
 # The number of rows that oneDNN's choice of layout is tuned for; 64 was the best of those measured for 1 to 512 rows.
@@ -28,6 +29,9 @@ class PreparedLinear(nn.Module):
     exact = True
     """Whether it computes what the layer did, but for the order of sums."""
 
+    passes: ClassVar[Passes] = elementwise
+    """What computes between such layers, where their weights lie."""
+
     num_bytes: int
     """Of the weight as it was read."""
 
@@ -36,7 +40,7 @@ class PreparedLinear(nn.Module):
 
     def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         """Add `delta` to hidden [rows, in_features] in place, where there is one; the layer of its norm."""
-        out: torch.Tensor = self(add_rms_norm(hidden, delta, norm.weight, norm.eps))
+        out: torch.Tensor = self(self.passes.add_rms_norm(hidden, delta, norm.weight, norm.eps))
         return out
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  # others add at once

@@ -21,8 +21,9 @@ from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cuda.device import check_model_fits
-from headrace_engine.runner.fused import native_linear
+from headrace_engine.runner.fused import elementwise, native_linear
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
+from headrace_engine.runner.fused.device_linear import DeviceLinear, TritonLinear
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.lora.layers import LoRALayers
@@ -39,6 +40,8 @@ class PagedModel:
 
     Args:
         fuse_layers: merge the projections of layers of the common kind; their own modules are then called no more.
+        packed: bring linear layers into the forms that a CPU computes fastest; otherwise torch's own products compute
+            them, as a GPU needs it.
         device: where it computes. The model is read and looked at on the CPU, then moved there.
 
     Raises:
@@ -52,6 +55,7 @@ class PagedModel:
         cache: CacheConfig,
         *,
         fuse_layers: bool = True,
+        packed: bool = True,
         device: torch.device = _CPU,
     ) -> None:
         self._device = device
@@ -90,8 +94,11 @@ class PagedModel:
         )
         self.num_fused = self.num_packed = 0
         self._stack: DecoderStack | None = None
-        if device.type == "cpu":
-            self._prepare_products(config, read_weights, fuse_layers=fuse_layers)
+        if packed:
+            self._pack_products(config, read_weights, fuse_layers=fuse_layers)
+        elif fuse_layers:
+            linear = TritonLinear if self._backend.name == "triton" else DeviceLinear
+            self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, read_weights, linear)
         self._in_tiles = config.batch_invariant and not self._computes_rows_alone()
         self._lora: LoRALayers | None = None
 
@@ -99,7 +106,7 @@ class PagedModel:
     def bytes_per_block(self) -> int:
         return self._backend.bytes_per_block
 
-    def _prepare_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
+    def _pack_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
         """Bring the linear layers into the form in which they are computed, all but those of `keep`."""
         dtype = self.spec.dtype
         exact: LinearKind | None = PackedLinear if packed_linear.supports(dtype) else None
@@ -111,7 +118,7 @@ class PagedModel:
             linear = int8_linear.Int8Linear
         if linear is None:
             return
-        if fuse_layers:
+        if fuse_layers and elementwise.is_built():
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
             self._stack = self._stack_layers()
         head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together

@@ -55,7 +55,7 @@ class CUDARunner:
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
         config = self._config
-        self._model = PagedModel(config.model, config.cache, fuse_layers=False, device=self._device)
+        self._model = PagedModel(config.model, config.cache, packed=False, device=self._device)
         info, scheduler = self._model.info, config.scheduler
         max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         self._blocks_per_seq = -(-info.max_model_len // config.cache.block_size)
@@ -64,12 +64,13 @@ class CUDARunner:
         if info.attention == "triton":
             self._activations = self._measure_largest_step()
         logger.info(
-            "loaded %s on %s: %.0f M parameters, %s, %s attention, a step takes %d MiB, %.1f s",
+            "loaded %s on %s: %.0f M parameters, %s, %s attention, %d fused layers, a step takes %d MiB, %.1f s",
             info.architecture,
             self._device,
             info.num_parameters / 1e6,
             info.dtype,
             info.attention,
+            self._model.num_fused,
             self._activations >> 20,
             time.perf_counter() - started,
         )

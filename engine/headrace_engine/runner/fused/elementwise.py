@@ -5,10 +5,13 @@ All tensors are float32 or bfloat16 of one type, contiguous, two-dimensional: [t
 
 import ctypes
 import functools
+import logging
 
 import torch
 
 from headrace_engine.runner import native_library
+
+logger = logging.getLogger(__name__)
 
 MOST_FEATURES = 32768
 MOST_HEAD_DIM = 1024
@@ -35,6 +38,16 @@ def library() -> ctypes.CDLL:
         function = getattr(kernels, name)
         function.argtypes, function.restype = arguments, None
     return kernels
+
+
+def is_built() -> bool:
+    """Whether layers can be fused with these kernels; the log says what is missing."""
+    try:
+        library()
+    except OSError as error:
+        logger.warning("decoder layers are not fused: %s", error)
+        return False
+    return True
 
 
 def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from headrace_engine.runner.fused import elementwise
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, is_gated, unsupported_reason
 from headrace_engine.runner.memory import release_unused
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
@@ -49,7 +48,8 @@ def fuse_decoder_layers(
     """Replace what can be replaced; returns how many layers.
 
     Args:
-        model: loaded, its linear layers not packed yet, with an attention function of its own name.
+        model: on the device where it will compute, its linear layers not packed yet, with an attention function of its
+            own name.
         keep: linear layers whose weights the model's own code reads.
         linear: what the projections become once the layer was seen to compute the same.
     """
@@ -62,11 +62,6 @@ def fuse_decoder_layers(
         if unsupported_reason(layer) is None and not any(module in keep for module in layer.modules())
     }
     if not candidates:
-        return 0
-    try:
-        elementwise.library()
-    except OSError as error:
-        logger.warning("decoder layers are not fused: %s", error)
         return 0
     seen = _probe(model, candidates, max_model_len)
     in_chain = len(seen) == len(layers) and _is_chain([seen[index] for index in range(len(layers))])
@@ -147,8 +142,8 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
     AttentionInterface.register(name, attend)
     try:
         vocab_size: int = model.config.get_text_config().vocab_size
-        token_ids = torch.arange(_PROBE_TOKENS)[None] * 7919 % vocab_size
-        position_ids = torch.linspace(0, max_model_len - 1, _PROBE_TOKENS).long()[None]
+        token_ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 7919 % vocab_size
+        position_ids = torch.linspace(0, max_model_len - 1, _PROBE_TOKENS).long()[None].to(model.device)
         model(input_ids=token_ids, position_ids=position_ids, use_cache=False)
     finally:
         AttentionInterface.register(name, own)

@@ -23,7 +23,13 @@ from headrace_engine.runner.fused import triton_elementwise, triton_passes
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
 _LAUNCH_OPTIONS = ("num_warps", "num_stages")
-_TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 LLAMA_8B = {"kv_heads": 8, "group": 4, "k_dim": 128, "v_dim": 128, "block_size": 32}
 CASES = {
@@ -90,22 +96,27 @@ def elementwise() -> None:
             sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
 
 
-def main() -> None:
+def attention(suffix: str = "", cache_dtype: torch.dtype | None = None) -> None:
     names = ("paged_attention_kernel", "join_splits_kernel", "write_kv_kernel")
     done = set()
     for case_name, problem in CASES.items():
         recorders = {name: Recorder(getattr(triton_kernels, name)) for name in names}
         for name, recorder in recorders.items():
             setattr(triton_kernels, name, recorder)
-        case = Case(problem, torch.bfloat16)
+        case = Case(problem, torch.bfloat16, cache_dtype=cache_dtype)
         case.compute(TritonBackend(case.spec(), torch.device("cpu"), HOPPER_PROCESSORS))
         for name, recorder in recorders.items():
             setattr(triton_kernels, name, recorder.kernel)
             if recorder.launches and (name == names[0] or name not in done):
                 compiled = compile_launch(recorder.kernel, *recorder.launches[-1])
                 assert compiled.asm["cubin"]
-                sys.stdout.write(f"{case_name if name == names[0] else name} {compiled.metadata.shared}\n")
+                sys.stdout.write(f"{case_name if name == names[0] else name}{suffix} {compiled.metadata.shared}\n")
                 done.add(name)
+
+
+def main() -> None:
+    attention()
+    attention("_fp8", torch.float8_e4m3fn)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,10 @@ def test_the_draft_model_keeps_its_own_in_it_too(tiny_model: Callable[[str], Tin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8', allowed are auto, bfloat16"),
-        ({"kv_cache_dtype": "bfloat16", "device": "cuda"}, "kv_cache_dtype is set, which device cuda cannot do"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4', allowed are auto, bfloat16, fp8"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, which device auto cannot do"),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype is fp8, which device cpu cannot do"),
+        ({"kv_cache_dtype": "bfloat16", "device": "cuda"}, "kv_cache_dtype is bfloat16, which device cuda cannot do"),
         ({"kv_cache_dtype": "bfloat16", "device": "static-cpu"}, "which device static-cpu cannot do"),
     ],
 )

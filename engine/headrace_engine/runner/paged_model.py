@@ -33,6 +33,7 @@ from headrace_engine.runner.probe import ModelLayout
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class PagedModel:
@@ -75,7 +76,7 @@ class PagedModel:
             layers=self._layout.layers,
             block_size=cache.block_size,
             dtype=dtype,
-            cache_dtype=torch.bfloat16 if cache.kv_cache_dtype == "bfloat16" else None,
+            cache_dtype=_CACHE_DTYPES[cache.kv_cache_dtype],
         )
         self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
         check_model_fits(self._model, device)

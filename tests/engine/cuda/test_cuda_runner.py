@@ -74,6 +74,23 @@ def generate(core: EngineCore, params: list[SamplingParams]) -> tuple[list[list[
     return tokens, logprobs
 
 
+def test_keys_and_values_kept_in_8_bits_take_a_quarter_of_float32s_memory_and_change_probabilities_a_little(
+    tiny_model: Callable[[str], TinyModel],
+) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: make test-triton")
+    options: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    cores = [
+        make_core(tiny_model("llama"), kv_cache_dtype=kept, max_model_len=48, **options) for kept in ("auto", "fp8")
+    ]
+    whole, kept_in_8_bits = (core.runner.kv_spec().bytes_per_block for core in cores)
+    assert whole == 4 * kept_in_8_bits
+    params = [SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, prompt_logprobs=0, ignore_eos=True)]
+    exact, rounded = (torch.tensor(generate(core, params)[1][0]).view(-1, 3)[:-1, 1] for core in cores)
+    difference = (exact - rounded).abs()
+    assert 0 < difference.mean() < 0.4  # of ten; another cache than the request's own would change them by several
+
+
 def test_draws_and_log_probabilities_are_those_of_the_cpu_runner(llama: TinyModel) -> None:
     common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
     choices: list[dict[str, Any]] = [

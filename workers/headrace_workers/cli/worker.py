@@ -18,7 +18,9 @@ from headrace_workers import default_model
 @click.option("--redis-url", metavar="URL", help="redis://, rediss://, unix:// or sentinel:// [default: local Redis].")
 @click.option("--device", type=click.Choice(DEVICES), help="Where the model runs.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of the model.")
-@click.option("--kv-cache-dtype", type=click.Choice(["auto", "bfloat16"]), help="Precision of keys and values [auto].")
+@click.option(
+    "--kv-cache-dtype", type=click.Choice(["auto", "bfloat16", "fp8"]), help="Precision of keys and values [auto]."
+)
 @click.option("--quantization", type=click.Choice(["int8"]), help="Matrix products in 8 bits, on CPUs [default: off].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
 @click.option("--max-num-batched-tokens", type=int, metavar="N", help="Token budget of a step [512 on a CPU].")

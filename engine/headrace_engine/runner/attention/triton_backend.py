@@ -65,8 +65,11 @@ class TritonBackend:
             return "Triton needs a GPU; on the CPU its kernels run for checks only, with TRITON_INTERPRET=1 set"
         if spec.dtype not in _DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
-        if spec.kept_dtype is not spec.dtype:
-            return f"keys and values are to be kept in {spec.kept_dtype}, and these kernels keep them in {spec.dtype}"
+        if spec.kept_dtype not in (spec.dtype, torch.float8_e4m3fn):
+            return (
+                f"keys and values are to be kept in {spec.kept_dtype}, and these kernels keep them in {spec.dtype} or "
+                f"{torch.float8_e4m3fn}"
+            )
         largest = max(max(layer.k_dim, layer.v_dim) for layer in spec.layers)
         if largest > _MOST_HEAD_DIM:
             return f"its heads are of size {largest}, more than {_MOST_HEAD_DIM}"
@@ -76,11 +79,11 @@ class TritonBackend:
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
         elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own)
-        return elements * self._spec.block_size * self._spec.dtype.itemsize
+        return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         size = self._spec.block_size
-        options: dict[str, Any] = {"dtype": self._spec.dtype, "device": self._device}
+        options: dict[str, Any] = {"dtype": self._spec.kept_dtype, "device": self._device}
         self._k_cache, self._v_cache = [], []
         for layer in self._spec.layers:
             if layer.kv_source is None:

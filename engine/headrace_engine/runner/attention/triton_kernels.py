@@ -37,7 +37,7 @@ def paged_attention_kernel(
     max_ptr,  # [tokens, heads, SPLITS] float32: largest score of each split
     sum_ptr,  # [tokens, heads, SPLITS] float32: sum of the weights against that largest score
     query_ptr,  # [tokens, heads, K_DIM]
-    k_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, K_DIM]
+    k_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, K_DIM], of the queries' type or float8e4nv
     v_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, V_DIM]
     query_start_ptr,
     seq_lens_ptr,
@@ -132,6 +132,7 @@ def paged_attention_kernel(
             mask=(k_dims < K_DIM)[:, None] & key_ok[None, :],
             other=0.0,
         )
+        key = key.to(query_ptr.dtype.element_ty)  # from what it is kept in
         if WIDEN:
             key = key.to(tl.float32)
         scores = tl.dot(query, key, input_precision="ieee")
@@ -159,6 +160,7 @@ def paged_attention_kernel(
             mask=key_ok[:, None] & (v_dims < V_DIM)[None, :],
             other=0.0,
         )
+        value = value.to(query_ptr.dtype.element_ty)
         weights = weights.to(value.dtype)
         if WIDEN:
             weights = weights.to(tl.float32)
@@ -205,6 +207,20 @@ def join_splits_kernel(
     tl.store(output_ptr + place * V_DIM + v_dims, joined.to(output_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
+@triton.jit
+def _nearest_e4m3(numbers):
+    """The nearest number that has four bits of exponent and three of mantissa, ties to even, at most 448.
+
+    By our own arithmetic and not by a cast, which not every device and not the interpreter does alike. Added to 2^23
+    times the distance between two neighbours, a number loses all that is finer.
+    """
+    magnitude = tl.minimum(tl.abs(numbers), 448.0)
+    power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.maximum(power, 0.015625) * 1048576.0
+    nearest = (magnitude + scale) - scale
+    return tl.where(numbers == numbers, tl.where(numbers < 0, -nearest, nearest), numbers)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def write_kv_kernel(
     key_ptr,  # [tokens, kv_heads, K_DIM]
@@ -237,5 +253,8 @@ def write_kv_kernel(
     v_ok = is_kept & (v_dims < V_DIM)
     key = tl.load(key_ptr + token[:, None] * key_token_stride + head * key_head_stride + k_dims, mask=k_ok)
     value = tl.load(value_ptr + token[:, None] * value_token_stride + head * value_head_stride + v_dims, mask=v_ok)
+    if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
+        key = _nearest_e4m3(key.to(tl.float32)).to(tl.float8e4nv)
+        value = _nearest_e4m3(value.to(tl.float32)).to(tl.float8e4nv)
     tl.store(k_cache_ptr + cache_row[:, None] * K_DIM + k_dims, key, mask=k_ok)
     tl.store(v_cache_ptr + cache_row[:, None] * V_DIM + v_dims, value, mask=v_ok)

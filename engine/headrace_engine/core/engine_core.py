@@ -22,7 +22,7 @@ from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError, raised_at
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
-from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request, RequestStatus
+from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 from headrace_engine.runner.contracts import (
     Capabilities,
     KVSpec,
@@ -61,6 +61,8 @@ class EngineCore:
             raise ConfigError(f"async_scheduling is set, but the runner on {device} does not launch steps ahead")
         self._runs_ahead = config.scheduler.async_scheduling
         self._in_flight: _InFlight | None = None
+        self._compilation = (0, 0.0, 0)
+        """What the runner said last of its graphs, their compilation, and operators that the device lacks."""
         spec = runner.kv_spec()
         num_blocks = _num_blocks(config, spec, self.model_info.max_model_len)
         runner.init_kv_cache(num_blocks)
@@ -124,7 +126,7 @@ class EngineCore:
 
     def _admit_prepared(self) -> None:
         """Admit the requests whose grammars are compiled. Compilation goes on beside the steps of the others."""
-        idle = not self._answers and not self.scheduler.has_work() and self._in_flight is None
+        idle = not self._answers and not self.scheduler.has_work()
         for prepared in self._grammars.take(_GRAMMAR_WAIT_SECONDS if idle else 0.0):
             if prepared.error is None:
                 self._admit(prepared.request, prepared.grammar)
@@ -165,7 +167,7 @@ class EngineCore:
     def has_work(self) -> bool:
         if self.loras is not None and self.loras.has_news:
             return True
-        return bool(self._answers or self._grammars) or self.scheduler.has_work() or self._in_flight is not None
+        return bool(self._answers or self._grammars) or self.scheduler.has_work()
 
     @property
     def is_prepared_for_grammars(self) -> bool:
@@ -193,6 +195,7 @@ class EngineCore:
             updating = self._update(batch, output, None, news)
         stats.step_seconds = time.perf_counter() - started
         stats.phase_seconds = {"schedule": scheduled - started, **stats.phase_seconds, "update": updating}
+        stats.compiled_graphs, stats.warm_up_seconds, stats.fallback_operators = self._compilation
         answers, self._answers = self._answers, []
         return EngineCoreOutputs(outputs=answers + news, stats=stats)
 
@@ -201,16 +204,13 @@ class EngineCore:
 
         Returns the seconds that the scheduler took for the results.
         """
-        requests = self.scheduler.launch(batch)
+        requests = self.scheduler.expect_tokens(batch)
         runner = cast(LaunchingRunner, self.runner)
-        before, launched = (
-            self._in_flight,
-            _InFlight(batch, requests, self._run(batch, lambda: runner.launch_model(batch))),
-        )
+        before = self._in_flight
+        launched = _InFlight(batch, requests, self._run(batch, lambda: runner.launch_model(batch)))
         self._in_flight = launched
         seconds = self._take_in(before, news) if before is not None else 0.0
-        # Masks of the next tokens are made from these.
-        if launched.step.is_complete or self.scheduler.grammars:
+        if launched.step.is_complete:
             self._in_flight = None
             seconds += self._take_in(launched, news)
         return seconds
@@ -235,10 +235,11 @@ class EngineCore:
         executed = time.perf_counter()
         news += self.scheduler.update_from_output(batch, output, requests)
         stats = self.scheduler.stats
-        stats.phase_seconds = output.phase_seconds
-        stats.num_padded_tokens = output.num_padded_tokens
-        stats.compiled_graphs, stats.warm_up_seconds = output.compiled_graphs, output.warm_up_seconds
-        stats.fallback_operators = output.fallback_operators
+        for phase, seconds in output.phase_seconds.items():
+            stats.phase_seconds[phase] = stats.phase_seconds.get(phase, 0.0) + seconds
+        stats.num_padded_tokens += output.num_padded_tokens
+        if batch.num_scheduled_tokens:
+            self._compilation = (output.compiled_graphs, output.warm_up_seconds, output.fallback_operators)
         return time.perf_counter() - executed
 
     def _load_adapters(self, config: EngineConfig, capabilities: Capabilities) -> LoRAManager | None:
@@ -262,6 +263,7 @@ class EngineCore:
                 self._add(message, found)
 
     def check_integrity(self) -> None:
+        assert self._in_flight is None or self.scheduler.has_work()
         waiting = [*self._grammars.waiting_ids(), *(self.loras.waiting_ids() if self.loras is not None else ())]
         self.scheduler.check_integrity(waiting)
         if self.loras is not None and not (self.scheduler.requests or self._grammars):
@@ -305,13 +307,12 @@ class _InFlight:
     step: LaunchedStep
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """What the step draws for these requests is none of theirs, and what it computed is to be computed again."""
+        """The step draws nothing for these requests, and what it computed for them is to be computed again."""
         void = set(request_ids)
         for request in self.requests:
-            if request.request_id in void and request.status is RequestStatus.RUNNING:
+            if request.request_id in void:
                 request.num_computed_tokens -= 1
                 request.num_pending_tokens -= 1
-        self.requests[:] = [request for request in self.requests if request.request_id not in void]
 
 
 def _released(request: Request) -> Request:

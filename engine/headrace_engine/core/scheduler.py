@@ -136,7 +136,7 @@ class Scheduler:
                 sampled.append((request, drafts))
         return sampled
 
-    def launch(self, batch: StepBatch) -> list[Request]:
+    def expect_tokens(self, batch: StepBatch) -> list[Request]:
         """Count the tokens that the step will draw as there, so that the next one is scheduled before they are known.
 
         Returns the batch's requests, for `update_from_output`.

@@ -200,7 +200,7 @@ class LaunchedStep(Protocol):
     def is_complete(self) -> bool:
         """Whether the runner had to wait for the step's tokens, so that nothing is gained by leaving them there.
 
-        A step with errors, grammars or prompt log-probabilities is.
+        A step with errors, grammars or prompt log-probabilities is: the scheduler goes on from these.
         """
 
     def result(self) -> StepOutput:

@@ -161,6 +161,8 @@ class FakeRunner:
     """Steps that were launched while another one was in flight."""
     waits_at: Callable[[int], bool] = lambda _: False
     """Which steps, by their numbers, the runner waits for at once."""
+    padding: int = 0
+    """Tokens of padding, and seconds, that each step reports."""
     redraws_at: Callable[[int], bool] = lambda _: False
     """With which steps in flight, by their numbers, the tokens before turn out to be others."""
     gate: threading.Event | None = None
@@ -250,7 +252,9 @@ class FakeRunner:
             else {},
             prompt_logprobs=prompt_logprobs,
             errors=errors,
-            phase_seconds={"forward": 0.0},
+            phase_seconds={"forward": float(self.padding)} if batch.num_scheduled_tokens else {},
+            num_padded_tokens=self.padding if batch.num_scheduled_tokens else 0,
+            compiled_graphs=3 if batch.num_scheduled_tokens else 0,
         )
 
     def _is_refused(self, request_id: str) -> bool:

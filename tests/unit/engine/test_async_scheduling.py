@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from headrace_engine.config import EngineArgs
@@ -132,6 +134,19 @@ def test_a_step_behind_a_token_that_turns_out_to_be_another_one_is_computed_agai
     late = core_request("late", [*burst[0].prompt_token_ids, *results.tokens["a"]], max_tokens=2, ignore_eos=True)
     core.add_request(late)  # what the cache has of the first one is what it wrote at last
     assert Results().drain(core).tokens == {"late": tokens_alone(late)}
+
+
+@pytest.mark.parametrize("waits_at", [lambda _: False, lambda number: number % 3 == 0], ids=["never", "sometimes"])
+def test_the_statistics_of_all_steps_together_miss_none(waits_at: Callable[[int], bool]) -> None:
+    runner = FakeRunner(caps=LAUNCHES, waits_at=waits_at, padding=1)
+    core = EngineCore(fake_config(async_scheduling=True), runner)
+    core.add_request(core_request(max_tokens=6, ignore_eos=True))
+    stats = []
+    while core.has_work():
+        stats.append(core.step().stats)
+    assert sum(step.num_padded_tokens for step in stats) == 6
+    assert sum(step.phase_seconds.get("forward", 0.0) for step in stats) == 6.0
+    assert [step.compiled_graphs for step in stats[1:]] == [3] * (len(stats) - 1)
 
 
 def test_a_runner_that_launches_nothing_ahead_refuses() -> None:

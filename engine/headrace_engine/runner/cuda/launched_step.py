@@ -30,7 +30,7 @@ class PendingStep:
     is_complete = False
 
     def __init__(self, drawn: DrawnAhead, expected: list[ExpectedToken], output: StepOutput) -> None:
-        self._drawn = drawn
+        self._drawn: DrawnAhead | None = drawn
         self._expected = expected
         self._output = output
         self.has_arrived = False
@@ -40,8 +40,9 @@ class PendingStep:
         if self.has_arrived:
             return self._output
         started = time.perf_counter()
-        if self._expected:  # parts of prompts are not waited for
+        if self._drawn is not None and self._expected:  # parts of prompts are not waited for
             self._arrive(*self._drawn.wait())
+        self._drawn = None  # and with it logits
         self._output.phase_seconds["sample"] = time.perf_counter() - started
         self.has_arrived = True
         return self._output

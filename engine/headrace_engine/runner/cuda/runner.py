@@ -17,13 +17,12 @@ from headrace_engine.runner.contracts import Capabilities, KVSpec, LaunchedStep,
 from headrace_engine.runner.cuda import device as gpu
 from headrace_engine.runner.cuda.graphs import DecodeGraphs
 from headrace_engine.runner.cuda.launched_step import CompleteStep, PendingStep
-from headrace_engine.runner.cuda.sampling import DeviceSampler
+from headrace_engine.runner.cuda.sampling import DeviceSampler, draws_on_device
 from headrace_engine.runner.cuda.step import DeviceSteps
 from headrace_engine.runner.memory import available_memory
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
 from headrace_engine.runner.sampler import SamplingRow
-from headrace_engine.runner.static.sampling import needs_host
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +137,12 @@ class CUDARunner:
         inputs = self._batch.prepare(batch)
         rows = None
         if self._in_flight is not None and not self._in_flight.has_arrived:
-            rows = self._rows_ahead(batch, inputs)
-            if rows is None:
+            rows = self._batch.sampling_rows(inputs)
+            if not self._may_draw_ahead(batch, inputs, rows):  # such a step comes behind known tokens
+                waiting = time.perf_counter()
                 self._in_flight.result()
                 self._batch.fill_in(inputs)
+                started += time.perf_counter() - waiting
         prepared = time.perf_counter()
         logits, num_padded = self._forward(batch, inputs)
         launched = time.perf_counter()
@@ -153,9 +154,11 @@ class CUDARunner:
             # The device computes while the host goes on: its time shows where the host waits, in "sample".
             phase_seconds={"prepare": prepared - started, "forward": launched - prepared},
         )
-        rows = rows or self._rows_ahead(batch, inputs)
         if rows is None:
-            self._draw_now(batch, inputs, logits, output)
+            rows = self._batch.sampling_rows(inputs)
+        if not self._may_draw_ahead(batch, inputs, rows):
+            self._in_flight = None
+            self._draw_now(batch, inputs, rows, logits, output)
             output.phase_seconds["sample"] = time.perf_counter() - launched
             return CompleteStep(output)
         drawn = self._sampler.draw_ahead(logits, rows)
@@ -163,20 +166,17 @@ class CUDARunner:
         self._in_flight = PendingStep(drawn, self._batch.expect(inputs), output)
         return self._in_flight
 
-    def _rows_ahead(self, batch: StepBatch, inputs: StepInputs) -> list[SamplingRow] | None:
-        """The step's rows, where the device can draw all of them and the host need not look; None where it must.
-
-        A step of the latter kind comes behind known tokens, and is waited for.
-        """
+    def _may_draw_ahead(self, batch: StepBatch, inputs: StepInputs, rows: list[SamplingRow]) -> bool:
+        """Whether the device can draw all tokens of a step, and the host need not look at anything."""
         if batch.grammar_bitmask is not None or batch.draft_token_ids or inputs.prompt_targets:
-            return None
+            return False
         if any(self._batch.requests[request_id].needs_tokens for request_id in inputs.sampled_ids):
-            return None
-        rows = self._batch.sampling_rows(inputs)
-        return None if any(needs_host(row) for row in rows) else rows
+            return False
+        return all(map(draws_on_device, rows))
 
-    def _draw_now(self, batch: StepBatch, inputs: StepInputs, logits: torch.Tensor, output: StepOutput) -> None:
-        rows = self._batch.sampling_rows(inputs)
+    def _draw_now(
+        self, batch: StepBatch, inputs: StepInputs, rows: list[SamplingRow], logits: torch.Tensor, output: StepOutput
+    ) -> None:
         if batch.grammar_bitmask is not None:
             self._batch.restrict(rows, inputs, batch.grammar_bitmask.result())
         tokens, logprobs = self._sampler.sample(logits, rows)

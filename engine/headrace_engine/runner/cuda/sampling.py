@@ -14,7 +14,7 @@ import torch
 from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
 from headrace_engine.runner.sampler import SamplingRow, draw_tokens, sample
-from headrace_engine.runner.static.sampling import NUM_KNOBS, draw, knobs_of, needs_host
+from headrace_engine.runner.static.sampling import CANDIDATES, NUM_KNOBS, draw, knobs_of, needs_host
 
 _CHUNK = 1024
 _HOTTEST = 1e30
@@ -73,6 +73,11 @@ class _Drawn:
     """Those of the limited."""
 
 
+def draws_on_device(row: SamplingRow) -> bool:
+    """Whether the device can draw for a row, and its token is mostly the right one."""
+    return not needs_host(row) and row.params.top_k <= CANDIDATES
+
+
 class DeviceSampler:
     """Args:
     max_rows: most rows of logits of one step.
@@ -108,7 +113,7 @@ class DeviceSampler:
         return token_ids, {on_host[index]: entry for index, entry in logprobs.items()}
 
     def draw_ahead(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> DrawnAhead:
-        """Draw without waiting; for rows that do not need the host.
+        """Draw without waiting; for rows of which all `draws_on_device`.
 
         What the call before the last one gave must have been waited for.
         """
@@ -141,7 +146,7 @@ class DeviceSampler:
         drawn = [i for i, row in enumerate(rows) if i not in skipped and not row.params.is_greedy]
         limited = [i for i in drawn if rows[i].params.top_k > 0 or rows[i].params.top_p < 1.0]
         free = [i for i in drawn if rows[i].params.top_k <= 0 and rows[i].params.top_p >= 1.0]
-        chosen_logits = logits[:0]
+        chosen_logits = logits.new_empty(0)
         tokens = logits.argmax(dim=-1)
         exact = torch.ones_like(tokens)
         if drawn:

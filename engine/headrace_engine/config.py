@@ -17,6 +17,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
 
 DEVICES = ("auto", "cpu", "cuda", *STATIC_DEVICES)
+_KV_CACHE_DEVICES = {"bfloat16": ("auto", "cpu", "cuda"), "fp8": ("cuda",)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,8 +50,9 @@ class CacheConfig:
     block_size: int = 32
     """Tokens a KV block."""
     kv_cache_dtype: str = "auto"
-    """bfloat16, fp8, or auto: the model's. The others take less memory and time, and round keys and values: bfloat16
-    under a float32 model on the CPU, fp8 (e4m3, at most 448) on device cuda."""
+    """bfloat16, fp8, or auto: the model's. The others round keys and values, so that a token takes less memory and
+    decoding reads less: bfloat16 is meant for float32 models on the CPU and device cuda; fp8 (e4m3 with a scale of 1,
+    larger numbers become 448) is known on device cuda only, where it has never run."""
     kv_cache_memory: int | None = None
     """Bytes of KV memory; None lets the runner decide from what the machine has."""
     num_blocks: int | None = None
@@ -213,7 +215,7 @@ class EngineArgs:
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
                 ("device", DEVICES),
-                ("kv_cache_dtype", ("auto", "bfloat16", "fp8")),
+                ("kv_cache_dtype", ("auto", *_KV_CACHE_DEVICES)),
                 ("attention_backend", ("auto", "native", "torch", "triton")),
                 ("scheduling_policy", ("fcfs", "priority")),
                 ("quantization", (None, "int8")),
@@ -250,9 +252,11 @@ class EngineArgs:
             problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
         if self.quantization is not None and self.device not in ("auto", "cpu"):
             problems.append(f"quantization is set, which device {self.device} cannot do")
-        devices = {"bfloat16": ("auto", "cpu"), "fp8": ("cuda",)}.get(self.kv_cache_dtype, DEVICES)
-        if self.device not in devices:
-            problems.append(f"kv_cache_dtype is {self.kv_cache_dtype}, which device {self.device} cannot do")
+        problems += [
+            f"kv_cache_dtype is {kept}, which device {self.device} cannot do, only {', '.join(devices)}"
+            for kept, devices in _KV_CACHE_DEVICES.items()
+            if self.kv_cache_dtype == kept and self.device not in devices
+        ]
         if self.async_scheduling and self.device != "cuda":
             problems.append(f"async_scheduling is set, but only device cuda launches steps ahead, not {self.device}")
         if self.async_scheduling and self.speculative_config is not None:

@@ -96,14 +96,20 @@ def elementwise() -> None:
             sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
 
 
-def attention(suffix: str = "", cache_dtype: torch.dtype | None = None) -> None:
+def attention(
+    cases: dict[str, Problem],
+    suffix: str = "",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     names = ("paged_attention_kernel", "join_splits_kernel", "write_kv_kernel")
     done = set()
-    for case_name, problem in CASES.items():
+    for case_name, problem in cases.items():
         recorders = {name: Recorder(getattr(triton_kernels, name)) for name in names}
         for name, recorder in recorders.items():
             setattr(triton_kernels, name, recorder)
-        case = Case(problem, torch.bfloat16, cache_dtype=cache_dtype)
+        case = Case(problem, dtype, cache_dtype=cache_dtype)
         case.compute(TritonBackend(case.spec(), torch.device("cpu"), HOPPER_PROCESSORS))
         for name, recorder in recorders.items():
             setattr(triton_kernels, name, recorder.kernel)
@@ -115,8 +121,10 @@ def attention(suffix: str = "", cache_dtype: torch.dtype | None = None) -> None:
 
 
 def main() -> None:
-    attention()
-    attention("_fp8", torch.float8_e4m3fn)
+    attention(CASES)
+    attention(CASES, "_fp8", cache_dtype=torch.float8_e4m3fn)
+    decode = {"decode_split": CASES["decode_split"]}
+    attention(decode, "_float32_kept_in_bfloat16", dtype=torch.float32, cache_dtype=torch.bfloat16)
 
 
 if __name__ == "__main__":

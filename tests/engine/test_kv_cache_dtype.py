@@ -72,15 +72,24 @@ def test_the_draft_model_keeps_its_own_in_it_too(tiny_model: Callable[[str], Tin
     ("options", "message"),
     [
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4', allowed are auto, bfloat16, fp8"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, which device auto cannot do"),
-        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype is fp8, which device cpu cannot do"),
-        ({"kv_cache_dtype": "bfloat16", "device": "cuda"}, "kv_cache_dtype is bfloat16, which device cuda cannot do"),
-        ({"kv_cache_dtype": "bfloat16", "device": "static-cpu"}, "which device static-cpu cannot do"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, which device auto cannot do, only cuda"),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype is fp8, which device cpu cannot do, only cuda"),
+        (
+            {"kv_cache_dtype": "bfloat16", "device": "static-cpu"},
+            "kv_cache_dtype is bfloat16, which device static-cpu cannot do, only auto, cpu, cuda",
+        ),
+        ({"device": "tpu"}, "^device is 'tpu', allowed are [^;]*$"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_door(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineArgs(model="m", **options).create_engine_config()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8"])
+def test_a_gpu_keeps_them_in_every_type(kv_cache_dtype: str) -> None:
+    config = EngineArgs(model="m", device="cuda", kv_cache_dtype=kv_cache_dtype).create_engine_config()
+    assert config.cache.kv_cache_dtype == kv_cache_dtype
 
 
 def test_the_real_model_loses_next_to_no_quality(model: Path) -> None:

@@ -95,42 +95,61 @@ def test_bfloat16_attention_is_right_to_the_rounding_of_weights_and_outputs(
     torch.testing.assert_close(compute(case, num_processors), case.expected(), atol=1e-2, rtol=2**-7)
 
 
-@example(Problem(((37, 20), (90, 1)), kv_heads=2, group=8, k_dim=128, v_dim=128, block_size=32), torch.bfloat16, 1)
-@example(Problem(((90, 1), (33, 1)), kv_heads=2, group=4, k_dim=128, v_dim=128, block_size=32), torch.float32, 64)
+# (what queries, keys and values come in, what keys and values are kept in)
+ROUNDED = [(torch.float32, FP8), (torch.bfloat16, FP8), (torch.float32, torch.bfloat16)]
+
+
+@example(Problem(((37, 20), (90, 1)), kv_heads=2, group=8, k_dim=128, v_dim=128, block_size=32), ROUNDED[1], 1)
+@example(Problem(((90, 1), (33, 1)), kv_heads=2, group=4, k_dim=128, v_dim=128, block_size=32), ROUNDED[0], 64)
+@example(Problem(((100, 1), (31, 2)), kv_heads=2, group=4, k_dim=24, v_dim=40), ROUNDED[2], 64)
 @given(
-    problems(st.lists(prefills | decodes, min_size=1, max_size=2)),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([1, 64]),
+    problems(st.lists(prefills | decodes, min_size=1, max_size=2)), st.sampled_from(ROUNDED), st.sampled_from([1, 64])
 )
 @settings(several, max_examples=max(1, EXAMPLES // 2))
-def test_keys_and_values_kept_in_8_bits_are_read_as_they_were_written(
-    problem: Problem, dtype: torch.dtype, num_processors: int
+def test_attention_over_rounded_keys_and_values_is_as_exact_as_over_others(
+    problem: Problem, dtypes: tuple[torch.dtype, torch.dtype], num_processors: int
 ) -> None:
-    case = Case(problem, dtype, DEVICE, cache_dtype=FP8)
+    dtype, kept = dtypes
+    case = Case(problem, dtype, DEVICE, cache_dtype=kept)
     tolerance = {"atol": 2e-5, "rtol": 2e-5} if dtype is torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
     torch.testing.assert_close(compute(case, num_processors), case.expected(), **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept_in_8_bits_is_the_nearest_number_and_at_most_448(dtype: torch.dtype) -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(FP8).float()
-    every = every[every.isfinite()].sort().values
-    middles = (every[1:] + every[:-1]) / 2  # ties
-    wide = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 2.0 ** torch.arange(-14, 11).repeat(40)
-    numbers = torch.cat([every, middles, middles * 1.004, wide, torch.tensor([448.1, 464.0, 1e30, -500.0])])
-    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).to(dtype).view(-1, 1, 64)
-    layer = LayerSpec(num_heads=1, num_kv_heads=1, k_dim=64, v_dim=64)
-    spec = AttentionSpec(layers=(layer,), block_size=16, dtype=dtype, cache_dtype=FP8)
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """All of bfloat16, NaN and infinities included; in float32 also the neighbours of these, and what lies between."""
+    numbers = torch.arange(1 << 16) << 16
+    if dtype is torch.float32:
+        numbers = (numbers[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).flatten()
+    return numbers.to(torch.int32).view(torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), ROUNDED)
+def test_every_number_is_kept_as_the_nearest_one_and_in_8_bits_as_at_most_448(
+    dtype: torch.dtype, kept: torch.dtype
+) -> None:
+    numbers = every_number(dtype)
+    tokens = numbers.view(-1, 1, 256).to(DEVICE)
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, k_dim=256, v_dim=256)
+    spec = AttentionSpec(layers=(layer,), block_size=16, dtype=dtype, cache_dtype=kept)
     backend = TritonBackend(spec, torch.device(DEVICE))
-    backend.allocate(1 + -(-len(numbers) // 16))
-    slots = torch.arange(16, 16 + len(numbers), device=DEVICE)
-    on_device = numbers.to(DEVICE)
-    backend._write(0, on_device, -on_device, slots)
-    expected = numbers.float().clamp(-448, 448).to(FP8).float()[:, 0]
+    backend.allocate(1 + len(tokens) // 16)
+    backend._write(0, tokens, -tokens, torch.arange(16, 16 + len(tokens), device=DEVICE))
+    # torch makes infinity or NaN of what is too large, by version; NaN stays NaN
+    expected = (numbers.float().clamp(-448, 448) if kept is FP8 else numbers).to(kept).float()
     for cache, sign in ((backend._k_cache[0], 1), (backend._v_cache[0], -1)):
-        kept = cache.cpu().float().view(-1, 64)[16 : 16 + len(numbers)]
-        assert torch.equal(kept, sign * expected)
-    assert backend.bytes_per_block == 16 * 2 * 64
+        torch.testing.assert_close(
+            cache[1:].cpu().float().flatten(), sign * expected, atol=0.0, rtol=0.0, equal_nan=True
+        )
+        assert not cache[0].cpu().float().any()  # the null block
+
+
+@pytest.mark.parametrize(("dtype", "kept"), ROUNDED)
+def test_a_block_takes_what_its_numbers_take_as_they_are_kept(dtype: torch.dtype, kept: torch.dtype) -> None:
+    case = Case(Problem(((20, 1),), kv_heads=2, k_dim=24, v_dim=40, block_size=8), dtype, cache_dtype=kept)
+    backend = TritonBackend(case.spec(), torch.device("cpu"))
+    backend.allocate(5)
+    assert backend.bytes_per_block == 8 * 2 * (24 + 40) * kept.itemsize
+    assert sum(cache.nbytes for cache in (*backend._k_cache, *backend._v_cache)) == 5 * backend.bytes_per_block
 
 
 def padded(metadata: AttentionMetadata, count: int) -> AttentionMetadata:
@@ -181,7 +200,10 @@ def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source() -> None:
     ("change", "reason"),
     [
         ({"dtype": torch.float16}, "torch.float16 is neither float32 nor bfloat16"),
-        ({"cache_dtype": torch.bfloat16}, "kept in torch.bfloat16, and these kernels keep them in torch.float32"),
+        (
+            {"cache_dtype": torch.float16},
+            "kept in torch.float16, and these kernels keep them in torch.float32, torch.bfloat16, torch.float8_e4m3fn",
+        ),
         ({"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)}, "heads are of size 512"),
     ],
 )
@@ -193,6 +215,17 @@ def test_the_kernels_say_what_they_cannot_do(change: dict[str, Any], reason: str
     assert reason in unsupported
 
 
+@pytest.mark.parametrize(("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_fp8_is_refused_on_gpus_for_which_triton_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    case = Case(Problem(((1, 1),)), torch.bfloat16, cache_dtype=FP8)
+    reason = TritonBackend.unsupported_reason(case.spec(), torch.device("cuda"))
+    expected = "keys and values in fp8 need compute capability 8.9, and this GPU has 8.0" if refused else None
+    assert reason == expected
+
+
 def test_the_kernels_compile_for_hopper_within_its_shared_memory() -> None:
     """Triton's compiler and ptxas need no GPU; they see errors that the interpreter does not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -201,7 +234,9 @@ def test_the_kernels_compile_for_hopper_within_its_shared_memory() -> None:
     done = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = {name: int(size) for name, size in (line.split() for line in done.stdout.splitlines())}
-    assert {"decode_split", "prefill", "prefill_fp8", "decode_split_fp8", "write_kv_kernel_fp8"} <= sizes.keys()
+    kernels = ("decode_split", "decode", "prefill", "prefill_with_everything", "join_splits_kernel", "write_kv_kernel")
+    assert {name + kept for name in kernels for kept in ("", "_fp8")} <= sizes.keys()
+    assert {f"{name}_float32_kept_in_bfloat16" for name in ("decode_split", "write_kv_kernel")} <= sizes.keys()
     assert max(sizes.values()) <= 227 << 10
     # several decoding programs share a multiprocessor
     assert max(sizes["decode_split"], sizes["decode_split_fp8"]) <= 64 << 10

@@ -61,7 +61,7 @@ class WorkerSettings(BaseSettings):
     kv_cache_memory: ByteSize | None = None
     """Bytes, or with a unit: 4GiB."""
     kv_cache_dtype: str = "auto"
-    """bfloat16: keys and values in half the memory under a float32 model, a little less exact. fp8: on GPUs."""
+    """bfloat16: keys and values in half the memory under a float32 model, a little less exact. fp8: cuda only."""
     attention_backend: str = "auto"
     quantization: str | None = None
     """int8: the decoder's matrix products in 8 bits; faster, a little less exact."""

@@ -19,7 +19,9 @@ from headrace_workers import default_model
 @click.option("--device", type=click.Choice(DEVICES), help="Where the model runs.")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of the model.")
 @click.option(
-    "--kv-cache-dtype", type=click.Choice(["auto", "bfloat16", "fp8"]), help="Precision of keys and values [auto]."
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "bfloat16", "fp8"]),
+    help="Precision of keys and values; fp8 on device cuda only [auto].",
 )
 @click.option("--quantization", type=click.Choice(["int8"]), help="Matrix products in 8 bits, on CPUs [default: off].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")

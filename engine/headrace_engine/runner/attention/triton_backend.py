@@ -14,6 +14,9 @@ import torch
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_ROUNDED_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+_FP8_CAPABILITY = (8, 9)
+"""The oldest GPUs for which Triton knows float8_e4m3fn: Ada Lovelace and Hopper."""
 _MOST_HEAD_DIM = 256
 _LEAST_DOT = 16
 """The smallest side of a matrix that Triton multiplies."""
@@ -65,11 +68,15 @@ class TritonBackend:
             return "Triton needs a GPU; on the CPU its kernels run for checks only, with TRITON_INTERPRET=1 set"
         if spec.dtype not in _DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
-        if spec.kept_dtype not in (spec.dtype, torch.float8_e4m3fn):
-            return (
-                f"keys and values are to be kept in {spec.kept_dtype}, and these kernels keep them in {spec.dtype} or "
-                f"{torch.float8_e4m3fn}"
-            )
+        if spec.kept_dtype not in (spec.dtype, *_ROUNDED_DTYPES):
+            allowed = ", ".join(map(str, dict.fromkeys((spec.dtype, *_ROUNDED_DTYPES))))
+            return f"keys and values are to be kept in {spec.kept_dtype}, and these kernels keep them in {allowed}"
+        if spec.kept_dtype is torch.float8_e4m3fn and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < _FP8_CAPABILITY:
+                return "keys and values in fp8 need compute capability {}.{}, and this GPU has {}.{}".format(
+                    *_FP8_CAPABILITY, *capability
+                )
         largest = max(max(layer.k_dim, layer.v_dim) for layer in spec.layers)
         if largest > _MOST_HEAD_DIM:
             return f"its heads are of size {largest}, more than {_MOST_HEAD_DIM}"

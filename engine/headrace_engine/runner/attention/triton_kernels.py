@@ -37,7 +37,7 @@ def paged_attention_kernel(
     max_ptr,  # [tokens, heads, SPLITS] float32: largest score of each split
     sum_ptr,  # [tokens, heads, SPLITS] float32: sum of the weights against that largest score
     query_ptr,  # [tokens, heads, K_DIM]
-    k_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, K_DIM], of the queries' type or float8e4nv
+    k_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, K_DIM], of the queries' type, or bfloat16 or float8e4nv
     v_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, V_DIM]
     query_start_ptr,
     seq_lens_ptr,
@@ -207,18 +207,43 @@ def join_splits_kernel(
     tl.store(output_ptr + place * V_DIM + v_dims, joined.to(output_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
+# Numbers are rounded by our own arithmetic, down to bits: the interpreter's casts truncate, overflow to NaN and turn
+# NaN into numbers, and what is checked there shall be what runs.
+
+
 @triton.jit
 def _nearest_e4m3(numbers):
-    """The nearest number that has four bits of exponent and three of mantissa, ties to even, at most 448.
-
-    By our own arithmetic and not by a cast, which not every device and not the interpreter does alike. Added to 2^23
-    times the distance between two neighbours, a number loses all that is finer.
-    """
-    magnitude = tl.minimum(tl.abs(numbers), 448.0)
+    """float32 to the nearest number with four bits of exponent and three of mantissa, ties to even, at most 448."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    is_number = numbers == numbers
+    magnitude = tl.where(is_number, tl.minimum(tl.abs(numbers), 448.0), 0.0)
     power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    # Added to 2^23 times the distance between two neighbours, a number loses all that is finer.
     scale = tl.maximum(power, 0.015625) * 1048576.0
     nearest = (magnitude + scale) - scale
-    return tl.where(numbers == numbers, tl.where(numbers < 0, -nearest, nearest), numbers)
+    # From 2^-6 on the two types' bits differ by a shift and the exponent's bias; below, neighbours are 2^-9 apart.
+    normal = (nearest.to(tl.int32, bitcast=True) >> 20) - 960
+    kept = tl.where(nearest < 0.015625, (nearest * 512.0).to(tl.int32), normal)
+    kept = tl.where(is_number, kept, 0x7F) | ((bits >> 24) & 0x80)
+    return kept.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _nearest_bfloat16(numbers):
+    """float32 to the nearest bfloat16, which is its upper half, ties to even."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(numbers == numbers, kept, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _as_kept(numbers, kept: tl.constexpr):
+    """Rounded to the type of the cache; where that is their own, nothing is done."""
+    if kept == tl.float8e4nv:
+        numbers = _nearest_e4m3(numbers.to(tl.float32))
+    elif kept == tl.bfloat16 and numbers.dtype == tl.float32:
+        numbers = _nearest_bfloat16(numbers)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -253,8 +278,7 @@ def write_kv_kernel(
     v_ok = is_kept & (v_dims < V_DIM)
     key = tl.load(key_ptr + token[:, None] * key_token_stride + head * key_head_stride + k_dims, mask=k_ok)
     value = tl.load(value_ptr + token[:, None] * value_token_stride + head * value_head_stride + v_dims, mask=v_ok)
-    if k_cache_ptr.dtype.element_ty == tl.float8e4nv:
-        key = _nearest_e4m3(key.to(tl.float32)).to(tl.float8e4nv)
-        value = _nearest_e4m3(value.to(tl.float32)).to(tl.float8e4nv)
+    key = _as_kept(key, k_cache_ptr.dtype.element_ty)
+    value = _as_kept(value, v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + cache_row[:, None] * K_DIM + k_dims, key, mask=k_ok)
     tl.store(v_cache_ptr + cache_row[:, None] * V_DIM + v_dims, value, mask=v_ok)

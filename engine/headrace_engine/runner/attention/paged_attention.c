@@ -41,6 +41,7 @@
 #define MAX_WIDE_ROWS 3
 #endif
 
+#define LINE 64 /* bytes that come from memory at once */
 #define CHUNK (128 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
 #define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
 
@@ -75,24 +76,32 @@ static inline f32x tanh_vector(f32x x) {
 
 /* sum[rows][columns] += a[rows][depth] . b[depth][columns * LANES].
  *
- * Rows and columns are constants, so that the sums live in registers. Each sum is one chain of additions in the order
- * of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. `a` lies by steps where it is
- * `packed`, else by rows of scores. The columns of b are given apart, as two blocks may hold them. `ahead` is a
- * place that is read later, or NULL: asking for it here keeps memory busy while the sums are computed. */
+ * Rows and columns are constants, so that the sums live in registers, and beside them what there is less of: the rows'
+ * elements or the columns. Of 16 registers one too many would cost as much as all else. Each sum is one chain of
+ * additions in the order of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. `a`
+ * lies by steps where it is `packed`, else by rows of scores. The columns of b are given apart, as two blocks may hold
+ * them. `ahead` is what is read later, or NULL: asking for as much of it as is computed with keeps memory busy. */
 static inline __attribute__((always_inline)) void
 add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, const float *a, const char *const *b,
-          const char *const *ahead, int64_t b_stride, int depth, int kind) {
+          int64_t b_stride, const char *const *ahead, int64_t ahead_stride, int depth, int kind) {
+    int stride = packed ? 1 : CHUNK * LANES, column_bytes = LANES * step_bytes(kind);
     for (int k = 0; k < depth; k++) {
+        const float *x = a + (packed ? k * rows : k);
+        /* Columns that share a line need one request for all, and so do two steps of one. */
+        for (int c = 0; ahead && c < columns; c += LINE / column_bytes ? LINE / column_bytes : 1)
+            if (columns * column_bytes >= LINE || ahead_stride >= LINE || k % 2 == 0)
+                __builtin_prefetch(ahead[c] + k * ahead_stride, 0, 2);
         f32x column[MAX_COLUMNS];
-        for (int c = 0; c < columns; c++) {
-            column[c] = load_step(b[c] + k * b_stride, 0, kind);
-            /* Two columns, or two rows of one, that share a cache line need one request for both. */
-            if (ahead && (columns == 1 || LANES * step_bytes(kind) == 64 || c % 2 == k % 2))
-                __builtin_prefetch(ahead[c] + k * b_stride, 0, 2);
+        if (rows < columns) {
+            for (int c = 0; c < columns; c++) {
+                column[c] = load_step(b[c] + k * b_stride, 0, kind);
+                for (int r = 0; r < rows; r++) sum[r][c] = add_product(sum[r][c], x + r * stride, column[c], kind);
+            }
+        } else {
+            for (int c = 0; c < columns; c++) column[c] = load_step(b[c] + k * b_stride, 0, kind);
+            for (int r = 0; r < rows; r++)
+                for (int c = 0; c < columns; c++) sum[r][c] = add_product(sum[r][c], x + r * stride, column[c], kind);
         }
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < columns; c++)
-                sum[r][c] = add_product(sum[r][c], a + (packed ? k * rows + r : r * CHUNK * LANES + k), column[c], kind);
     }
 }
 
@@ -244,7 +253,7 @@ static inline __attribute__((always_inline)) void
 score_tile(int rows, int columns, const float *queries, const char *const *k, const char *const *ahead, int64_t k_stride,
            int depth, float *scores, int kind) {
     f32x sum[MAX_ROWS][MAX_COLUMNS] = {0};
-    add_steps(sum, rows, columns, 1, queries, k, ahead, k_stride, depth, kind);
+    add_steps(sum, rows, columns, 1, queries, k, k_stride, ahead, k_stride, depth, kind);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) *(f32x *)(scores + (r * CHUNK + c) * LANES) = sum[r][c];
 }
@@ -273,19 +282,22 @@ mix_tile(int rows, int columns, const float *weights, const chunk *now, const ch
     int64_t row_bytes = v_stride * step_bytes(kind);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) sum[r][c] = *(f32x *)(mixed + r * v_stride + lane + c * LANES);
+    /* Values to come are asked for in the order of memory, a step as many as it takes. */
+    int64_t steps = num_steps(kind, LANES), column_bytes = steps * row_bytes, asked = columns * LANES * step_bytes(kind);
     for (int key = 0; key < num_keys; key += LANES) {
         int keys = min(num_keys - key, LANES);
-        for (int c = 0; c < columns; c++) {
-            int64_t place = (lane + c * LANES) * step_bytes(kind);
-            v[c] = now->v[key / LANES] + place;
-            if (next) ahead[c] = next->v[key / LANES] + place;
+        for (int c = 0; c < columns; c++) v[c] = now->v[key / LANES] + (lane + c * LANES) * step_bytes(kind);
+        if (next) {
+            int64_t place = steps * (lane * step_bytes(kind) * now->num_columns + key / LANES * asked);
+            for (int c = 0; c < columns; c++)
+                ahead[c] = next->v[place / column_bytes] + place % column_bytes + c * LANES * step_bytes(kind);
         }
-        add_steps(sum, rows, columns, 0, weights + num_steps(kind, key), v, next ? ahead : NULL, row_bytes,
+        add_steps(sum, rows, columns, 0, weights + num_steps(kind, key), v, row_bytes, next ? ahead : NULL, asked,
                   kind == PAIRS ? keys / 2 : keys, kind);
     }
     if (kind == PAIRS && num_keys % 2) {
         for (int c = 0; c < columns; c++) v[c] = (const char *)(single + lane + c * LANES);
-        add_steps(sum, rows, columns, 0, weights + num_keys / 2, v, NULL, row_bytes, 1, kind);
+        add_steps(sum, rows, columns, 0, weights + num_keys / 2, v, row_bytes, NULL, 0, 1, kind);
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++) *(f32x *)(mixed + r * v_stride + lane + c * LANES) = sum[r][c];

@@ -185,7 +185,7 @@ static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_
     if (kind == PAIRS) done = pack_vectors(a, target, begin, rows, scales, PAIRS);
     else if (kind == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16);
     else done = pack_vectors(a, target, begin, rows, scales, FLOAT32);
-    memset(target + done * rows, 0, sizeof(float) * (steps - done) * rows); /* for the second of a pair that has none */
+    if (kind == PAIRS && a->in_features % 2) memset(target + (steps - 1) * rows, 0, sizeof(float) * rows); /* no second */
     for (int i = 0; i < rows; i++)
         for (int k = kind == PAIRS ? 2 * done : done; k < a->in_features; k++) {
             float x = load_input(a, (begin + i) * a->x_stride, k, scales[i]);
@@ -195,8 +195,7 @@ static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_
 }
 
 /* A part of a panel in float32, for tiles after the first to share the work of widening it. */
-static const float *widened(const void *weight, int depth) {
-    static _Thread_local float wide[MOST_DEPTH * PANEL];
+static const float *widened(float *wide, const void *weight, int depth) {
     for (int64_t i = 0; i < (int64_t)depth * PANEL; i += LANES) *(f32x *)(wide + i) = load_vector(weight, i, BFLOAT16);
     return wide;
 }
@@ -227,6 +226,7 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
 
 /* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
+    float wide[MOST_DEPTH * PANEL] __attribute__((aligned(64))); /* _Thread_local, its place is looked up for each vector */
     int kind = kind_of(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
     int chunks = (steps + MOST_DEPTH - 1) / MOST_DEPTH;
     int64_t top = tile_begin(a->rows, tiles, first);
@@ -236,7 +236,7 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
         const char *weight = (const char *)a->weight + ((int64_t)panel * steps + from) * bytes;
         const void *source = weight;
         int widen = kind == BFLOAT16 && last - first > 1;
-        if (widen) source = widened(weight, depth);
+        if (widen) source = widened(wide, weight, depth);
         int64_t size = (int64_t)depth * bytes;
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;

@@ -6,8 +6,9 @@ An `AsyncLLMEngine` and a worker are loaded side by side and take turns, as the 
 the whole mixed workload at once, then with short requests one by one, whose time to the first token is compared. Both
 stream every token to this process. Prefix caching is off, as every turn has the same prompts.
 
-A machine drifts by more than the queue costs. So the processor time of this process, Redis and the worker is counted,
-too. The processes in which the engines compute are left out, as their threads spin while they wait.
+A machine drifts by more than the queue costs. So the mean of the pairs has its standard error beside it, and the
+processor time of this process, Redis and the worker is counted, too. The processes in which the engines compute are
+left out, as their threads spin while they wait.
 """
 
 import argparse
@@ -95,10 +96,13 @@ def report(figures: dict[str, Any], title: str) -> None:
     def row(what: str, kind: str, digits: int, difference: str) -> None:
         alone, queued = figures[kind]["engine"], figures[kind]["queue"]
         # of the pairs, measured one after the other: the medians of all drift with the machine
-        ratio = statistics.median(queue / engine for engine, queue in zip(alone, queued, strict=True))
+        ratios = [queue / engine for engine, queue in zip(alone, queued, strict=True)]
         added = statistics.median(queue - engine for engine, queue in zip(alone, queued, strict=True))
         medians = [f"{statistics.median(each):.{digits}f}" for each in (alone, queued)]
-        table.add_row(what, *medians, difference.format(ratio=ratio, added=added))
+        table.add_row(what, *medians, difference.format(ratio=statistics.median(ratios), added=added))
+        if kind == "tokens_per_second" and len(ratios) > 1:
+            error = statistics.stdev(ratios) / len(ratios) ** 0.5
+            table.add_row("the same, mean of pairs", "", "", f"{statistics.mean(ratios):.3f} ± {error:.3f} x")
 
     row("output tokens/s", "tokens_per_second", 1, "{ratio:.3f} x")
     row("processor seconds beside the engine's", "processor_seconds", 2, "{added:+.2f}")

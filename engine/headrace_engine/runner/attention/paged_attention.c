@@ -31,10 +31,10 @@
 #include "../vectors.h"
 #include "attention.h"
 
-/* The largest tile of a product leaves registers for the columns and a row's element. */
+/* Of 32 registers 24 sums leave eight, for the columns and a row's element. */
 #define MAX_ROWS 6
 #define MAX_COLUMNS 4
-/* So many rows are computed with so many columns: there are 32 registers, elsewhere 16. */
+/* More rows than these are computed with two columns at most: elsewhere there are 16 registers. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_WIDE_ROWS MAX_ROWS
 #else
@@ -321,6 +321,21 @@ mix_chunk(const attention_args *a, const float *weights, const chunk *now, const
         }
 }
 
+/* Functions of their own for each kind: inside `attend`, what it keeps in registers would push a tile's columns out. */
+#define OF_KIND(NAME, KIND)                                                                                             \
+    static __attribute__((noinline)) void score_##NAME(const attention_args *a, const float *queries, const chunk *now, \
+                                                       const chunk *next, float *scores, int all) {                     \
+        score_chunk(a, queries, now, next, scores, all, KIND);                                                          \
+    }                                                                                                                   \
+    static __attribute__((noinline)) void mix_##NAME(const attention_args *a, const float *weights, const chunk *now,   \
+                                                     const chunk *next, float *mixed, int all, int num_keys,            \
+                                                     float *single) {                                                   \
+        mix_chunk(a, weights, now, next, mixed, all, num_keys, single, KIND);                                           \
+    }
+OF_KIND(float32, FLOAT32)
+OF_KIND(bfloat16, BFLOAT16)
+OF_KIND(pairs, PAIRS)
+
 static inline int64_t token_of(const unit *u, int group, int row) { return u->first_token + row / group; }
 
 /* Of queries and output; a constant but for the kind that serves both types. */
@@ -379,12 +394,13 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead
         const chunk now = next_chunk(a, &w, kind), next = look_ahead(a, &now, ahead, &upcoming, kind);
         int first_key = now.first_column * LANES;
         int num_keys = min(num_positions - first_key, now.num_columns * LANES);
-        score_chunk(a, queries, &now, &next, scores, rows, kind);
+        (kind == FLOAT32 ? score_float32 : kind == PAIRS ? score_pairs : score_bfloat16)(a, queries, &now, &next, scores, rows);
         for (int row = 0; row < rows; row++)
             finish_scores(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
                           total + row, mixed + row * v_stride, kind);
         soften(scores, now.num_columns, most, total, rows, kind);
-        mix_chunk(a, scores, &now, &next, mixed, rows, num_keys, single, kind);
+        (kind == FLOAT32 ? mix_float32 : kind == PAIRS ? mix_pairs : mix_bfloat16)(
+            a, scores, &now, &next, mixed, rows, num_keys, single);
     }
     for (int row = 0; row < rows; row++) {
         int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;

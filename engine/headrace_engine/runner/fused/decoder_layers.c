@@ -10,12 +10,13 @@
 #include "../attention/attention.h"
 #include "linear.h"
 
-/* Products bring in what attention reads where one step of a tile lasts as long as memory needs for a line. A step of
- * the small tile does not: its products would wait instead, for more than attention gains. */
-#if defined(__AVX__) && !defined(__AVX512F__)
-#define MOST_UPCOMING 0
-#else
+/* Products bring in what attention reads, this many blocks at most, where one step of a tile lasts as long as memory, at
+ * its full rate, takes to bring a line. A step of the smaller tile does not: its products would wait instead, for more
+ * than attention gains. */
+#ifdef __AVX512F__
 #define MOST_UPCOMING 4096
+#else
+#define MOST_UPCOMING 0
 #endif
 
 typedef struct {
@@ -121,7 +122,7 @@ static upcoming_blocks *look_ahead(upcoming_blocks *upcoming, const decoder_laye
 }
 
 int headrace_decoder_layers(const decoder_step *s) {
-    int32_t blocks[MOST_UPCOMING + 1];
+    int32_t blocks[MOST_UPCOMING + 1]; /* C has no array of none */
     upcoming_blocks list = list_blocks(s, blocks), *upcoming = look_ahead(&list, s->layers);
     const decoder_layer *last = s->layers + s->num_layers - 1;
     for (const decoder_layer *l = s->layers; l <= last; l++) {

@@ -195,9 +195,8 @@ static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_
 }
 
 /* A part of a panel in float32, for tiles after the first to share the work of widening it. */
-static const float *widened(float *wide, const void *weight, int depth) {
+static void widen(float *wide, const void *weight, int depth) {
     for (int64_t i = 0; i < (int64_t)depth * PANEL; i += LANES) *(f32x *)(wide + i) = load_vector(weight, i, BFLOAT16);
-    return wide;
 }
 
 /* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes behind it next. Where fewer
@@ -205,7 +204,7 @@ static const float *widened(float *wide, const void *weight, int depth) {
 static requests plan_requests(const linear_args *a, const char *behind, int64_t size, int depth, int64_t tile, int64_t tiles) {
     int64_t needed = (size / depth + LINE - 1) / LINE;
     if (!a->upcoming || tiles <= needed)
-        return (requests){.line = behind + size * tile / tiles, .stride = (int)(size / depth / tiles), .lines = INT32_MAX};
+        return (requests){.line = behind + size * tile / tiles, .stride = (int)((size / depth + tiles - 1) / tiles), .lines = INT32_MAX};
     if (tile < needed) return (requests){.line = behind + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
     /* Of a piece with more lines than the tile has steps the rest is left. */
     upcoming_blocks *u = a->upcoming;
@@ -226,7 +225,7 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
 
 /* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
-    float wide[MOST_DEPTH * PANEL] __attribute__((aligned(64))); /* _Thread_local, its place is looked up for each vector */
+    float wide[MOST_DEPTH * PANEL] __attribute__((aligned(64))); /* a _Thread_local one's place is asked for at each vector */
     int kind = kind_of(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
     int chunks = (steps + MOST_DEPTH - 1) / MOST_DEPTH;
     int64_t top = tile_begin(a->rows, tiles, first);
@@ -234,23 +233,23 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
         int from = (int)((int64_t)steps * chunk / chunks);
         int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
         const char *weight = (const char *)a->weight + ((int64_t)panel * steps + from) * bytes;
-        const void *source = weight;
-        int widen = kind == BFLOAT16 && last - first > 1;
-        if (widen) source = widened(wide, weight, depth);
+        int widened = kind == BFLOAT16 && last - first > 1;
+        if (widened) widen(wide, weight, depth);
         int64_t size = (int64_t)depth * bytes;
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
             const float *tile = tiled + (row - top) * steps + from * rows;
             requests ahead = plan_requests(a, weight + size, size, depth, t - first, last - first);
-            (kind == PAIRS ? multiply_pairs : kind == FLOAT32 || widen ? multiply_float32 : multiply_bfloat16)(
-                (int)rows, tile, source, depth, sums + (row - top) * PANEL, chunk > 0, ahead);
+            (kind == PAIRS ? multiply_pairs : kind == FLOAT32 || widened ? multiply_float32 : multiply_bfloat16)(
+                (int)rows, tile, widened ? (const void *)wide : weight, depth, sums + (row - top) * PANEL, chunk > 0, ahead);
         }
     }
 }
 
 /* All rows of tiles first..last times the panels begin..end; where the result is gated, times as many pairs of them. */
 static void multiply_block(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int begin, int end) {
-    float sums[BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64))), up[BLOCK_TILES * TILE * PANEL];
+    float sums[BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
+    float up[BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
     int gated = a->result == SILU_MUL, width = gated ? a->out_features / 2 : a->out_features;
     int64_t top = tile_begin(a->rows, tiles, first), bottom = tile_begin(a->rows, tiles, last);
     for (int index = begin; index < end; index++) {
@@ -285,8 +284,17 @@ static void pack_into_block(const linear_args *a, float *tiled, int64_t tiles, i
     pack_tile(a, tiled + (begin - top) * num_steps(kind_of(a->dtype), a->in_features), begin, tile_begin(a->rows, tiles, tile + 1));
 }
 
+/* The number of a block's next group of panels; beyond the last one when all are taken. */
+static int take_group(int *taken) {
+    int group;
+#pragma omp atomic capture
+    group = (*taken)++;
+    return group;
+}
+
 /* A single block is packed by all threads for all. Of several each thread packs what it multiplies, right before, so that
- * it is in its L2 then; a block that two threads have panels of is packed twice, which is less than to wait.
+ * it is in its L2 then. Each begins with blocks of its own, and helps with others' at last: packing such a block twice is
+ * less than to wait.
  *
  * x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
 int headrace_linear(const linear_args *a) {
@@ -299,27 +307,28 @@ int headrace_linear(const linear_args *a) {
     /* Enough units for threads that are not equally fast, each of panels that lie side by side. */
     int64_t wanted = (int64_t)a->threads * 24 / blocks;
     int groups = wanted < 1 ? 1 : wanted > panels ? panels : (int)wanted;
-    int64_t own = blocks > 1 ? most * TILE * steps : 0;
-    float *tiled = room(blocks > 1 ? a->threads * own : a->rows * steps);
+    int64_t own = blocks > 1 ? most * TILE * steps : 0, packed_floats = blocks > 1 ? a->threads * own : a->rows * steps;
+    float *tiled = room(packed_floats + blocks);
     if (!tiled) return -1;
+    int *taken = memset(tiled + packed_floats, 0, sizeof(int) * blocks);
 #pragma omp parallel num_threads(a->threads)
     {
-        float *mine = tiled + own * omp_get_thread_num();
-        int64_t packed = blocks > 1 ? -1 : 0;
+        int64_t thread = omp_get_thread_num(), begin = blocks * thread / omp_get_num_threads();
+        float *mine = tiled + own * thread;
         if (blocks == 1) {
 #pragma omp for schedule(static)
             for (int64_t tile = 0; tile < tiles; tile++) pack_into_block(a, mine, tiles, 0, tile);
         }
-#pragma omp for schedule(dynamic, 1) collapse(2)
-        for (int64_t block = 0; block < blocks; block++)
-            for (int group = 0; group < groups; group++) {
-                int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
-                if (packed != block)
-                    for (int64_t tile = first; tile < last; tile++) pack_into_block(a, mine, tiles, first, tile);
-                packed = block;
+        for (int64_t i = 0; i < blocks; i++) {
+            int64_t block = (begin + i) % blocks, first = tiles * block / blocks, last = tiles * (block + 1) / blocks;
+            int packed = blocks == 1;
+            for (int group; (group = take_group(taken + block)) < groups;) {
+                for (int64_t tile = first; tile < last && !packed; tile++) pack_into_block(a, mine, tiles, first, tile);
+                packed = 1;
                 multiply_block(a, mine, tiles, first, last, (int)((int64_t)panels * group / groups),
                                (int)((int64_t)panels * (group + 1) / groups));
             }
+        }
     }
     return 0;
 }

@@ -46,16 +46,33 @@ def describe(args: argparse.Namespace) -> str:
 
 def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """One measurement of `measurements.py`."""
-    chosen = ["--kv-cache-dtype", args.kv_cache_dtype]
-    chosen += ["--quantization", args.quantization] if args.quantization else []
-    return runs.run(
-        [sys.executable, str(_FOLDER / "measurements.py"), name, *_common(args), *chosen, *options],
-    )
+    return runs.run([*_own(name, args), *options])
 
 
 def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """One measurement of `vllm_peer.py`, on all cores: vLLM by itself would leave one of two idle."""
-    env = {
+    """One measurement of `vllm_peer.py`."""
+    return runs.run([*_vllm(kind, args), *options], _vllm_env())
+
+
+def loaded(args: argparse.Namespace) -> dict[str, runs.Loaded]:
+    """Both engines, each with its model loaded, to be asked for one workload after the other."""
+    vllm = runs.Loaded(_vllm("turns", args), _vllm_env())
+    return {"vllm": vllm, "headrace": runs.Loaded(_own("turns", args))}
+
+
+def _own(name: str, args: argparse.Namespace) -> list[str]:
+    chosen = ["--kv-cache-dtype", args.kv_cache_dtype]
+    chosen += ["--quantization", args.quantization] if args.quantization else []
+    return [sys.executable, str(_FOLDER / "measurements.py"), name, *_common(args), *chosen]
+
+
+def _vllm(kind: str, args: argparse.Namespace) -> list[str]:
+    return [args.vllm, str(_FOLDER / "vllm_peer.py"), kind, *_common(args)]
+
+
+def _vllm_env() -> dict[str, str]:
+    """On all cores: vLLM by itself would leave one of two idle."""
+    return {
         "PYTHONPATH": str(_FOLDER.parent / "workers"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -64,7 +81,6 @@ def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    return runs.run([args.vllm, str(_FOLDER / "vllm_peer.py"), kind, *_common(args), *options], env)
 
 
 def _common(args: argparse.Namespace) -> list[str]:

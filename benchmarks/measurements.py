@@ -6,13 +6,14 @@ The last line of output is the figures as JSON. `runs.py` starts these; `through
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,29 @@ class Setup:
 
 def offline(setup: Setup) -> dict[str, Any]:
     """`LLM.generate` on all requests at once."""
-    from headrace_engine import LLM, SamplingParams
-
     begun = time.perf_counter()
-    llm = LLM(setup.model, **setup.engine_options)
+    llm = _loaded(setup)
     ready = time.perf_counter()
+    return _generate(llm, setup) | {"startup_seconds": ready - begun}
+
+
+def turns(setup: Setup) -> dict[str, Any]:
+    """`offline` on each workload that standard input names, a line each, on a model that stays loaded."""
+    llm = _loaded(replace(setup, enable_prefix_caching=False))
+    for line in sys.stdin:
+        print(json.dumps(_generate(llm, replace(setup, workload=line.strip()))), flush=True)
+    return {}
+
+
+def _loaded(setup: Setup) -> Any:
+    from headrace_engine import LLM
+
+    return LLM(setup.model, **setup.engine_options)
+
+
+def _generate(llm: Any, setup: Setup) -> dict[str, Any]:
+    from headrace_engine import SamplingParams
+
     requests = setup.requests()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)  # touch everything once
     started = time.perf_counter()
@@ -65,8 +84,7 @@ def offline(setup: Setup) -> dict[str, Any]:
         use_tqdm=False,
     )
     seconds = time.perf_counter() - started
-    figures = _figures(setup, seconds, [output.outputs[0].token_ids for output in outputs])
-    return figures | {"startup_seconds": ready - begun}
+    return _figures(setup, seconds, [output.outputs[0].token_ids for output in outputs])
 
 
 def queue(setup: Setup) -> dict[str, Any]:
@@ -267,7 +285,7 @@ def _figures(setup: Setup, seconds: float, outputs: list[list[int]]) -> dict[str
 
 MEASUREMENTS: dict[str, Callable[[Setup], dict[str, Any]]] = {
     function.__name__: function
-    for function in (offline, queue, queue_poisson, engine_poisson, single, phases, transformers)
+    for function in (offline, turns, queue, queue_poisson, engine_poisson, single, phases, transformers)
 }
 
 

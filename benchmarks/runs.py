@@ -32,6 +32,39 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
     return figures | {"peak_tree_rss_mib": peak, "other_cores": round(max(0.0, others) / watch.seconds, 2)}
 
 
+class Loaded:
+    """A measurement that goes on until its input ends: it prints one line of figures for each line that it reads."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._command = command
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
+        self._memory = _MemoryWatch(self._process.pid)
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Raises CalledProcessError where the measurement ends instead; its error output has been seen."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        for answer in self._process.stdout:
+            if answer.startswith("{"):  # not what a library has to say
+                figures: dict[str, Any] = json.loads(answer)
+                return figures
+        raise subprocess.CalledProcessError(self._process.wait(), self._command)
+
+    def end(self) -> float:
+        """Peak memory of the whole process tree, MiB."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        return self._memory.stop()
+
+
 def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
     return statistics.median(run[name] for run in runs)
 

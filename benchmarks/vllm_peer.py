@@ -1,11 +1,12 @@
 """vLLM on the same requests. Runs with the Python of an environment that holds vLLM, not with ours:
 
-PATH_TO_VLLM/bin/python benchmarks/vllm_peer.py offline|poisson|single --model FOLDER --dtype float32
+PATH_TO_VLLM/bin/python benchmarks/vllm_peer.py offline|turns|poisson|single --model FOLDER --dtype float32
 """
 
 import argparse
 import asyncio
 import json
+import sys
 import time
 from typing import Any
 
@@ -22,6 +23,18 @@ def offline(options: dict[str, Any], requests: list[workload.BenchmarkRequest], 
     begun = time.perf_counter()
     llm = LLM(**options, enable_prefix_caching=prefix_caching)
     ready = time.perf_counter()
+    return generate(llm, requests) | {"startup_seconds": ready - begun}
+
+
+def turns(options: dict[str, Any]) -> dict[str, Any]:
+    """As `turns` of `measurements.py`."""
+    llm = LLM(**options, enable_prefix_caching=False)
+    for line in sys.stdin:
+        print(json.dumps(generate(llm, workload.load(line.strip()))), flush=True)
+    return {}
+
+
+def generate(llm: LLM, requests: list[workload.BenchmarkRequest]) -> dict[str, Any]:
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)
     started = time.perf_counter()
     outputs = llm.generate(
@@ -31,12 +44,7 @@ def offline(options: dict[str, Any], requests: list[workload.BenchmarkRequest], 
     )
     seconds = time.perf_counter() - started
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return {
-        "startup_seconds": ready - begun,
-        "seconds": seconds,
-        "output_tokens": num_tokens,
-        "output_tokens_per_second": num_tokens / seconds,
-    }
+    return {"seconds": seconds, "output_tokens": num_tokens, "output_tokens_per_second": num_tokens / seconds}
 
 
 async def streamed(
@@ -62,14 +70,15 @@ async def streamed(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("offline", "poisson", "single"))
+    parser.add_argument("kind", choices=("offline", "turns", "poisson", "single"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--workload", default="mixed")
     parser.add_argument("--rate", type=float, default=2.6)
     args = parser.parse_args()
     requests = workload.load(args.workload)
-    longest = max(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+    served = workload.NAMES if args.kind == "turns" else (args.workload,)
+    longest = max(len(each.prompt_token_ids) + each.max_tokens for name in served for each in workload.load(name))
     options: dict[str, Any] = {
         "model": args.model,
         "dtype": args.dtype,
@@ -79,6 +88,8 @@ def main() -> None:
     }
     if args.kind == "offline":
         figures = offline(options, requests, args.workload == "shared-prefixes")
+    elif args.kind == "turns":
+        figures = turns(options)
     elif args.kind == "poisson":
         figures = asyncio.run(streamed(options, requests, workload.arrivals(len(requests), args.rate)))
     else:

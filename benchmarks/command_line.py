@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,14 @@ def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str
     return runs.run([*_vllm(kind, args), *options], _vllm_env())
 
 
-def loaded(args: argparse.Namespace) -> dict[str, runs.Loaded]:
-    """Both engines, each with its model loaded, to be asked for one workload after the other."""
-    vllm = runs.Loaded(_vllm("turns", args), _vllm_env())
-    return {"vllm": vllm, "headrace": runs.Loaded(_own("turns", args))}
+def loaded(args: argparse.Namespace) -> runs.Loaded:
+    """Headrace's engine, to be asked for one workload after the other."""
+    return runs.Loaded(_own("turns", args))
+
+
+def loaded_vllm(args: argparse.Namespace, workloads: Sequence[str]) -> runs.Loaded:
+    """The same of vLLM; it serves these workloads."""
+    return runs.Loaded([*_vllm("turns", args), "--workload", *workloads], _vllm_env())
 
 
 def _own(name: str, args: argparse.Namespace) -> list[str]:

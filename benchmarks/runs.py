@@ -10,12 +10,14 @@ import statistics
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
 _SAMPLE_SECONDS = 0.25
+_END_SECONDS = 30.0
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -33,7 +35,10 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
 
 
 class Loaded:
-    """A measurement that goes on until its input ends: it prints one line of figures for each line that it reads."""
+    """A measurement that goes on until its input ends: it prints one line of figures for each line that it reads.
+
+    Whatever happens, none of its processes outlives the block that it is used in.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._command = command
@@ -41,28 +46,36 @@ class Loaded:
         self._process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
         self._memory = _MemoryWatch(self._process.pid)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        alive = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_END_SECONDS)
+        for process in [self._process, *alive]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        self._memory.stop()
+
     def ask(self, line: str) -> dict[str, Any]:
         """Raises CalledProcessError where the measurement ends instead; its error output has been seen."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and so has its output
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
         for answer in self._process.stdout:
-            if answer.startswith("{"):  # not what a library has to say
+            if answer.startswith('{"seconds"'):  # not what a library has to say
                 figures: dict[str, Any] = json.loads(answer)
                 return figures
         raise subprocess.CalledProcessError(self._process.wait(), self._command)
 
-    def end(self) -> float:
-        """Peak memory of the whole process tree, MiB."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        return self._memory.stop()
+    @property
+    def peak_rss_mib(self) -> float:
+        """Of the whole process tree until now; memory that processes share counts in each."""
+        return self._memory.peak_mib
 
 
 def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -105,6 +118,10 @@ class _MemoryWatch(threading.Thread):
         self._over.set()
         self.join()
         self.seconds = max(self.seconds, _SAMPLE_SECONDS)
+        return self.peak_mib
+
+    @property
+    def peak_mib(self) -> float:
         return self._peak / 2**20
 
 

@@ -5,6 +5,7 @@ PATH_TO_VLLM/bin/python benchmarks/vllm_peer.py offline|turns|poisson|single --m
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -73,12 +74,12 @@ def main() -> None:
     parser.add_argument("kind", choices=("offline", "turns", "poisson", "single"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--workload", default="mixed")
+    parser.add_argument("--workload", nargs="+", default=["mixed"], help="one, or all that `turns` is asked for")
     parser.add_argument("--rate", type=float, default=2.6)
     args = parser.parse_args()
-    requests = workload.load(args.workload)
-    served = workload.NAMES if args.kind == "turns" else (args.workload,)
-    longest = max(len(each.prompt_token_ids) + each.max_tokens for name in served for each in workload.load(name))
+    served = [workload.load(name) for name in args.workload]
+    requests = served[0]
+    longest = max(len(each.prompt_token_ids) + each.max_tokens for each in itertools.chain(*served))
     options: dict[str, Any] = {
         "model": args.model,
         "dtype": args.dtype,
@@ -87,7 +88,7 @@ def main() -> None:
         "max_num_batched_tokens": 2048,
     }
     if args.kind == "offline":
-        figures = offline(options, requests, args.workload == "shared-prefixes")
+        figures = offline(options, requests, args.workload == ["shared-prefixes"])
     elif args.kind == "turns":
         figures = turns(options)
     elif args.kind == "poisson":

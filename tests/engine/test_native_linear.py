@@ -88,13 +88,18 @@ def test_a_norm_in_front_is_part_of_the_product(dtype: torch.dtype, features: in
 @dtypes
 def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
     layer, x = NativeLinear(random(500, 1500, dtype=dtype), None), random(200, 1500, dtype=dtype)
-    together, threads = layer(x), torch.get_num_threads()
+    together, threads, stream = layer(x), torch.get_num_threads(), random(200, 500, dtype=dtype)
+    added = stream.clone()
+    layer.add_to(added, x)
     for begin, end in ((0, 1), (3, 5), (10, 17), (20, 29), (40, 104), (199, 200)):
         assert torch.equal(layer(x[begin:end]), together[begin:end])
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             assert torch.equal(layer(x), together)
+            shared = stream.clone()
+            layer.add_to(shared, x)
+            assert torch.equal(shared, added)  # nothing is added twice
     finally:
         torch.set_num_threads(threads)
     x[7] = float("nan")

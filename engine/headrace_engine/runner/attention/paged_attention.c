@@ -34,7 +34,7 @@
 /* Of 32 registers 24 sums leave eight, for the columns and a row's element. */
 #define MAX_ROWS 6
 #define MAX_COLUMNS 4
-/* More rows than these are computed with two columns at most: elsewhere there are 16 registers. */
+/* Where there are 16 registers, more rows than these are computed with two columns at most. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_WIDE_ROWS MAX_ROWS
 #else
@@ -321,7 +321,7 @@ mix_chunk(const attention_args *a, const float *weights, const chunk *now, const
         }
 }
 
-/* Functions of their own for each kind: inside `attend`, what it keeps in registers would push a tile's columns out. */
+/* Functions of their own for each kind: inside `attend`, its constants would push a tile's columns out of registers. */
 #define OF_KIND(NAME, KIND)                                                                                             \
     static __attribute__((noinline)) void score_##NAME(const attention_args *a, const float *queries, const chunk *now, \
                                                        const chunk *next, float *scores, int all) {                     \

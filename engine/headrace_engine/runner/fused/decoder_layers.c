@@ -10,9 +10,9 @@
 #include "../attention/attention.h"
 #include "linear.h"
 
-/* Products bring in what attention reads, this many blocks at most, where one step of a tile lasts as long as memory, at
- * its full rate, takes to bring a line. A step of the smaller tile does not: its products would wait instead, for more
- * than attention gains. */
+/* Products bring in what attention reads, this many blocks at most, with AVX-512 only: one step of a tile lasts as long
+ * there as memory, at its full rate, takes to bring a line. With AVX2 products would wait instead, for more than attention
+ * gains; with less it was not measured. */
 #ifdef __AVX512F__
 #define MOST_UPCOMING 4096
 #else
@@ -122,7 +122,7 @@ static upcoming_blocks *look_ahead(upcoming_blocks *upcoming, const decoder_laye
 }
 
 int headrace_decoder_layers(const decoder_step *s) {
-    int32_t blocks[MOST_UPCOMING + 1]; /* C has no array of none */
+    int32_t blocks[MOST_UPCOMING + 1]; /* C has no arrays of length zero */
     upcoming_blocks list = list_blocks(s, blocks), *upcoming = look_ahead(&list, s->layers);
     const decoder_layer *last = s->layers + s->num_layers - 1;
     for (const decoder_layer *l = s->layers; l <= last; l++) {

@@ -202,9 +202,9 @@ static void widen(float *wide, const void *weight, int depth) {
 /* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes behind it next. Where fewer
  * tiles can ask for these, a line a step, the others ask for what attention reads. */
 static requests plan_requests(const linear_args *a, const char *behind, int64_t size, int depth, int64_t tile, int64_t tiles) {
-    int64_t needed = (size / depth + LINE - 1) / LINE;
+    int64_t step = size / depth, needed = (step + LINE - 1) / LINE;
     if (!a->upcoming || tiles <= needed)
-        return (requests){.line = behind + size * tile / tiles, .stride = (int)((size / depth + tiles - 1) / tiles), .lines = INT32_MAX};
+        return (requests){.line = behind + size * tile / tiles, .stride = (int)((step + tiles - 1) / tiles), .lines = INT32_MAX};
     if (tile < needed) return (requests){.line = behind + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
     /* Of a piece with more lines than the tile has steps the rest is left. */
     upcoming_blocks *u = a->upcoming;
@@ -225,7 +225,7 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
 
 /* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
-    float wide[MOST_DEPTH * PANEL] __attribute__((aligned(64))); /* a _Thread_local one's place is asked for at each vector */
+    float wide[MOST_DEPTH * PANEL] __attribute__((aligned(64))); /* a _Thread_local one is looked up for every vector */
     int kind = kind_of(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
     int chunks = (steps + MOST_DEPTH - 1) / MOST_DEPTH;
     int64_t top = tile_begin(a->rows, tiles, first);
@@ -293,8 +293,8 @@ static int take_group(int *taken) {
 }
 
 /* A single block is packed by all threads for all. Of several each thread packs what it multiplies, right before, so that
- * it is in its L2 then. Each begins with blocks of its own, and helps with others' at last: packing such a block twice is
- * less than to wait.
+ * it is in its L2 then. Threads begin at different blocks, where there are enough, and help with the others' in the end:
+ * to pack such a block twice is less than to wait.
  *
  * x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
 int headrace_linear(const linear_args *a) {

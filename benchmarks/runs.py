@@ -6,6 +6,7 @@ and how many cores everybody else used: a run that shared its machine says so.
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import threading
@@ -42,21 +43,22 @@ class Loaded:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._command = command
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
+        # In a group of its own, which ends with the first of its processes, even where that was killed.
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        options |= {"start_new_session": True, "env": {**os.environ, **(env or {})}}
+        self._process = subprocess.Popen(command, **options)
         self._memory = _MemoryWatch(self._process.pid)
+        self._ending = threading.Thread(target=self._end_group, daemon=True)
+        self._ending.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        alive = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
         with suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(timeout=_END_SECONDS)
-        for process in [self._process, *alive]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
+        self._process.kill()
+        self._ending.join()
         self._memory.stop()
 
     def ask(self, line: str) -> dict[str, Any]:
@@ -71,6 +73,12 @@ class Loaded:
                 figures: dict[str, Any] = json.loads(answer)
                 return figures
         raise subprocess.CalledProcessError(self._process.wait(), self._command)
+
+    def _end_group(self) -> None:
+        """A child that outlives the first process would keep the output open, and `ask` waiting."""
+        self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def peak_rss_mib(self) -> float:

@@ -104,13 +104,13 @@ def build(without: str, folder: Path) -> ctypes.CDLL:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
-@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
+@pytest.mark.parametrize("without", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
 def test_builds_for_other_processors_compute_the_same(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = build(without, tmp_path)
     monkeypatch.setattr(native, "_library", lambda: other)
-    assert without == "-mno-avx512vl" or not other.headrace_attention_has_pairs()
+    assert without in ("-mno-amx-bf16", "-mno-avx512vl") or not other.headrace_attention_has_pairs()
     for problem in (WIDE, Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)):
         case = Case(problem, torch.float32)
         torch.testing.assert_close(
@@ -147,10 +147,13 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, cache_dtype: t
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
 @pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("heads", [1, 6])
 def test_how_a_prompt_is_cut_into_steps_changes_no_bit(
-    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: int | None
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: int | None, heads: int
 ) -> None:
-    whole = Problem(((0, 150),), group=3, k_dim=20, v_dim=40, window=window, sinks=window is not None)
+    # Of six heads the dimensions are such as matrix tiles take, and there is work enough for the largest units.
+    k_dim, block_size = (20, 16) if heads == 1 else (64, 32)
+    whole = Problem(((0, 150),), heads, 3, k_dim, 40, block_size, window=window, sinks=window is not None)
     case = Case(whole, dtype, cache_dtype=cache_dtype)
     output = case.compute(NativeBackend(case.spec()))
     for past in (1, 63, 64, 77, 149):

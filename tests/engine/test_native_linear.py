@@ -110,15 +110,17 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
-@pytest.mark.parametrize("without", ["-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
+@pytest.mark.parametrize("without", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
 def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = native_library.source_text("headrace_engine.runner.fused", "linear.c")
     target = tmp_path / "linear.so"
     command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
     subprocess.run(command, input=source, text=True, check=True)
     narrow = native_linear.declared(ctypes.CDLL(str(target)))
-    assert without == "-mno-avx512vl" or not narrow.headrace_has_pairs()
-    assert without in ("-mno-avx512bf16", "-mno-avx512vl") or narrow.headrace_panel() < 48
+    assert without in ("-mno-amx-bf16", "-mno-avx512vl") or not narrow.headrace_has_pairs()
+    assert without == "-mno-avx512vl" or not narrow.headrace_has_matrix_tiles()
+    wide = without not in ("-mno-avx512f", "-mno-avx")
+    assert wide or narrow.headrace_packed_size(0, False, 1, 1) < 48  # a panel of one input
     monkeypatch.setattr(native_linear, "library", lambda: narrow)
     for dtype in (torch.float32, torch.bfloat16):
         weight, x = random(70, 1100, dtype=dtype), random(200, 1100, dtype=dtype)

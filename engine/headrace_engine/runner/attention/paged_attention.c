@@ -29,6 +29,7 @@
 #include <stdlib.h>
 
 #include "../vectors.h"
+#include "../matrix_tiles.h"
 #include "attention.h"
 
 /* Of 32 registers 24 sums leave eight, for the columns and a row's element. */
@@ -48,6 +49,7 @@
 typedef struct {
     layer_args layer;
     step_args step;
+    int by_matrix_tiles, columns_together; /* columns of keys that are taken as one, and lie in one block */
 } attention_args;
 
 static inline int min(int a, int b) { return a < b ? a : b; }
@@ -199,13 +201,14 @@ static inline int first_position(const attention_args *a, const unit *u) {
 }
 
 static inline int last_column(const attention_args *a, const unit *u) {
-    return (first_position(a, u) + u->num_tokens - 1) / LANES;
+    int last = (first_position(a, u) + u->num_tokens - 1) / LANES;
+    return last / a->columns_together * a->columns_together + a->columns_together - 1;
 }
 
 /* The column of the oldest key that any row of the unit sees. */
 static inline int oldest_column(const attention_args *a, const unit *u) {
     int oldest = a->layer.window > 0 ? first_position(a, u) - a->layer.window + 1 : 0;
-    return oldest > 0 ? oldest / LANES : 0;
+    return oldest > 0 ? oldest / LANES / a->columns_together * a->columns_together : 0;
 }
 
 static inline walk begin(const attention_args *a, const unit *u, int first_column) {
@@ -369,12 +372,27 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
             else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, dtype) * a->layer.scale;
 }
 
+/* Before its first chunk a row has gathered nothing, but a sink's weight. */
+static inline void begin_rows(const attention_args *a, const unit *u, int rows, float *most, f32x *total) {
+    for (int row = 0; row < rows; row++) {
+        most[row] = a->layer.sinks ? a->layer.sinks[head_of(u, a->layer.num_heads / a->layer.num_kv_heads, row)] : MASKED;
+        total[row] = broadcast(0);
+        if (a->layer.sinks) total[row][0] = 1.0f;
+    }
+}
+
+static inline void finish_output(const attention_args *a, const unit *u, int row, const float *mixed, f32x total, int dtype) {
+    int group = a->layer.num_heads / a->layer.num_kv_heads, v_dim = a->layer.v_dim;
+    int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
+    float inverse = 1.0f / sum_lanes(total);
+    for (int d = 0; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[d] * inverse, dtype);
+}
+
 /* `ahead` is what to ask for next, about CHUNK columns before it is needed: of this unit, and later of the one to come. */
 static inline __attribute__((always_inline)) void
 attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, float *scratch, int kind) {
     int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group;
-    int k_dim = a->layer.k_dim, v_dim = a->layer.v_dim, v_stride = padded(v_dim);
-    int dtype = dtype_of(a, kind);
+    int k_dim = a->layer.k_dim, v_stride = padded(a->layer.v_dim), dtype = dtype_of(a, kind);
     f32x *total = (f32x *)scratch;
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
     float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
@@ -383,11 +401,7 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead
 
     for (int row = 0; row < rows; row += MAX_ROWS)
         pack_tile(a, u, queries + row * num_steps(kind, k_dim), row, min(rows - row, MAX_ROWS), kind);
-    for (int row = 0; row < rows; row++) {
-        most[row] = a->layer.sinks ? a->layer.sinks[head_of(u, group, row)] : MASKED;
-        total[row] = broadcast(0);
-        if (a->layer.sinks) total[row][0] = 1.0f;
-    }
+    begin_rows(a, u, rows, most, total);
     memset(mixed, 0, sizeof(float) * rows * v_stride);
 
     for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
@@ -402,12 +416,10 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead
         (kind == FLOAT32 ? mix_float32 : kind == PAIRS ? mix_pairs : mix_bfloat16)(
             a, scores, &now, &next, mixed, rows, num_keys, single);
     }
-    for (int row = 0; row < rows; row++) {
-        int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
-        float inverse = 1.0f / sum_lanes(total[row]);
-        for (int d = 0; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[row * v_stride + d] * inverse, dtype);
-    }
+    for (int row = 0; row < rows; row++) finish_output(a, u, row, mixed + row * v_stride, total[row], dtype);
 }
+
+#include "attention_matrix_tiles.h"
 
 /* The unit of that number; `sequence` is where the search begins. */
 static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_t number, int run, int sequence) {
@@ -424,52 +436,68 @@ static int64_t claim(int64_t *claimed) {
     return number;
 }
 
-/* Returns 0, or -1 when memory for the scratch space is lacking. */
-int headrace_attention(const layer_args *layer, const step_args *step) {
-    const attention_args joined = {*layer, *step};
-    const attention_args *a = &joined;
-    int group = a->layer.num_heads / a->layer.num_kv_heads;
-    int run = 48 / group > 1 ? 48 / group : 1; /* query tokens a unit of work: 48 rows keep the scratch in L2 */
-    int64_t num_units = 0, claimed = 0;
-    int64_t *first_unit = malloc(sizeof(int64_t) * (a->step.num_sequences + 1));
-    if (!first_unit) return -1;
+/* Fills first_unit[num_sequences + 1] for units of so many tokens. Returns how many these are. */
+static int64_t count_units(const attention_args *a, int run, int64_t *first_unit) {
+    int64_t num_units = 0;
     for (int s = 0; s < a->step.num_sequences; s++) {
         first_unit[s] = num_units;
         num_units += (int64_t)((a->step.query_start[s + 1] - a->step.query_start[s] + run - 1) / run) * a->layer.num_kv_heads;
     }
-    first_unit[a->step.num_sequences] = num_units;
-    int failed = 0;
-    int kind = kind_of_cache(layer);
-#pragma omp parallel num_threads(a->step.num_threads)
+    return first_unit[a->step.num_sequences] = num_units;
+}
+
+/* A thread's part of all units. */
+static void attend_units(const attention_args *a, const int64_t *first_unit, int run, int64_t *claimed, float *memory) {
+    int64_t num_units = first_unit[a->step.num_sequences];
+    int kind = kind_of_cache(&a->layer), located = 0;
+    walk ahead = {0};
+    tiled_scratch tiled;
+    unit now = {0}, upcoming = {0};
+    divide_scratch(a, run / tokens_of_subunit(a), memory, &tiled);
+    for (int64_t number = claim(claimed), following; number < num_units; number = following) {
+        now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
+        /* Behind a short unit it can be less than a chunk ahead, and would stay so. */
+        int first_ahead = oldest_column(a, &now) + CHUNK;
+        if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
+        /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
+         * another thread may have time for sooner. */
+        int early = a->step.num_threads == 1 || number + 2 * a->step.num_threads < num_units;
+        following = early ? claim(claimed) : 0;
+        located = early && following < num_units;
+        if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
+        const unit *after = located ? &upcoming : NULL;
+        if (a->by_matrix_tiles) attend_by_matrix_tiles(a, &now, after, &ahead, &tiled);
+        else if (kind == FLOAT32) attend(a, &now, after, &ahead, memory, FLOAT32);
+        else if (HAS_PAIRS && kind == PAIRS) attend(a, &now, after, &ahead, memory, PAIRS);
+        else attend(a, &now, after, &ahead, memory, BFLOAT16);
+        if (!early) following = claim(claimed);
+    }
+}
+
+/* Returns 0, or -1 when memory for the scratch space is lacking. */
+int headrace_attention(const layer_args *layer, const step_args *step) {
+    int tiled = fits_matrix_tiles(layer), group = layer->num_heads / layer->num_kv_heads, failed = 0;
+    const attention_args joined = {*layer, *step, tiled, tiled ? TILE_INPUTS / LANES : 1}, *a = &joined;
+    int subunit = tokens_of_subunit(a), run = subunit * (tiled ? MOST_SUBUNITS : 1); /* query tokens a unit of work */
+    int64_t claimed = 0, *first_unit = malloc(sizeof(int64_t) * (step->num_sequences + 1));
+    if (!first_unit) return -1;
+    while (count_units(a, run, first_unit) < 8 * step->num_threads && run > subunit) run -= subunit;
+    tiled_scratch unused;
+    int64_t v_stride = padded(layer->v_dim);
+    int64_t floats = tiled ? divide_scratch(a, run / subunit, NULL, &unused)
+                           : (int64_t)run * group * (layer->k_dim + v_stride + CHUNK * LANES + LANES + 1) + v_stride;
+#pragma omp parallel num_threads(step->num_threads)
     {
-        int64_t v_stride = padded(a->layer.v_dim);
-        int64_t floats = (int64_t)run * group * (a->layer.k_dim + v_stride + CHUNK * LANES + LANES + 1) + v_stride;
-        float *scratch = malloc(sizeof(float) * floats);
-        if (!scratch) {
+        float *memory = aligned_alloc(LINE, (sizeof(float) * floats + LINE - 1) / LINE * LINE);
+        if (!memory) {
 #pragma omp atomic write
             failed = 1;
+        } else {
+            if (tiled) begin_matrix_tiles();
+            attend_units(a, first_unit, run, &claimed, memory);
+            if (tiled) end_matrix_tiles();
         }
-        walk ahead;
-        int located = 0;
-        unit now = {0}, upcoming = {0};
-        for (int64_t number = claim(&claimed), following; scratch && number < num_units; number = following) {
-            now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
-            /* Behind a short unit it can be less than a chunk ahead, and would stay so. */
-            int first_ahead = oldest_column(a, &now) + CHUNK;
-            if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
-            /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
-             * another thread may have time for sooner. */
-            int early = a->step.num_threads == 1 || number + 2 * a->step.num_threads < num_units;
-            following = early ? claim(&claimed) : 0;
-            located = early && following < num_units;
-            if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
-            const unit *after = located ? &upcoming : NULL;
-            if (kind == FLOAT32) attend(a, &now, after, &ahead, scratch, FLOAT32);
-            else if (HAS_PAIRS && kind == PAIRS) attend(a, &now, after, &ahead, scratch, PAIRS);
-            else attend(a, &now, after, &ahead, scratch, BFLOAT16);
-            if (!early) following = claim(&claimed);
-        }
-        free(scratch);
+        free(memory);
     }
     free(first_unit);
     return failed ? -1 : 0;

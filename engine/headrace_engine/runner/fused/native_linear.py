@@ -41,8 +41,10 @@ def library() -> ctypes.CDLL:
 def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """A library made from linear.c with the types of its functions."""
     kernels.headrace_linear.argtypes, kernels.headrace_linear.restype = (ctypes.POINTER(LinearArgs),), ctypes.c_int
-    sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int)
-    kernels.headrace_pack_weight.argtypes = (*sizes, ctypes.c_void_p, ctypes.c_void_p)
+    sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    kernels.headrace_packed_size.argtypes = (ctypes.c_int, *sizes)
+    kernels.headrace_packed_size.restype = ctypes.c_int64
+    kernels.headrace_pack_weight.argtypes = (ctypes.c_int, ctypes.c_int, *sizes, ctypes.c_void_p, ctypes.c_void_p)
     kernels.headrace_pack_weight.restype = None
     return kernels
 
@@ -50,12 +52,10 @@ def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
 def preferred(dtype: torch.dtype) -> bool:
     """Whether this kernel is the fastest that there is here for weights of this type.
 
-    It was measured on processors with AVX2 and with AVX-512. oneDNN uses AMX, which this kernel does not.
+    It was measured on processors with AVX2, with AVX-512 and with AMX.
     """
     capabilities = torch.cpu.get_capabilities()
     if not (capabilities.get("avx2") and capabilities.get("fma3")):
-        return False
-    if dtype is torch.bfloat16 and capabilities.get("amx_bf16"):
         return False
     try:
         kernels = library()
@@ -75,29 +75,17 @@ class NativeLinear(PreparedLinear):
         super().__init__(weight, bias)
         self.out_features, self.in_features = weight.shape
         weight = weight.detach().contiguous()
-        panel = library().headrace_panel()
-        halves = 2 if self.gated else 1
-        panels = -(-self.out_features // (halves * panel)) * halves
-        steps = self.in_features
-        if weight.dtype is torch.bfloat16 and library().headrace_has_pairs():
-            steps += steps % 2
-        self._packed = _PAGES.empty((panels, steps, panel), weight.dtype)
+        dtype, sizes = native_library.DTYPES[weight.dtype], (self.gated, self.in_features, self.out_features)
+        self._packed = _PAGES.empty((library().headrace_packed_size(dtype, *sizes),), weight.dtype)
         library().headrace_pack_weight(
-            *(
-                native_library.DTYPES[weight.dtype],
-                torch.get_num_threads(),
-                self.gated,
-                self.in_features,
-                self.out_features,
-            ),
-            *(weight.data_ptr(), self._packed.data_ptr()),
+            dtype, torch.get_num_threads(), *sizes, weight.data_ptr(), self._packed.data_ptr()
         )
-        self._width = self.out_features // halves
+        self._width = self.out_features // 2 if self.gated else self.out_features
         self._result = _SILU_MUL if self.gated else _STORE
         self.num_bytes = weight.nbytes
         self._bias = None if bias is None else bias.detach()
         self._args = LinearArgs(
-            dtype=native_library.DTYPES[weight.dtype],
+            dtype=dtype,
             in_features=self.in_features,
             out_features=self.out_features,
             weight=self._packed.data_ptr(),

@@ -26,18 +26,17 @@ __attribute__((constructor)) static void ask_for_matrix_tiles(void) {
     matrix_tiles_lent = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-/* Of each thread, before its first tile. */
-static inline void begin_matrix_tiles(void) {
-    static const struct {
+#define WEIGHT_TILE 7 /* the register for w, which is always whole */
+
+/* Of each thread, before its first tile: x and sums get so many rows, 16 at most. */
+static inline void begin_matrix_tiles(int rows) {
+    struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
-    } __attribute__((packed, aligned(64))) whole = {
-        .palette = 1,
-        .row_bytes = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES},
-        .rows = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS},
-    };
-    _tile_loadconfig(&whole);
+    } __attribute__((packed, aligned(64))) shapes = {.palette = 1};
+    for (int i = 0; i <= WEIGHT_TILE; i++) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = i == WEIGHT_TILE ? TILE_ROWS : rows;
+    _tile_loadconfig(&shapes);
 }
 
 /* Of each thread, behind its last: what the registers hold would be saved at every change of threads. */
@@ -47,6 +46,6 @@ static inline void end_matrix_tiles(void) { _tile_release(); }
 static inline void settle_memory(void) { __asm__ volatile("" ::: "memory"); }
 #else
 enum { matrix_tiles_lent = 0 };
-static inline void begin_matrix_tiles(void) {}
+static inline void begin_matrix_tiles(int rows) { (void)rows; }
 static inline void end_matrix_tiles(void) {}
 #endif

@@ -57,6 +57,11 @@ static inline void store_vector(void *base, int64_t index, f32x value, int dtype
         *(f32x *)((float *)base + index) = value;
         return;
     }
+#ifdef __AVX512BF16__ /* one instruction for ten; denormal numbers become zero */
+    __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+    memcpy((uint16_t *)base + index, &half, sizeof half);
+    return;
+#endif
     u32x bits = (u32x)value;
     u32x rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest even; a NaN stays one */
     u32x nan = (u32x)(value != value);
@@ -77,6 +82,15 @@ static inline f32x max_vector(f32x a, f32x b) {
     return (f32x)_mm256_max_ps((__m256)a, (__m256)b);
 #endif
     return select_vector(a > b, a, b);
+}
+
+static inline float sum_lanes(f32x v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
 }
 
 /* value * 2^n for whole n >= -127; the power of -127 is zero. A NaN stays one. */

@@ -39,7 +39,7 @@ static int64_t divide_scratch(const attention_args *a, int subunits, float *memo
 static void pack_query_tiles(const attention_args *a, const unit *u, char *target, int first, int rows) {
     int group = a->layer.num_heads / a->layer.num_kv_heads;
     int64_t tile_bytes = (int64_t)a->layer.k_dim * 2 * TILE_ROWS;
-    for (int row = 0; row < TILED_ROWS; row++) {
+    for (int row = 0; row < (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; row++) {
         char *place = target + row / TILE_ROWS * tile_bytes + row % TILE_ROWS * TILE_BYTES;
         const uint16_t *query = (const uint16_t *)a->step.query + token_of(u, group, first + row) * a->step.query_token_stride +
                                 head_of(u, group, first + row) * a->step.query_head_stride;
@@ -57,16 +57,16 @@ score_column(const char *queries, const char *keys, int64_t key_stride, int step
     _tile_zero(1);
     _tile_zero(2);
     for (int step = 0; step < steps; step++, keys += TILE_ROWS * key_stride, queries += TILE_ROWS * TILE_BYTES) {
-        _tile_loadd(3, keys, key_stride);
+        _tile_loadd(7, keys, key_stride);
         _tile_loadd(4, queries, TILE_BYTES);
-        _tile_dpbf16ps(0, 4, 3);
+        _tile_dpbf16ps(0, 4, 7);
         if (tiles > 1) {
             _tile_loadd(5, queries + tile_bytes, TILE_BYTES);
-            _tile_dpbf16ps(1, 5, 3);
+            _tile_dpbf16ps(1, 5, 7);
         }
         if (tiles > 2) {
             _tile_loadd(6, queries + 2 * tile_bytes, TILE_BYTES);
-            _tile_dpbf16ps(2, 6, 3);
+            _tile_dpbf16ps(2, 6, 7);
         }
     }
     _tile_stored(0, scores, stride);
@@ -83,16 +83,16 @@ mix_column(const char *weights, const char *const *values, int64_t value_stride,
     if (tiles > 1) _tile_loadd(1, mixed + next, value_stride);
     if (tiles > 2) _tile_loadd(2, mixed + 2 * next, value_stride);
     for (int group = 0; group < groups; group++, weights += TILE_BYTES) {
-        _tile_loadd(3, values[group] + lane * 4, value_stride);
+        _tile_loadd(7, values[group] + lane * 4, value_stride);
         _tile_loadd(4, weights, stride);
-        _tile_dpbf16ps(0, 4, 3);
+        _tile_dpbf16ps(0, 4, 7);
         if (tiles > 1) {
             _tile_loadd(5, weights + TILE_ROWS * stride, stride);
-            _tile_dpbf16ps(1, 5, 3);
+            _tile_dpbf16ps(1, 5, 7);
         }
         if (tiles > 2) {
             _tile_loadd(6, weights + 2 * TILE_ROWS * stride, stride);
-            _tile_dpbf16ps(2, 6, 3);
+            _tile_dpbf16ps(2, 6, 7);
         }
     }
     _tile_stored(0, mixed, value_stride);
@@ -154,7 +154,7 @@ static void attend_rows(const attention_args *a, const unit *u, const tiled_scra
     for (int row = 0; row < rows; row++)
         finish_scores(a, s->scores + row * CHUNK * LANES, now->num_columns, first_key,
                       first_position(a, u) + (first + row) / group, most + row, s->total + first + row, mixed + row * v_stride, PAIRS);
-    soften(s->scores, now->num_columns, most, s->total + first, rows, PAIRS);
+    soften(a, s->scores, now->num_columns, most, s->total + first, rows, PAIRS);
     mix_chunk_by_tiles(a, s->scores, now, tail, next, mixed, tiles);
 }
 
@@ -164,7 +164,8 @@ static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const
     for (int first = 0; first < rows; first += step)
         pack_query_tiles(a, u, s->queries + (int64_t)first / step * TILED_ROWS * a->layer.k_dim * 2, first, min(step, rows - first));
     begin_rows(a, u, rows, s->most, s->total);
-    memset(s->mixed, 0, sizeof(float) * ((rows + step - 1) / step) * TILED_ROWS * v_stride);
+    int last = rows % step ? rows % step : step; /* rows of the last subunit */
+    memset(s->mixed, 0, sizeof(float) * ((rows - last) / step * TILED_ROWS + (last + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS) * v_stride);
     for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
         const chunk now = next_chunk(a, &w, PAIRS), next = look_ahead(a, &now, ahead, &upcoming, PAIRS);
         int first_key = now.first_column * LANES, num_keys = num_positions - first_key, asked = 0;

@@ -65,12 +65,6 @@ static inline float max_lanes(f32x v) {
     return most[0];
 }
 
-static inline float sum_lanes(f32x v) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
-    return sum;
-}
-
 static inline f32x tanh_vector(f32x x) {
     x = -max_vector(broadcast(-40.0f), -x); /* beyond 9 it is 1 */
     return 1.0f - 2.0f / (exp_vector(2.0f * x) + 1.0f);
@@ -125,20 +119,28 @@ static inline int tile_columns(int rows, int left) {
         TILE_CASE(FUNCTION, 5, __VA_ARGS__) TILE_CASE(FUNCTION, 6, __VA_ARGS__)     \
     }
 
-/* Weights of LANES keys take the place of their scores, in bfloat16 where they are multiplied in pairs. Returns them as
- * they are stored, so that what is divided by their sum is exactly what was weighted. */
-static inline f32x soften_scores(float *scores, int column, float most, int kind) {
-    f32x differences = *(f32x *)(scores + column * LANES) - most;
-#if HAS_PAIRS
-    if (kind == PAIRS) {
-        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)exp_vector_rough(differences));
-        memcpy((uint16_t *)scores + column * LANES, &rounded, sizeof rounded);
-        return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16);
-    }
-#endif
-    f32x weights = exp_vector(differences);
+/* Weights of LANES keys take the place of their scores. */
+static inline f32x soften_scores(float *scores, int column, float most) {
+    f32x weights = exp_vector(*(f32x *)(scores + column * LANES) - most);
     *(f32x *)(scores + column * LANES) = weights;
     return weights;
+}
+
+#if HAS_PAIRS
+/* The same of scores to be scaled, in bfloat16, as pairs are multiplied; of two columns or of the last one alone. Returns
+ * the total with the weights as they are stored, so that what is divided by their sum is exactly what was weighted. */
+static inline f32x soften_pairs(float *scores, int column, int both, float most, float scale, f32x total) {
+    f32x first = exp_vector_rough(*(f32x *)(scores + column * LANES) * scale - most), second = {0};
+    if (both) second = exp_vector_rough(*(f32x *)(scores + (column + 1) * LANES) * scale - most);
+    __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    memcpy((uint16_t *)scores + column * LANES, &rounded, both ? sizeof rounded : sizeof rounded / 2);
+    return (f32x)_mm512_dpbf16_ps((__m512)total, rounded, (__m512bh)_mm512_set1_epi16(0x3f80)); /* ones */
+}
+#endif
+
+/* What scores are multiplied with when they become weights: queries were scaled, but where pairs are multiplied. */
+static inline float later_scale(const attention_args *a, int kind) {
+    return kind == PAIRS && !(a->layer.softcap > 0) ? a->layer.scale : 1.0f;
 }
 
 /* One row's scores of a chunk as the softmax takes them, and what the row has gathered so far brought to its new maximum. */
@@ -149,19 +151,19 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
     for (int i = 0; i < LANES; i++) lanes[i] = i;
     int oldest = a->layer.window > 0 ? position - a->layer.window + 1 : 0;
     int whole = first_key >= oldest && first_key + num_columns * LANES - 1 <= position;
-    f32x chunk_most = broadcast(*most);
+    float scale = later_scale(a, kind);
+    f32x chunk_most = broadcast(scale == 1.0f ? *most : MASKED);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
-        if (kind == PAIRS) s *= a->layer.scale; /* else the queries were */
-        if (a->layer.softcap > 0) s = tanh_vector(s / a->layer.softcap) * a->layer.softcap;
+        if (a->layer.softcap > 0) s = tanh_vector((kind == PAIRS ? s * a->layer.scale : s) / a->layer.softcap) * a->layer.softcap;
         if (!whole) {
             i32x key = lanes + (first_key + c * LANES);
             s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
         }
-        *(f32x *)(scores + c * LANES) = s;
+        if (!whole || a->layer.softcap > 0) *(f32x *)(scores + c * LANES) = s;
         chunk_most = max_vector(s, chunk_most);
     }
-    float new_most = max_lanes(chunk_most);
+    float new_most = max_lanes(chunk_most) * scale;
     if (new_most > *most) {
         f32x shrink = exp_vector(broadcast(*most - new_most));
         *total *= shrink;
@@ -172,12 +174,18 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
 
 /* All rows' scores of a chunk become weights: without a branch between rows the processor computes many at once. */
 static inline __attribute__((always_inline)) void
-soften(float *scores, int num_columns, const float *most, f32x *total, int rows, int kind) {
+soften(const attention_args *a, float *scores, int num_columns, const float *most, f32x *total, int rows, int kind) {
+    float scale = later_scale(a, kind);
     for (int row = 0; row < rows; row++) {
         f32x sum = total[row];
-        for (int c = 0; c < num_columns; c++) sum += soften_scores(scores + row * CHUNK * LANES, c, most[row], kind);
+        float *own = scores + row * CHUNK * LANES;
+#if HAS_PAIRS
+        for (int c = 0; kind == PAIRS && c < num_columns; c += 2) sum = soften_pairs(own, c, c + 1 < num_columns, most[row], scale, sum);
+#endif
+        for (int c = 0; kind != PAIRS && c < num_columns; c++) sum += soften_scores(own, c, most[row]);
         total[row] = sum;
     }
+    (void)scale;
 }
 
 typedef struct {
@@ -385,7 +393,9 @@ static inline void finish_output(const attention_args *a, const unit *u, int row
     int group = a->layer.num_heads / a->layer.num_kv_heads, v_dim = a->layer.v_dim;
     int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
     float inverse = 1.0f / sum_lanes(total);
-    for (int d = 0; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[d] * inverse, dtype);
+    int d = 0;
+    for (; d + LANES <= v_dim; d += LANES) store_vector(a->step.output, base + d, *(f32x *)(mixed + d) * inverse, dtype);
+    for (; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[d] * inverse, dtype);
 }
 
 /* `ahead` is what to ask for next, about CHUNK columns before it is needed: of this unit, and later of the one to come. */
@@ -412,7 +422,7 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead
         for (int row = 0; row < rows; row++)
             finish_scores(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
                           total + row, mixed + row * v_stride, kind);
-        soften(scores, now.num_columns, most, total, rows, kind);
+        soften(a, scores, now.num_columns, most, total, rows, kind);
         (kind == FLOAT32 ? mix_float32 : kind == PAIRS ? mix_pairs : mix_bfloat16)(
             a, scores, &now, &next, mixed, rows, num_keys, single);
     }
@@ -493,7 +503,7 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
 #pragma omp atomic write
             failed = 1;
         } else {
-            if (tiled) begin_matrix_tiles();
+            if (tiled) begin_matrix_tiles(TILE_ROWS);
             attend_units(a, first_unit, run, &claimed, memory);
             if (tiled) end_matrix_tiles();
         }

@@ -29,9 +29,10 @@
 #define PANEL (VECTORS * LANES)
 #define LINE 64 /* bytes that come from memory at once */
 
-static inline f32x silu(f32x x) {
+static inline f32x silu(f32x x, int dtype) {
     i32x negative = x < 0.0f;
-    f32x e = exp_vector(select_vector(negative, x, -x)); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
+    f32x least = select_vector(negative, x, -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
+    f32x e = dtype == BFLOAT16 ? exp_vector_rough(least) : exp_vector(least);
     return x * select_vector(negative, e, broadcast(1.0f)) / (1.0f + e);
 }
 
@@ -40,7 +41,7 @@ static inline __attribute__((always_inline)) void
 finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {
     int64_t at = row * a->out_stride + column;
     if (up)
-        for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = silu(*(f32x *)(sums + j)) * *(f32x *)(up + j);
+        for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = silu(*(f32x *)(sums + j), dtype) * *(f32x *)(up + j);
     else if (a->bias)
         for (int j = 0; j < PANEL && j < width; j++) sums[j] += load_scalar(a->bias, column + j, dtype);
     for (; width >= LANES; width -= LANES, sums += LANES, at += LANES) {
@@ -52,15 +53,14 @@ finish_row(const linear_args *a, int64_t row, int column, int width, float *sums
 }
 
 static float inverse_rms(const linear_args *a, int64_t from) {
-    f32x sums = {0};
+    f32x sums[2] = {0}; /* one would wait for itself */
     int k = 0, dim = a->in_features;
     for (; k + LANES <= dim; k += LANES) {
         f32x x = load_vector(a->x, from + k, a->dtype);
-        sums += x * x;
+        sums[k / LANES % 2] += x * x;
     }
-    float sum = 0;
+    float sum = sum_lanes(sums[0] + sums[1]);
     for (; k < dim; k++) sum += load_scalar(a->x, from + k, a->dtype) * load_scalar(a->x, from + k, a->dtype);
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
     return 1.0f / sqrtf(sum / dim + a->norm_eps);
 }
 
@@ -167,7 +167,7 @@ int headrace_linear(const linear_args *a) {
     {
         int64_t thread = omp_get_thread_num(), begin = d.cells * thread / omp_get_num_threads();
         float *mine = d.blocks > 1 ? packed + own * thread : packed;
-        if (by_tiles(a)) begin_matrix_tiles();
+        if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
         if (d.blocks == 1) {
 #pragma omp for schedule(static)
             for (int64_t tile = 0; tile < d.tiles; tile++) pack_into_block(a, &d, mine, 0, tile);

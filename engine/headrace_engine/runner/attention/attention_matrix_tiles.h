@@ -3,6 +3,7 @@
  * Rows are taken 48 at a time, three tiles, for each chunk of keys: their scores stay in L1, and the chunk in L2 for all
  * rows of the unit. Keys are taken two columns at a time, as a tile multiplies 32 of their values. */
 #define TILED_ROWS (3 * TILE_ROWS)
+#define MOST_STEPS 16 /* of a key's components: 512 of them */
 #define MOST_SUBUNITS 4 /* of 48 rows: keys and values come from memory once for so many */
 
 /* Memory of a thread: of rows as many as a unit can have, but scores of one subunit. */
@@ -18,7 +19,7 @@ static inline int tokens_of_subunit(const attention_args *a) {
 }
 
 static inline int fits_matrix_tiles(const layer_args *l) {
-    return matrix_tiles_lent && kind_of_cache(l) == PAIRS && l->k_dim % TILE_INPUTS == 0 && l->block_size % TILE_INPUTS == 0 &&
+    return matrix_tiles_lent && kind_of_cache(l) == PAIRS && l->k_dim % TILE_INPUTS == 0 && l->k_dim <= MOST_STEPS * TILE_INPUTS && l->block_size % TILE_INPUTS == 0 &&
            l->num_heads / l->num_kv_heads <= TILED_ROWS;
 }
 
@@ -49,85 +50,100 @@ static void pack_query_tiles(const attention_args *a, const unit *u, char *targe
     }
 }
 
-/* scores[tiles of rows][one column of keys] = queries . keys */
+/* One factor of a product: tiles of rows, strides in bytes. */
+typedef struct {
+    const char *first;
+    int64_t row, tile, step; /* to the next of each */
+} tiled_rows;
+
+/* sums[tiles of rows][columns * 16] (+)= x . w, both factors in steps of 32. A column of w lies right of the one before. */
 static inline __attribute__((always_inline)) void
-score_column(const char *queries, const char *keys, int64_t key_stride, int steps, float *scores, int tiles) {
-    const int64_t stride = CHUNK * LANES * 4, tile_bytes = (int64_t)steps * TILE_ROWS * TILE_BYTES;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    for (int step = 0; step < steps; step++, keys += TILE_ROWS * key_stride, queries += TILE_ROWS * TILE_BYTES) {
-        _tile_loadd(7, keys, key_stride);
-        _tile_loadd(4, queries, TILE_BYTES);
-        _tile_dpbf16ps(0, 4, 7);
-        if (tiles > 1) {
-            _tile_loadd(5, queries + tile_bytes, TILE_BYTES);
-            _tile_dpbf16ps(1, 5, 7);
+tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int steps, float *sums, int64_t sums_row, int adds, int tiles, int columns) {
+    float *second = sums + TILE_ROWS * sums_row / 4, *third = second + TILE_ROWS * sums_row / 4;
+#define EACH_SUM(DO)                                  \
+    DO(0, sums);                                      \
+    if (columns > 1) DO(1, sums + LANES);             \
+    if (tiles > 1) DO(2, second);                     \
+    if (tiles > 1 && columns > 1) DO(3, second + LANES); \
+    if (tiles > 2) DO(4, third);                      \
+    if (tiles > 2 && columns > 1) DO(5, third + LANES);
+#define BEGIN_SUM(TILE, PLACE)                     \
+    do {                                           \
+        if (adds) _tile_loadd(TILE, PLACE, sums_row); \
+        else _tile_zero(TILE);                     \
+    } while (0)
+#define STORE_SUM(TILE, PLACE) _tile_stored(TILE, PLACE, sums_row)
+    EACH_SUM(BEGIN_SUM)
+    const char *rows = x->first;
+    for (int step = 0; step < steps; step++, rows += x->step) {
+        _tile_loadd(6, rows, x->row);
+        _tile_loadd(WEIGHT_TILE, w[step], w_row);
+        _tile_dpbf16ps(0, 6, 7);
+        if (columns > 1) {
+            _tile_loadd(WEIGHT_TILE, w[step] + TILE_BYTES, w_row);
+            _tile_dpbf16ps(1, 6, 7);
         }
-        if (tiles > 2) {
-            _tile_loadd(6, queries + 2 * tile_bytes, TILE_BYTES);
+        if (tiles > 1) {
+            _tile_loadd(6, rows + x->tile, x->row);
+            if (columns > 1) {
+                _tile_dpbf16ps(3, 6, 7);
+                _tile_loadd(WEIGHT_TILE, w[step], w_row);
+            }
             _tile_dpbf16ps(2, 6, 7);
         }
-    }
-    _tile_stored(0, scores, stride);
-    if (tiles > 1) _tile_stored(1, scores + TILE_ROWS * CHUNK * LANES, stride);
-    if (tiles > 2) _tile_stored(2, scores + 2 * TILE_ROWS * CHUNK * LANES, stride);
-}
-
-/* mixed[tiles of rows][16 components] += weights . values of 32 keys each */
-static inline __attribute__((always_inline)) void
-mix_column(const char *weights, const char *const *values, int64_t value_stride, int groups, int lane, float *mixed, int tiles) {
-    const int64_t stride = CHUNK * LANES * 4, next = value_stride / 4 * TILE_ROWS;
-    mixed += lane;
-    _tile_loadd(0, mixed, value_stride);
-    if (tiles > 1) _tile_loadd(1, mixed + next, value_stride);
-    if (tiles > 2) _tile_loadd(2, mixed + 2 * next, value_stride);
-    for (int group = 0; group < groups; group++, weights += TILE_BYTES) {
-        _tile_loadd(7, values[group] + lane * 4, value_stride);
-        _tile_loadd(4, weights, stride);
-        _tile_dpbf16ps(0, 4, 7);
-        if (tiles > 1) {
-            _tile_loadd(5, weights + TILE_ROWS * stride, stride);
-            _tile_dpbf16ps(1, 5, 7);
-        }
         if (tiles > 2) {
-            _tile_loadd(6, weights + 2 * TILE_ROWS * stride, stride);
-            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(6, rows + 2 * x->tile, x->row);
+            _tile_dpbf16ps(4, 6, 7);
+            if (columns > 1) {
+                _tile_loadd(WEIGHT_TILE, w[step] + TILE_BYTES, w_row);
+                _tile_dpbf16ps(5, 6, 7);
+            }
         }
     }
-    _tile_stored(0, mixed, value_stride);
-    if (tiles > 1) _tile_stored(1, mixed + next, value_stride);
-    if (tiles > 2) _tile_stored(2, mixed + 2 * next, value_stride);
+    EACH_SUM(STORE_SUM)
 }
 
-#define BY_TILES(FUNCTION, ...)                     \
-    (tiles == 1   ? FUNCTION(__VA_ARGS__, 1)        \
-     : tiles == 2 ? FUNCTION(__VA_ARGS__, 2)        \
-                  : FUNCTION(__VA_ARGS__, 3))
+/* Calls it with tiles and columns as constants. */
+#define TILE_PRODUCTS(COLUMNS, ...)                           \
+    (tiles == 1   ? tile_products(__VA_ARGS__, 1, COLUMNS)    \
+     : tiles == 2 ? tile_products(__VA_ARGS__, 2, COLUMNS)    \
+                  : tile_products(__VA_ARGS__, 3, COLUMNS))
 
+/* scores[tiles of rows][keys of the chunk] = queries . keys */
 static __attribute__((noinline)) void
 score_chunk_by_tiles(const attention_args *a, const char *queries, const chunk *now, const chunk *next, float *scores, int tiles) {
-    int64_t stride = (int64_t)a->layer.block_size * 4;
-    int pairs = a->layer.k_dim / 2;
+    int64_t key_row = (int64_t)a->layer.block_size * 4;
+    int pairs = a->layer.k_dim / 2, steps = pairs / TILE_ROWS;
+    tiled_rows x = {queries, TILE_BYTES, (int64_t)steps * TILE_ROWS * TILE_BYTES, TILE_ROWS * TILE_BYTES};
+    const char *keys[MOST_STEPS];
     settle_memory();
-    for (int c = 0; c < now->num_columns; c++) {
-        for (int pair = 0; next && pair < pairs; pair++) __builtin_prefetch(next->k[c] + pair * stride, 0, 2);
-        BY_TILES(score_column, queries, now->k[c], stride, pairs / TILE_ROWS, scores + c * LANES);
+    for (int c = 0; c < now->num_columns; c += 2) {
+        for (int pair = 0; next && pair < 2 * pairs; pair++)
+            __builtin_prefetch(next->k[c] + pair / 2 * key_row + pair % 2 * LINE, 0, 2);
+        for (int step = 0; step < steps; step++) keys[step] = now->k[c] + step * TILE_ROWS * key_row;
+        TILE_PRODUCTS(2, &x, keys, key_row, steps, scores + c * LANES, CHUNK * LANES * 4, 0);
     }
     settle_memory();
 }
 
+/* mixed[tiles of rows] += weights . values of the chunk */
 static __attribute__((noinline)) void
 mix_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *now, const char *tail, const chunk *next, float *mixed, int tiles) {
-    int v_stride = padded(a->layer.v_dim), groups = now->num_columns / 2;
+    int64_t value_row = padded(a->layer.v_dim) * 4;
+    int groups = now->num_columns / 2;
+    const int64_t row = CHUNK * LANES * 4;
+    tiled_rows x = {(const char *)weights, row, TILE_ROWS * row, TILE_BYTES};
     const char *values[CHUNK / 2];
-    for (int g = 0; g < groups; g++) values[g] = now->v[2 * g];
-    if (tail) values[groups - 1] = tail;
     settle_memory();
-    for (int lane = 0; lane < v_stride; lane += LANES) {
-        for (int at = 0; next && at < groups * TILE_ROWS; at++)
-            __builtin_prefetch(next->v[at / TILE_ROWS * 2] + (lane * TILE_ROWS * 4) + at % TILE_ROWS * LINE, 0, 2);
-        BY_TILES(mix_column, (const char *)weights, values, (int64_t)v_stride * 4, groups, lane, mixed);
+    for (int at = 0, columns; at < value_row; at += columns * TILE_BYTES) {
+        columns = at + TILE_BYTES < value_row ? 2 : 1;
+        for (int group = 0; group < groups; group++) {
+            values[group] = (tail && group == groups - 1 ? tail : now->v[2 * group]) + at;
+            for (int line = 0; next && line < columns * TILE_ROWS; line++)
+                __builtin_prefetch(next->v[2 * group] + at * TILE_ROWS + line * LINE, 0, 2);
+        }
+        if (columns == 2) TILE_PRODUCTS(2, &x, values, value_row, groups, mixed + at / 4, value_row, 1);
+        else TILE_PRODUCTS(1, &x, values, value_row, groups, mixed + at / 4, value_row, 1);
     }
     settle_memory();
 }
@@ -144,16 +160,27 @@ static const char *copy_tail(const attention_args *a, const chunk *now, int num_
     return tail;
 }
 
+static inline float largest_score(const float *scores, int num_columns) {
+    f32x most[2] = {*(f32x *)scores, *(f32x *)(scores + LANES)};
+    for (int c = 2; c < num_columns; c++) most[c % 2] = max_vector(*(f32x *)(scores + c * LANES), most[c % 2]);
+    return max_lanes(max_vector(most[0], most[1]));
+}
+
 /* Scores, weights and sums of some rows of a unit and a chunk of keys. */
 static void attend_rows(const attention_args *a, const unit *u, const tiled_scratch *s, const chunk *now, const chunk *next,
                         const char *tail, int first, int rows) {
     int group = a->layer.num_heads / a->layer.num_kv_heads, v_stride = padded(a->layer.v_dim), first_key = now->first_column * LANES;
     int padded_first = first / (tokens_of_subunit(a) * group) * TILED_ROWS, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     float *mixed = s->mixed + (int64_t)padded_first * v_stride, *most = s->most + first;
+    int last_key = first_key + now->num_columns * LANES - 1, position = first_position(a, u) + first / group;
+    int whole = first_key >= oldest_key(a, position + (rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
     score_chunk_by_tiles(a, s->queries + (int64_t)padded_first * a->layer.k_dim * 2, now, next, s->scores, tiles);
-    for (int row = 0; row < rows; row++)
-        finish_scores(a, s->scores + row * CHUNK * LANES, now->num_columns, first_key,
-                      first_position(a, u) + (first + row) / group, most + row, s->total + first + row, mixed + row * v_stride, PAIRS);
+    for (int row = 0; row < rows; row++) {
+        float *scores = s->scores + row * CHUNK * LANES;
+        float found = whole ? largest_score(scores, now->num_columns) * a->layer.scale
+                            : finish_scores(a, scores, now->num_columns, first_key, position + row / group, PAIRS);
+        raise_most(found, most + row, s->total + first + row, mixed + row * v_stride, v_stride);
+    }
     soften(a, s->scores, now->num_columns, most, s->total + first, rows, PAIRS);
     mix_chunk_by_tiles(a, s->scores, now, tail, next, mixed, tiles);
 }

@@ -127,14 +127,16 @@ static inline f32x soften_scores(float *scores, int column, float most) {
 }
 
 #if HAS_PAIRS
-/* The same of scores to be scaled, in bfloat16, as pairs are multiplied; of two columns or of the last one alone. Returns
- * the total with the weights as they are stored, so that what is divided by their sum is exactly what was weighted. */
-static inline f32x soften_pairs(float *scores, int column, int both, float most, float scale, f32x total) {
-    f32x first = exp_vector_rough(*(f32x *)(scores + column * LANES) * scale - most), second = {0};
-    if (both) second = exp_vector_rough(*(f32x *)(scores + (column + 1) * LANES) * scale - most);
-    __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    memcpy((uint16_t *)scores + column * LANES, &rounded, both ? sizeof rounded : sizeof rounded / 2);
-    return (f32x)_mm512_dpbf16_ps((__m512)total, rounded, (__m512bh)_mm512_set1_epi16(0x3f80)); /* ones */
+/* The same of scores to be scaled, in bfloat16, as pairs are multiplied; of two columns or of the last one alone. Adds the
+ * weights to totals as they are stored, so that what is divided by their sum is exactly what was weighted. */
+static inline void soften_pairs(float *scores, int column, int both, float most, float scale, f32x totals[2]) {
+    f32x first = power_of_two_rough(*(f32x *)(scores + column * LANES) * (scale * LOG2_E) - most * LOG2_E), second = {0};
+    if (both) second = power_of_two_rough(*(f32x *)(scores + (column + 1) * LANES) * (scale * LOG2_E) - most * LOG2_E);
+    __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    if (both) memcpy((uint16_t *)scores + column * LANES, &rounded, sizeof rounded);
+    else memcpy((uint16_t *)scores + column * LANES, &rounded, sizeof rounded / 2);
+    totals[0] += (f32x)_mm512_slli_epi32(rounded, 16);
+    totals[1] += (f32x)_mm512_and_epi32(rounded, _mm512_set1_epi32((int)0xffff0000u));
 }
 #endif
 
@@ -143,16 +145,29 @@ static inline float later_scale(const attention_args *a, int kind) {
     return kind == PAIRS && !(a->layer.softcap > 0) ? a->layer.scale : 1.0f;
 }
 
-/* One row's scores of a chunk as the softmax takes them, and what the row has gathered so far brought to its new maximum. */
+/* What a row has gathered so far is brought to a new maximum, where that is one. */
 static inline __attribute__((always_inline)) void
-finish_scores(const attention_args *a, float *scores, int num_columns, int first_key, int position, float *most,
-              f32x *total, float *mixed, int kind) {
+raise_most(float new_most, float *most, f32x *total, float *mixed, int v_stride) {
+    if (!(new_most > *most)) return;
+    f32x shrink = exp_vector(broadcast(*most - new_most));
+    *total *= shrink;
+    for (int d = 0; d < v_stride; d += LANES) *(f32x *)(mixed + d) *= shrink;
+    *most = new_most;
+}
+
+/* The oldest key that is seen from a position. */
+static inline int oldest_key(const attention_args *a, int position) {
+    return a->layer.window > 0 ? position - a->layer.window + 1 : 0;
+}
+
+/* One row's scores of a chunk as the softmax takes them. Returns their maximum. */
+static inline __attribute__((always_inline)) float
+finish_scores(const attention_args *a, float *scores, int num_columns, int first_key, int position, int kind) {
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    int oldest = a->layer.window > 0 ? position - a->layer.window + 1 : 0;
+    int oldest = oldest_key(a, position);
     int whole = first_key >= oldest && first_key + num_columns * LANES - 1 <= position;
-    float scale = later_scale(a, kind);
-    f32x chunk_most = broadcast(scale == 1.0f ? *most : MASKED);
+    f32x most = broadcast(MASKED);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
         if (a->layer.softcap > 0) s = tanh_vector((kind == PAIRS ? s * a->layer.scale : s) / a->layer.softcap) * a->layer.softcap;
@@ -161,15 +176,9 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
             s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
         }
         if (!whole || a->layer.softcap > 0) *(f32x *)(scores + c * LANES) = s;
-        chunk_most = max_vector(s, chunk_most);
+        most = max_vector(s, most);
     }
-    float new_most = max_lanes(chunk_most) * scale;
-    if (new_most > *most) {
-        f32x shrink = exp_vector(broadcast(*most - new_most));
-        *total *= shrink;
-        for (int d = 0; d < padded(a->layer.v_dim); d += LANES) *(f32x *)(mixed + d) *= shrink;
-        *most = new_most;
-    }
+    return max_lanes(most) * later_scale(a, kind);
 }
 
 /* All rows' scores of a chunk become weights: without a branch between rows the processor computes many at once. */
@@ -177,13 +186,13 @@ static inline __attribute__((always_inline)) void
 soften(const attention_args *a, float *scores, int num_columns, const float *most, f32x *total, int rows, int kind) {
     float scale = later_scale(a, kind);
     for (int row = 0; row < rows; row++) {
-        f32x sum = total[row];
+        f32x sums[2] = {total[row], {0}};
         float *own = scores + row * CHUNK * LANES;
 #if HAS_PAIRS
-        for (int c = 0; kind == PAIRS && c < num_columns; c += 2) sum = soften_pairs(own, c, c + 1 < num_columns, most[row], scale, sum);
+        for (int c = 0; kind == PAIRS && c < num_columns; c += 2) soften_pairs(own, c, c + 1 < num_columns, most[row], scale, sums);
 #endif
-        for (int c = 0; kind != PAIRS && c < num_columns; c++) sum += soften_scores(own, c, most[row]);
-        total[row] = sum;
+        for (int c = 0; kind != PAIRS && c < num_columns; c++) sums[0] += soften_scores(own, c, most[row]);
+        total[row] = kind == PAIRS ? sums[0] + sums[1] : sums[0];
     }
     (void)scale;
 }
@@ -419,9 +428,10 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead
         int first_key = now.first_column * LANES;
         int num_keys = min(num_positions - first_key, now.num_columns * LANES);
         (kind == FLOAT32 ? score_float32 : kind == PAIRS ? score_pairs : score_bfloat16)(a, queries, &now, &next, scores, rows);
-        for (int row = 0; row < rows; row++)
-            finish_scores(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, most + row,
-                          total + row, mixed + row * v_stride, kind);
+        for (int row = 0; row < rows; row++) {
+            float found = finish_scores(a, scores + row * CHUNK * LANES, now.num_columns, first_key, position + row / group, kind);
+            raise_most(found, most + row, total + row, mixed + row * v_stride, v_stride);
+        }
         soften(a, scores, now.num_columns, most, total, rows, kind);
         (kind == FLOAT32 ? mix_float32 : kind == PAIRS ? mix_pairs : mix_bfloat16)(
             a, scores, &now, &next, mixed, rows, num_keys, single);

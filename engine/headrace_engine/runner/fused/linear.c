@@ -32,7 +32,7 @@
 static inline f32x silu(f32x x, int dtype) {
     i32x negative = x < 0.0f;
     f32x least = select_vector(negative, x, -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
-    f32x e = dtype == BFLOAT16 ? exp_vector_rough(least) : exp_vector(least);
+    f32x e = dtype == BFLOAT16 ? power_of_two_rough(least * LOG2_E) : exp_vector(least);
     return x * select_vector(negative, e, broadcast(1.0f)) / (1.0f + e);
 }
 

@@ -36,6 +36,7 @@ static inline void begin_matrix_tiles(int rows) {
         uint8_t rows[16];
     } __attribute__((packed, aligned(64))) shapes = {.palette = 1};
     for (int i = 0; i <= WEIGHT_TILE; i++) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = i == WEIGHT_TILE ? TILE_ROWS : rows;
+    __asm__ volatile("" : : "r"(&shapes) : "memory"); /* the compiler believes that only its first bytes are read */
     _tile_loadconfig(&shapes);
 }
 

@@ -123,24 +123,18 @@ static inline f32x exp_vector(f32x x) {
     return scale_by_power(p, n);
 }
 
+#ifdef __AVX512F__
 #define LOG2_E 1.44269504088896341f
 
-/* 2^x of x <= 127, for what is rounded to bfloat16 next: relative error 8e-5. */
+/* 2^x, for what is rounded to bfloat16 next: relative error 8e-5. Zero or infinite where it is none of float32's numbers. */
 static inline f32x power_of_two_rough(f32x x) {
-#ifdef __AVX512F__ /* needs no bound, and is zero where it is none of float32's numbers */
-    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 8), n = x - r;
-#else
-    x = max_vector(broadcast(-127.0f), x);
-    f32x n = nearest_integer(x), r = x - n;
-#endif
-    f32x p = r * 5.517167e-2f + 2.4261113e-1f;
-    p = p * r + 6.9326099e-1f;
-    p = p * r + 9.9992807e-1f;
-#ifdef __AVX512F__
-    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)n);
-#endif
-    return scale_by_power(p, n);
+    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9); /* what is above the integer below; of infinity zero */
+    f32x p = r * 7.802452e-2f + 2.2606716e-1f;
+    p = p * r + 6.9583356e-1f;
+    p = p * r + 9.9992520e-1f;
+    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x); /* by the integer below */
 }
+#endif
 
 /* How products are computed: as one of the types above, or in pairs of bfloat16 where the processor multiplies these. A
  * step of a sum is one product, or those of one pair. */

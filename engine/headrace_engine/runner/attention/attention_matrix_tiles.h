@@ -4,7 +4,7 @@
  * rows of the unit. Keys are taken two columns at a time, as a tile multiplies 32 of their values. */
 #define TILED_ROWS (3 * TILE_ROWS)
 #define MOST_STEPS 16 /* of a key's components: 512 of them */
-#define MOST_SUBUNITS 4 /* of 48 rows: keys and values come from memory once for so many */
+#define MOST_SUBUNITS 8 /* of 48 rows: keys and values come from memory once for so many */
 
 /* Memory of a thread: of rows as many as a unit can have, but scores of one subunit. */
 typedef struct {
@@ -166,47 +166,64 @@ static inline float largest_score(const float *scores, int num_columns) {
     return max_lanes(max_vector(most[0], most[1]));
 }
 
-/* Scores, weights and sums of some rows of a unit and a chunk of keys. */
-static void attend_rows(const attention_args *a, const unit *u, const tiled_scratch *s, const chunk *now, const chunk *next,
-                        const char *tail, int first, int rows) {
+/* Rows of a unit that are multiplied at once, and their place in a thread's memory. */
+typedef struct {
+    int first, rows, tiles;
+    const char *queries;
+    float *mixed;
+} subunit;
+
+static inline subunit subunit_of(const attention_args *a, const unit *u, const tiled_scratch *s, int number) {
+    int group = a->layer.num_heads / a->layer.num_kv_heads, step = tokens_of_subunit(a) * group;
+    int rows = min(step, u->num_tokens * group - number * step);
+    return (subunit){number * step, rows, (rows + TILE_ROWS - 1) / TILE_ROWS,
+                     s->queries + (int64_t)number * TILED_ROWS * a->layer.k_dim * 2,
+                     s->mixed + (int64_t)number * TILED_ROWS * padded(a->layer.v_dim)};
+}
+
+/* Scores of a chunk become weights. */
+static void weigh_rows(const attention_args *a, const unit *u, const tiled_scratch *s, const subunit *part, const chunk *now) {
     int group = a->layer.num_heads / a->layer.num_kv_heads, v_stride = padded(a->layer.v_dim), first_key = now->first_column * LANES;
-    int padded_first = first / (tokens_of_subunit(a) * group) * TILED_ROWS, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    float *mixed = s->mixed + (int64_t)padded_first * v_stride, *most = s->most + first;
-    int last_key = first_key + now->num_columns * LANES - 1, position = first_position(a, u) + first / group;
-    int whole = first_key >= oldest_key(a, position + (rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
-    score_chunk_by_tiles(a, s->queries + (int64_t)padded_first * a->layer.k_dim * 2, now, next, s->scores, tiles);
-    for (int row = 0; row < rows; row++) {
+    int last_key = first_key + now->num_columns * LANES - 1, position = first_position(a, u) + part->first / group;
+    int whole = first_key >= oldest_key(a, position + (part->rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
+    float *most = s->most + part->first;
+    f32x *total = s->total + part->first;
+    for (int row = 0; row < part->rows; row++) {
         float *scores = s->scores + row * CHUNK * LANES;
         float found = whole ? largest_score(scores, now->num_columns) * a->layer.scale
                             : finish_scores(a, scores, now->num_columns, first_key, position + row / group, PAIRS);
-        raise_most(found, most + row, s->total + first + row, mixed + row * v_stride, v_stride);
+        raise_most(found, most + row, total + row, part->mixed + row * v_stride, v_stride);
     }
-    soften(a, s->scores, now->num_columns, most, s->total + first, rows, PAIRS);
-    mix_chunk_by_tiles(a, s->scores, now, tail, next, mixed, tiles);
+    soften(a, s->scores, now->num_columns, most, total, part->rows, PAIRS);
 }
 
 static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, const tiled_scratch *s) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group, v_stride = padded(a->layer.v_dim);
-    int step = tokens_of_subunit(a) * group, num_positions = first_position(a, u) + u->num_tokens;
-    for (int first = 0; first < rows; first += step)
-        pack_query_tiles(a, u, s->queries + (int64_t)first / step * TILED_ROWS * a->layer.k_dim * 2, first, min(step, rows - first));
-    begin_rows(a, u, rows, s->most, s->total);
-    int last = rows % step ? rows % step : step; /* rows of the last subunit */
-    memset(s->mixed, 0, sizeof(float) * ((rows - last) / step * TILED_ROWS + (last + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS) * v_stride);
+    int group = a->layer.num_heads / a->layer.num_kv_heads, v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
+    int position = first_position(a, u), num_positions = position + u->num_tokens, count = (u->num_tokens + tokens - 1) / tokens;
+    begin_rows(a, u, u->num_tokens * group, s->most, s->total);
+    for (int number = 0; number < count; number++) {
+        const subunit part = subunit_of(a, u, s, number);
+        pack_query_tiles(a, u, (char *)part.queries, part.first, part.rows);
+        memset(part.mixed, 0, sizeof(float) * part.tiles * TILE_ROWS * v_stride);
+    }
     for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
         const chunk now = next_chunk(a, &w, PAIRS), next = look_ahead(a, &now, ahead, &upcoming, PAIRS);
-        int first_key = now.first_column * LANES, num_keys = num_positions - first_key, asked = 0;
+        int first_key = now.first_column * LANES, num_keys = num_positions - first_key;
         const char *tail = num_keys < now.num_columns * LANES ? copy_tail(a, &now, num_keys, s->tail) : NULL;
-        for (int first = 0; first < rows; first += step) {
-            int count = min(step, rows - first);
-            if (first_key > first_position(a, u) + (first + count - 1) / group) continue; /* all of them are in the future */
-            attend_rows(a, u, s, &now, asked ? NULL : &next, tail, first, count);
-            asked = 1;
+        int first = first_key > position ? (first_key - position) / tokens : 0; /* for all before it the chunk is the future */
+        for (int number = first; number < count; number++) {
+            const subunit part = subunit_of(a, u, s, number);
+            const chunk *asked = number == first ? &next : NULL;
+            score_chunk_by_tiles(a, part.queries, &now, asked, s->scores, part.tiles);
+            weigh_rows(a, u, s, &part, &now);
+            mix_chunk_by_tiles(a, s->scores, &now, tail, asked, part.mixed, part.tiles);
         }
     }
-    for (int first = 0; first < rows; first += step)
-        for (int row = first; row < first + step && row < rows; row++)
-            finish_output(a, u, row, s->mixed + ((int64_t)first / step * TILED_ROWS + row - first) * v_stride, s->total[row], BFLOAT16);
+    for (int number = 0; number < count; number++) {
+        const subunit part = subunit_of(a, u, s, number);
+        for (int row = 0; row < part.rows; row++)
+            finish_output(a, u, part.first + row, part.mixed + row * v_stride, s->total[part.first + row], BFLOAT16);
+    }
 }
 #else
 static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, const tiled_scratch *s) {

@@ -30,9 +30,12 @@
 #define LINE 64 /* bytes that come from memory at once */
 
 static inline f32x silu(f32x x, int dtype) {
+#ifdef __AVX512F__
+    if (dtype == BFLOAT16) /* a quotient in full would take as long as all else, and is rounded next */
+        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
+#endif
     i32x negative = x < 0.0f;
-    f32x least = select_vector(negative, x, -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
-    f32x e = dtype == BFLOAT16 ? power_of_two_rough(least * LOG2_E) : exp_vector(least);
+    f32x e = exp_vector(select_vector(negative, x, -x)); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
     return x * select_vector(negative, e, broadcast(1.0f)) / (1.0f + e);
 }
 

@@ -15,7 +15,7 @@ static inline int64_t most_matrix_tiles(int64_t pairs) {
 
 #if HAS_MATRIX_TILES
 #define ROW_BYTES (PANEL * 4) /* of a panel: of one pair */
-#define MOST_PART 9           /* steps of a panel: with as many of rows they stay in L1 */
+#define MOST_PART 6           /* steps of a panel: with as many of rows they stay in L1 */
 
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) {
     int in = a->in_features;

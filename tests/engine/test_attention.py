@@ -5,9 +5,7 @@ Caches are poisoned with NaN first: a kernel that lets one unwritten key or valu
 
 from __future__ import annotations
 
-import ctypes
 import platform
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention_cases import Case, Problem
-from headrace_engine.runner import native_library
+from engine.kernel_builds import NO_TILES_LENT, OTHER_PROCESSORS, build
 from headrace_engine.runner.attention import native
 from headrace_engine.runner.attention.backend import AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.native import NativeBackend
@@ -46,6 +44,8 @@ problems = st.builds(
 both_backends = pytest.mark.parametrize("backend_type", [ReferenceBackend, NativeBackend], ids=["torch", "native"])
 
 
+# Rows of one unit for which a whole chunk is masked before the first that they see.
+LATE_WINDOW = Problem(((0, 150),), kv_heads=6, group=3, k_dim=64, v_dim=40, block_size=32, window=16)
 WIDE = Problem(((0, 60), (37, 60), (90, 1)), kv_heads=2, group=8, k_dim=256, v_dim=256, block_size=32)
 
 
@@ -63,6 +63,11 @@ def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Prob
 
 @both_backends
 @example(WIDE)
+@example(LATE_WINDOW)
+@example(replace(LATE_WINDOW, softcap=20.0, block_size=16))
+@example(Problem(((5, 9),), group=48, k_dim=64, block_size=32))
+@example(Problem(((5, 9),), group=50, k_dim=64, block_size=32))
+@example(Problem(((5, 9),), k_dim=576, v_dim=512, block_size=32))
 @given(problems)
 @settings(max_examples=30, deadline=None)
 def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, problem: Problem) -> None:
@@ -94,24 +99,16 @@ def test_a_bfloat16_cache_rounds_keys_and_values_to_the_nearest(backend_type: An
     torch.testing.assert_close(output.double(), case.expected(), atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
-def build(without: str, folder: Path) -> ctypes.CDLL:
-    """The kernel as for a processor that lacks something."""
-    source = native_library.source_text("headrace_engine.runner.attention", "paged_attention.c")
-    target = folder / "attention.so"
-    command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
-    subprocess.run(command, input=source, text=True, check=True)
-    return native.declared(ctypes.CDLL(str(target)))
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
-@pytest.mark.parametrize("without", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512vl", "-mno-avx512f", "-mno-avx"])
+@pytest.mark.parametrize("without", OTHER_PROCESSORS)
 def test_builds_for_other_processors_compute_the_same(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = build(without, tmp_path)
+    other = native.declared(build("paged_attention.c", "attention", without, tmp_path))
     monkeypatch.setattr(native, "_library", lambda: other)
-    assert without in ("-mno-amx-bf16", "-mno-avx512vl") or not other.headrace_attention_has_pairs()
-    for problem in (WIDE, Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)):
+    assert without in (NO_TILES_LENT, "-mno-amx-bf16", "-mno-avx512vl") or not other.headrace_attention_has_pairs()
+    odd = Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)
+    for problem in (WIDE, odd, LATE_WINDOW):
         case = Case(problem, torch.float32)
         torch.testing.assert_close(
             case.compute(NativeBackend(case.spec())).double(), case.expected(), atol=2e-5, rtol=2e-5
@@ -146,14 +143,14 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, cache_dtype: t
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (90, True), (16, False)])
 @pytest.mark.parametrize("heads", [1, 6])
 def test_how_a_prompt_is_cut_into_steps_changes_no_bit(
-    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: int | None, heads: int
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: int | None, sinks: bool, heads: int
 ) -> None:
     # Of six heads the dimensions are such as matrix tiles take, and there is work enough for the largest units.
     k_dim, block_size = (20, 16) if heads == 1 else (64, 32)
-    whole = Problem(((0, 150),), heads, 3, k_dim, 40, block_size, window=window, sinks=window is not None)
+    whole = Problem(((0, 150),), heads, 3, k_dim, 40, block_size, window=window, sinks=sinks)
     case = Case(whole, dtype, cache_dtype=cache_dtype)
     output = case.compute(NativeBackend(case.spec()))
     for past in (1, 63, 64, 77, 149):
@@ -165,7 +162,7 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit(
 def test_how_a_prompt_is_cut_into_steps_changes_no_bit_without_avx512(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = build("-mno-avx512f", tmp_path)
+    other = native.declared(build("paged_attention.c", "attention", "-mno-avx512f", tmp_path))
     monkeypatch.setattr(native, "_library", lambda: other)
     for group in (1, 2, 4, 5, 7):
         whole = Problem(((0, 40),), group=group, k_dim=64, v_dim=64, window=None)

@@ -16,8 +16,12 @@
 #define TILE_INPUTS 32 /* of a product: as many as a row holds in bfloat16 */
 
 #if HAS_MATRIX_TILES
+#ifndef ARCH_REQ_XCOMP_PERM
 #define ARCH_REQ_XCOMP_PERM 0x1023
+#endif
+#ifndef XFEATURE_XTILEDATA
 #define XFEATURE_XTILEDATA 18
+#endif
 
 static int matrix_tiles_lent;
 
@@ -35,7 +39,8 @@ static inline void begin_matrix_tiles(int rows) {
         uint16_t row_bytes[16];
         uint8_t rows[16];
     } __attribute__((packed, aligned(64))) shapes = {.palette = 1};
-    for (int i = 0; i <= WEIGHT_TILE; i++) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = i == WEIGHT_TILE ? TILE_ROWS : rows;
+    for (int i = 0; i <= WEIGHT_TILE; i++) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = rows;
+    shapes.rows[WEIGHT_TILE] = TILE_ROWS;
     __asm__ volatile("" : : "r"(&shapes) : "memory"); /* the compiler believes that only its first bytes are read */
     _tile_loadconfig(&shapes);
 }

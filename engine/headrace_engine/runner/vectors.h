@@ -123,7 +123,7 @@ static inline f32x exp_vector(f32x x) {
     return scale_by_power(p, n);
 }
 
-#ifdef __AVX512F__
+#ifdef __AVX512DQ__
 #define LOG2_E 1.44269504088896341f
 
 /* 2^x, for what is rounded to bfloat16 next: relative error 8e-5. Zero or infinite where it is none of float32's numbers. */
@@ -139,7 +139,7 @@ static inline f32x power_of_two_rough(f32x x) {
 /* How products are computed: as one of the types above, or in pairs of bfloat16 where the processor multiplies these. A
  * step of a sum is one product, or those of one pair. */
 enum { PAIRS = 2 };
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
 #define HAS_PAIRS 1
 #else
 #define HAS_PAIRS 0

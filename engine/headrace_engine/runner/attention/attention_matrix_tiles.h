@@ -14,12 +14,13 @@ typedef struct {
 } tiled_scratch;
 
 static inline int tokens_of_subunit(const attention_args *a) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads;
+    int group = group_of(a);
     return group < TILED_ROWS ? TILED_ROWS / group : 1;
 }
 
 static inline int fits_matrix_tiles(const layer_args *l) {
-    return matrix_tiles_lent && kind_of_cache(l) == PAIRS && l->k_dim % TILE_INPUTS == 0 && l->k_dim <= MOST_STEPS * TILE_INPUTS && l->block_size % TILE_INPUTS == 0 &&
+    return matrix_tiles_lent && kind_of_cache(l) == PAIRS && l->k_dim % TILE_INPUTS == 0 &&
+           l->k_dim <= MOST_STEPS * TILE_INPUTS && l->block_size % TILE_INPUTS == 0 &&
            l->num_heads / l->num_kv_heads <= TILED_ROWS;
 }
 
@@ -38,7 +39,7 @@ static int64_t divide_scratch(const attention_args *a, int subunits, float *memo
 #if HAS_MATRIX_TILES
 /* [tiles of rows][k_dim / 32][16 rows][32], zeros behind the last row. */
 static void pack_query_tiles(const attention_args *a, const unit *u, char *target, int first, int rows) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads;
+    int group = group_of(a);
     int64_t tile_bytes = (int64_t)a->layer.k_dim * 2 * TILE_ROWS;
     for (int row = 0; row < (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; row++) {
         char *place = target + row / TILE_ROWS * tile_bytes + row % TILE_ROWS * TILE_BYTES;
@@ -58,7 +59,8 @@ typedef struct {
 
 /* sums[tiles of rows][columns * 16] (+)= x . w, both factors in steps of 32. A column of w lies right of the one before. */
 static inline __attribute__((always_inline)) void
-tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int steps, float *sums, int64_t sums_row, int adds, int tiles, int columns) {
+tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int steps, float *sums, int64_t sums_row, int adds,
+              int tiles, int columns) {
     float *second = sums + TILE_ROWS * sums_row / 4, *third = second + TILE_ROWS * sums_row / 4;
 #define EACH_SUM(DO)                                  \
     DO(0, sums);                                      \
@@ -78,25 +80,25 @@ tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int step
     for (int step = 0; step < steps; step++, rows += x->step) {
         _tile_loadd(6, rows, x->row);
         _tile_loadd(WEIGHT_TILE, w[step], w_row);
-        _tile_dpbf16ps(0, 6, 7);
+        _tile_dpbf16ps(0, 6, WEIGHT_TILE);
         if (columns > 1) {
             _tile_loadd(WEIGHT_TILE, w[step] + TILE_BYTES, w_row);
-            _tile_dpbf16ps(1, 6, 7);
+            _tile_dpbf16ps(1, 6, WEIGHT_TILE);
         }
         if (tiles > 1) {
             _tile_loadd(6, rows + x->tile, x->row);
             if (columns > 1) {
-                _tile_dpbf16ps(3, 6, 7);
+                _tile_dpbf16ps(3, 6, WEIGHT_TILE);
                 _tile_loadd(WEIGHT_TILE, w[step], w_row);
             }
-            _tile_dpbf16ps(2, 6, 7);
+            _tile_dpbf16ps(2, 6, WEIGHT_TILE);
         }
         if (tiles > 2) {
             _tile_loadd(6, rows + 2 * x->tile, x->row);
-            _tile_dpbf16ps(4, 6, 7);
+            _tile_dpbf16ps(4, 6, WEIGHT_TILE);
             if (columns > 1) {
                 _tile_loadd(WEIGHT_TILE, w[step] + TILE_BYTES, w_row);
-                _tile_dpbf16ps(5, 6, 7);
+                _tile_dpbf16ps(5, 6, WEIGHT_TILE);
             }
         }
     }
@@ -128,7 +130,8 @@ score_chunk_by_tiles(const attention_args *a, const char *queries, const chunk *
 
 /* mixed[tiles of rows] += weights . values of the chunk */
 static __attribute__((noinline)) void
-mix_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *now, const char *tail, const chunk *next, float *mixed, int tiles) {
+mix_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *now, const char *tail, const chunk *next,
+                   float *mixed, int tiles) {
     int64_t value_row = padded(a->layer.v_dim) * 4;
     int groups = now->num_columns / 2;
     const int64_t row = CHUNK * LANES * 4;
@@ -151,12 +154,12 @@ mix_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *n
 /* The last 32 values of a unit, of which only some are there: the others' places may hold anything. */
 static const char *copy_tail(const attention_args *a, const chunk *now, int num_keys, char *tail) {
     int row_bytes = padded(a->layer.v_dim) * 4, left = num_keys % TILE_INPUTS;
-    if (!left) return NULL;
     const char *values = now->v[num_keys / TILE_INPUTS * 2];
     memset(tail, 0, TILE_ROWS * row_bytes);
     memcpy(tail, values, left / 2 * row_bytes);
     if (left % 2)
-        for (int d = 0; d < row_bytes; d += 4) copy_pair(tail + left / 2 * row_bytes + d, (const uint16_t *)(values + left / 2 * row_bytes + d), 0, 1);
+        for (int at = left / 2 * row_bytes, end = at + row_bytes; at < end; at += 4)
+            copy_pair(tail + at, (const uint16_t *)(values + at), 0, 1);
     return tail;
 }
 
@@ -174,7 +177,7 @@ typedef struct {
 } subunit;
 
 static inline subunit subunit_of(const attention_args *a, const unit *u, const tiled_scratch *s, int number) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads, step = tokens_of_subunit(a) * group;
+    int group = group_of(a), step = tokens_of_subunit(a) * group;
     int rows = min(step, u->num_tokens * group - number * step);
     return (subunit){number * step, rows, (rows + TILE_ROWS - 1) / TILE_ROWS,
                      s->queries + (int64_t)number * TILED_ROWS * a->layer.k_dim * 2,
@@ -183,7 +186,7 @@ static inline subunit subunit_of(const attention_args *a, const unit *u, const t
 
 /* Scores of a chunk become weights. */
 static void weigh_rows(const attention_args *a, const unit *u, const tiled_scratch *s, const subunit *part, const chunk *now) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads, v_stride = padded(a->layer.v_dim), first_key = now->first_column * LANES;
+    int group = group_of(a), v_stride = padded(a->layer.v_dim), first_key = now->first_column * LANES;
     int last_key = first_key + now->num_columns * LANES - 1, position = first_position(a, u) + part->first / group;
     int whole = first_key >= oldest_key(a, position + (part->rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
     float *most = s->most + part->first;
@@ -198,7 +201,7 @@ static void weigh_rows(const attention_args *a, const unit *u, const tiled_scrat
 }
 
 static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, const tiled_scratch *s) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads, v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
+    int group = group_of(a), v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
     int position = first_position(a, u), num_positions = position + u->num_tokens, count = (u->num_tokens + tokens - 1) / tokens;
     begin_rows(a, u, u->num_tokens * group, s->most, s->total);
     for (int number = 0; number < count; number++) {

@@ -6,8 +6,8 @@
  *                                                        same component of many keys and no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
- * Where the processor multiplies pairs of bfloat16, and queries are of it, too, two components of a key lie side by side, and the same component of
- * two keys' values:
+ * Where the processor multiplies pairs of bfloat16, and queries are of it, too, two components of a key lie side by side,
+ * and the same component of two keys' values:
  *
  *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]
  *   v_cache  [num_blocks][kv_heads][block_size / 2][padded(v_dim)][2]
@@ -18,7 +18,8 @@
  * One unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query
  * attention) and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of
  * them. Keys are taken by columns of LANES, which never cross a block, and the softmax is computed online over chunks
- * of columns (Milakov and Gimelshein 2018, FlashAttention); sums are kept in float32 whatever the cache's type.
+ * of columns (Milakov and Gimelshein 2018, FlashAttention); sums are kept in float32 whatever the cache's type. A row's
+ * bits do not depend on the rows beside it, as long as what is in the caches is finite.
  *
  * Decode waits for memory: while a chunk is computed, as many columns are asked for that come a chunk later, also across
  * the end of a unit, because blocks lie anywhere and the processor cannot guess the next. They go into L2: L1 has no room
@@ -44,13 +45,17 @@
 
 #define LINE 64 /* bytes that come from memory at once */
 #define CHUNK (128 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
-#define MASKED (-1e30f) /* finite, so that a row whose first blocks are all masked is simply rescaled to nothing */
+#define MASKED (-1e30f)       /* finite, and below all that is seen */
+#define NOTHING_SEEN (-1e20f) /* a row's first maximum: a chunk that is masked for it wholly does not raise it and weighs nothing */
 
 typedef struct {
     layer_args layer;
     step_args step;
     int by_matrix_tiles, columns_together; /* columns of keys that are taken as one, and lie in one block */
 } attention_args;
+
+/* Query heads that share a KV head. */
+static inline int group_of(const attention_args *a) { return a->layer.num_heads / a->layer.num_kv_heads; }
 
 static inline int min(int a, int b) { return a < b ? a : b; }
 
@@ -184,17 +189,16 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
 /* All rows' scores of a chunk become weights: without a branch between rows the processor computes many at once. */
 static inline __attribute__((always_inline)) void
 soften(const attention_args *a, float *scores, int num_columns, const float *most, f32x *total, int rows, int kind) {
-    float scale = later_scale(a, kind);
     for (int row = 0; row < rows; row++) {
         f32x sums[2] = {total[row], {0}};
         float *own = scores + row * CHUNK * LANES;
 #if HAS_PAIRS
-        for (int c = 0; kind == PAIRS && c < num_columns; c += 2) soften_pairs(own, c, c + 1 < num_columns, most[row], scale, sums);
+        for (int c = 0; kind == PAIRS && c < num_columns; c += 2)
+            soften_pairs(own, c, c + 1 < num_columns, most[row], later_scale(a, kind), sums);
 #endif
         for (int c = 0; kind != PAIRS && c < num_columns; c++) sums[0] += soften_scores(own, c, most[row]);
         total[row] = kind == PAIRS ? sums[0] + sums[1] : sums[0];
     }
-    (void)scale;
 }
 
 typedef struct {
@@ -368,7 +372,7 @@ static inline int head_of(const unit *u, int group, int row) { return u->kv_head
 /* The queries of a tile of rows, by steps. */
 static inline __attribute__((always_inline)) void
 pack_tile(const attention_args *a, const unit *u, float *target, int first, int rows, int kind) {
-    int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), step = 0, group = a->layer.num_heads / a->layer.num_kv_heads;
+    int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), step = 0, group = group_of(a);
     int dtype = dtype_of(a, kind);
     int64_t base[MAX_ROWS];
     for (int i = 0; i < rows; i++)
@@ -392,14 +396,14 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
 /* Before its first chunk a row has gathered nothing, but a sink's weight. */
 static inline void begin_rows(const attention_args *a, const unit *u, int rows, float *most, f32x *total) {
     for (int row = 0; row < rows; row++) {
-        most[row] = a->layer.sinks ? a->layer.sinks[head_of(u, a->layer.num_heads / a->layer.num_kv_heads, row)] : MASKED;
+        most[row] = a->layer.sinks ? a->layer.sinks[head_of(u, group_of(a), row)] : NOTHING_SEEN;
         total[row] = broadcast(0);
         if (a->layer.sinks) total[row][0] = 1.0f;
     }
 }
 
 static inline void finish_output(const attention_args *a, const unit *u, int row, const float *mixed, f32x total, int dtype) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads, v_dim = a->layer.v_dim;
+    int group = group_of(a), v_dim = a->layer.v_dim;
     int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
     float inverse = 1.0f / sum_lanes(total);
     int d = 0;
@@ -410,7 +414,7 @@ static inline void finish_output(const attention_args *a, const unit *u, int row
 /* `ahead` is what to ask for next, about CHUNK columns before it is needed: of this unit, and later of the one to come. */
 static inline __attribute__((always_inline)) void
 attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, float *scratch, int kind) {
-    int group = a->layer.num_heads / a->layer.num_kv_heads, rows = u->num_tokens * group;
+    int group = group_of(a), rows = u->num_tokens * group;
     int k_dim = a->layer.k_dim, v_stride = padded(a->layer.v_dim), dtype = dtype_of(a, kind);
     f32x *total = (f32x *)scratch;
     float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
@@ -471,9 +475,9 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
     int64_t num_units = first_unit[a->step.num_sequences];
     int kind = kind_of_cache(&a->layer), located = 0;
     walk ahead = {0};
-    tiled_scratch tiled;
+    tiled_scratch tiled = {0};
     unit now = {0}, upcoming = {0};
-    divide_scratch(a, run / tokens_of_subunit(a), memory, &tiled);
+    if (a->by_matrix_tiles) divide_scratch(a, run / tokens_of_subunit(a), memory, &tiled);
     for (int64_t number = claim(claimed), following; number < num_units; number = following) {
         now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
         /* Behind a short unit it can be less than a chunk ahead, and would stay so. */

@@ -30,7 +30,7 @@
 #define LINE 64 /* bytes that come from memory at once */
 
 static inline f32x silu(f32x x, int dtype) {
-#ifdef __AVX512F__
+#ifdef __AVX512DQ__
     if (dtype == BFLOAT16) /* a quotient in full would take as long as all else, and is rounded next */
         return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
 #endif
@@ -133,7 +133,8 @@ static division divide(const linear_args *a) {
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
     d.cells = d.blocks > 1 ? d.blocks : a->threads;
     /* Enough for threads that are not equally fast. */
-    int64_t wanted = (int64_t)a->threads * 24 / d.cells, panels = d.blocks > 1 ? d.panels : (d.panels + d.cells - 1) / d.cells;
+    int64_t wanted = (int64_t)a->threads * 24 / d.cells;
+    int64_t panels = d.blocks > 1 ? d.panels : (d.panels + d.cells - 1) / d.cells;
     d.groups = (int)(wanted < 1 ? 1 : wanted > panels ? panels : wanted);
     return d;
 }
@@ -146,13 +147,14 @@ static void pack_into_block(const linear_args *a, const division *d, float *pack
 
 /* All that is left of a cell. `packed` is room for its block; where there is one for all, it is filled. */
 static void multiply_cell(const linear_args *a, const division *d, float *packed, int64_t cell, int *taken) {
-    int64_t block = d->blocks > 1 ? cell : 0, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
-    int64_t begin = d->blocks > 1 ? 0 : d->panels * cell / d->cells, end = d->blocks > 1 ? d->panels : d->panels * (cell + 1) / d->cells;
     int filled = d->blocks == 1;
+    int64_t block = filled ? 0 : cell, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
+    int64_t begin = filled ? d->panels * cell / d->cells : 0, end = filled ? d->panels * (cell + 1) / d->cells : d->panels;
     for (int group; (group = take_group(taken)) < d->groups;) {
         for (int64_t tile = first; tile < last && !filled; tile++) pack_into_block(a, d, packed, first, tile);
         filled = 1;
-        int from = (int)(begin + (end - begin) * group / d->groups), to = (int)(begin + (end - begin) * (group + 1) / d->groups);
+        int from = (int)(begin + (end - begin) * group / d->groups);
+        int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
         if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to);
         else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to);
     }
@@ -162,7 +164,8 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
     division d = divide(a);
-    int64_t own = d.block_tiles * d.tile_rows * d.steps, all = d.blocks > 1 ? a->threads * own : d.tiles * d.tile_rows * d.steps;
+    int64_t own = d.block_tiles * d.tile_rows * d.steps;
+    int64_t all = d.blocks > 1 ? a->threads * own : d.tiles * d.tile_rows * d.steps;
     float *packed = room(all + d.cells);
     if (!packed) return -1;
     int *taken = memset(packed + all, 0, sizeof(int) * d.cells);

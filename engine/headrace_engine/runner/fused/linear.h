@@ -19,5 +19,5 @@ typedef struct {
     void *out;
     const void *norm_weight; /* where given, x is normed first: rms_norm(x) * norm_weight */
     float norm_eps;
-    upcoming_blocks *upcoming; /* NULL, or what to bring into the caches meanwhile */
+    upcoming_blocks *upcoming; /* NULL, or what to bring into the caches meanwhile; products by matrix tiles leave it */
 } linear_args;

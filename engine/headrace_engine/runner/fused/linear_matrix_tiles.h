@@ -39,7 +39,8 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
 
 /* sums[32][PANEL] of two tiles of rows, or [16][PANEL] of one; `begun`: what stands there is added to. */
 static inline __attribute__((always_inline)) void
-multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, const char *ahead, int lines, int two) {
+multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, const char *ahead,
+               int lines, int two) {
     settle_memory();
     if (begun) {
         _tile_loadd(0, sums, ROW_BYTES);
@@ -63,19 +64,19 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
     for (int k = 0; k < depth; k++, x += TILE_ROWS * TILE_BYTES, weight += TILE_ROWS * ROW_BYTES) {
         for (int i = 0; i < lines; i++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
         _tile_loadd(6, x, TILE_BYTES);
-        _tile_loadd(7, weight, ROW_BYTES);
-        _tile_dpbf16ps(0, 6, 7);
-        _tile_loadd(7, weight + TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(1, 6, 7);
-        _tile_loadd(7, weight + 2 * TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(2, 6, 7);
+        _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
+        _tile_dpbf16ps(0, 6, WEIGHT_TILE);
+        _tile_loadd(WEIGHT_TILE, weight + TILE_BYTES, ROW_BYTES);
+        _tile_dpbf16ps(1, 6, WEIGHT_TILE);
+        _tile_loadd(WEIGHT_TILE, weight + 2 * TILE_BYTES, ROW_BYTES);
+        _tile_dpbf16ps(2, 6, WEIGHT_TILE);
         if (!two) continue;
         _tile_loadd(6, x + x_bytes, TILE_BYTES);
-        _tile_dpbf16ps(5, 6, 7);
-        _tile_loadd(7, weight + TILE_BYTES, ROW_BYTES);
-        _tile_dpbf16ps(4, 6, 7);
-        _tile_loadd(7, weight, ROW_BYTES);
-        _tile_dpbf16ps(3, 6, 7);
+        _tile_dpbf16ps(5, 6, WEIGHT_TILE);
+        _tile_loadd(WEIGHT_TILE, weight + TILE_BYTES, ROW_BYTES);
+        _tile_dpbf16ps(4, 6, WEIGHT_TILE);
+        _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
+        _tile_dpbf16ps(3, 6, WEIGHT_TILE);
     }
     _tile_stored(0, sums, ROW_BYTES);
     _tile_stored(1, sums + TILE_ROWS, ROW_BYTES);
@@ -92,11 +93,13 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
 static __attribute__((noinline)) void
 multiply_panel_by_matrix_tiles(const char *packed, int64_t tiles, const char *weight, int depth, float *sums, const char *ahead) {
     int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES, turns = (tiles + 1) / 2;
-    int lines = (int)((TILE_ROWS * ROW_BYTES / LINE + turns - 1) / turns), parts = turns > 1 ? (depth + MOST_PART - 1) / MOST_PART : 1;
+    int lines = (int)((TILE_ROWS * ROW_BYTES / LINE + turns - 1) / turns);
+    int parts = turns > 1 ? (depth + MOST_PART - 1) / MOST_PART : 1;
     for (int part = 0; part < parts; part++) {
         int from = depth * part / parts, steps = depth * (part + 1) / parts - from;
         for (int64_t tile = 0; tile < tiles; tile += 2, ahead += steps * lines * LINE) {
-            const char *x = packed + tile * tile_bytes + from * TILE_ROWS * TILE_BYTES, *w = weight + from * TILE_ROWS * ROW_BYTES;
+            const char *x = packed + tile * tile_bytes + from * TILE_ROWS * TILE_BYTES;
+            const char *w = weight + from * TILE_ROWS * ROW_BYTES;
             float *own = sums + tile * TILE_ROWS * PANEL;
             if (tile + 1 < tiles) multiply_tiles(x, tile_bytes, w, steps, own, part > 0, ahead, lines, 1);
             else multiply_tiles(x, tile_bytes, w, steps, own, part > 0, ahead, lines, 0);
@@ -105,7 +108,8 @@ multiply_panel_by_matrix_tiles(const char *packed, int64_t tiles, const char *we
 }
 
 /* All rows of tiles first..last times the panels begin..end; where the result is gated, times as many pairs of them. */
-static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin, int end) {
+static void
+multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin, int end) {
     float sums[2][MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* of the gate, and of up */
     int gated = a->result == SILU_MUL, width = gated ? a->out_features / 2 : a->out_features;
     int depth = (a->in_features + TILE_INPUTS - 1) / TILE_INPUTS;
@@ -115,9 +119,11 @@ static void multiply_block_by_matrix_tiles(const linear_args *a, const float *pa
         const char *weight = (const char *)a->weight + index * panel_bytes * (1 + gated);
         int column = index * PANEL, left = width - column < PANEL ? width - column : PANEL;
         for (int half = 0; half <= gated; half++)
-            multiply_panel_by_matrix_tiles((const char *)packed, last - first, weight + half * panel_bytes, depth, sums[half], weight + (1 + gated + half) * panel_bytes);
+            multiply_panel_by_matrix_tiles((const char *)packed, last - first, weight + half * panel_bytes, depth, sums[half],
+                                           weight + (1 + gated + half) * panel_bytes);
         for (int64_t row = top; row < bottom; row++)
-            finish_row(a, row, column, left, sums[0] + (row - top) * PANEL, gated ? sums[1] + (row - top) * PANEL : NULL, BFLOAT16);
+            finish_row(a, row, column, left, sums[0] + (row - top) * PANEL, gated ? sums[1] + (row - top) * PANEL : NULL,
+                       BFLOAT16);
     }
 }
 #else

@@ -62,8 +62,12 @@ def preferred(dtype: torch.dtype) -> bool:
     except OSError as error:
         logger.warning("matrix products are oneDNN's, which is slower here: %s", error)
         return False
+    if dtype is not torch.bfloat16:
+        return True
     # A compiler may be older than the processor's instructions for bfloat16, which oneDNN knows.
-    return dtype is not torch.bfloat16 or bool(kernels.headrace_has_pairs()) or not packed_linear.computes_bfloat16()
+    if capabilities.get("amx_bf16"):
+        return bool(kernels.headrace_has_matrix_tiles())
+    return bool(kernels.headrace_has_pairs()) or not packed_linear.computes_bfloat16()
 
 
 class NativeLinear(PreparedLinear):

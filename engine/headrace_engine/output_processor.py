@@ -28,17 +28,20 @@ class _Choice:
     num_shown_tokens: int = 0
     num_shown_logprobs: int = 0
     unshown_text: str = ""
-    """Gathered since the last output, under stream_interval."""
+    """Gathered since the last output, under stream_interval or while outputs are held back."""
+
+    @property
+    def is_at_an_end(self) -> bool:
+        """Whether what is new is the first that is shown, or the last."""
+        return self.finish_reason is not None or self.num_shown_tokens == 0
 
     def is_due(self, params: SamplingParams) -> bool:
         """Whether what is new is to be shown: the first token and the last at once, the others in their interval."""
-        if self.finish_reason is not None:
-            return True
         if params.output_kind is RequestOutputKind.FINAL_ONLY:
-            return False
+            return self.finish_reason is not None
         interval = params.stream_interval
         num_unshown = len(self.token_ids) - self.num_shown_tokens
-        return interval is None or self.num_shown_tokens == 0 or num_unshown >= interval
+        return interval is None or self.is_at_an_end or num_unshown >= interval
 
     def take_unshown(self) -> tuple[list[int], str, list[dict[int, Logprob]]]:
         fresh = self.token_ids[self.num_shown_tokens :], self.unshown_text, self.logprobs[self.num_shown_logprobs :]
@@ -78,6 +81,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[str, _RequestState] = {}
         self._choices: dict[str, tuple[_RequestState, _Choice]] = {}
+        self._held_back: dict[str, tuple[_RequestState, _Choice]] = {}
+        """Choices whose output was due while outputs were held back, in that order."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -119,8 +124,18 @@ class OutputProcessor:
         choice = self._requests[request_id].choices[index]
         choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
 
-    def process(self, outputs: Iterable[EngineCoreOutput]) -> ProcessedOutputs:
-        """Take the news of one step in; choices that are not followed (any more) are ignored."""
+    @property
+    def holds_back(self) -> bool:
+        """Whether an output waits for a `process` that shows it."""
+        return bool(self._held_back)
+
+    def process(self, outputs: Iterable[EngineCoreOutput], *, hold_back: bool = False) -> ProcessedOutputs:
+        """Take the news of one step in; choices that are not followed (any more) are ignored.
+
+        Args:
+            hold_back: show only what is the first or the last of a choice. The rest is shown by the next call that does
+                not hold back, whether it brings news of these choices or not.
+        """
         touched: dict[str, tuple[_RequestState, list[CompletionOutput]]] = {}
         stopped: list[str] = []
         for output in outputs:
@@ -128,11 +143,20 @@ class OutputProcessor:
             if followed is None or followed[1].finish_reason is not None:
                 continue
             state, choice = followed
-            completion = self._update(state, choice, output)
+            self._update(state, choice, output)
             if choice.finish_reason is not None and output.finish_reason is None:
                 stopped.append(output.request_id)
-            if completion is not None:
-                touched.setdefault(state.request_id, (state, []))[1].append(completion)
+            if not choice.is_due(state.params):
+                continue
+            if hold_back and not choice.is_at_an_end:
+                self._held_back[output.request_id] = followed
+            else:
+                self._held_back.pop(output.request_id, None)
+                touched.setdefault(state.request_id, (state, []))[1].append(_completion(state, choice))
+        if not hold_back:
+            for state, choice in self._held_back.values():
+                touched.setdefault(state.request_id, (state, []))[1].append(_completion(state, choice))
+            self._held_back.clear()
         results = []
         for state, completions in touched.values():
             finished = state.finished
@@ -159,8 +183,8 @@ class OutputProcessor:
         self._forget(state)
         return _request_output(state, completions, finished=True), alive
 
-    def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> CompletionOutput | None:
-        """The choice's part of an output, if one is due."""
+    def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> None:
+        """Tokens become text, and the text may end the choice."""
         visible = output.new_token_ids
         if output.finish_reason is FinishReason.STOP and not state.params.include_stop_str_in_output:
             visible = visible[:-1]  # as a stop string, the stop or end token itself is not shown
@@ -182,7 +206,6 @@ class OutputProcessor:
             choice.finish_reason, choice.stop_reason = FinishReason.STOP.value, stop
         elif output.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = output.finish_reason.value, output.stop_reason
-        return _completion(state, choice) if choice.is_due(state.params) else None
 
     def _logprobs(self, entry: TokenLogprobs, params: SamplingParams) -> dict[int, Logprob]:
         decode = self._tokenizer.decode_token if params.detokenize else None
@@ -195,6 +218,7 @@ class OutputProcessor:
         del self._requests[state.request_id]
         for choice_id in state.choice_ids:
             del self._choices[choice_id]
+            self._held_back.pop(choice_id, None)
 
 
 def _request_output(state: _RequestState, completions: list[CompletionOutput], finished: bool) -> RequestOutput:

@@ -15,6 +15,8 @@ from service.workers.worker_process import WorkerProcess
 READY_SECONDS = 300.0
 _CLOCK_HOURS = (3, -3)
 """How far the workers' clocks are ahead."""
+_PUBLISH_INTERVAL = (0, 0.05)
+"""One worker publishes each step, the other gathers tokens; either may have to go on where the other one stopped."""
 
 
 class Post:
@@ -56,7 +58,13 @@ class Site:
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
         skew = ClockSkew(folder)
         self.posts = [
-            Post(self.service, Proxy(port), environ=skew.environ(_CLOCK_HOURS[number % 2]), **settings)
+            Post(
+                self.service,
+                Proxy(port),
+                environ=skew.environ(_CLOCK_HOURS[number % 2]),
+                publish_interval=_PUBLISH_INTERVAL[number % 2],
+                **settings,
+            )
             for number in range(num_workers)
         ]
 

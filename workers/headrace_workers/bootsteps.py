@@ -87,6 +87,7 @@ class EngineStep(bootsteps.StartStopStep):
             store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
             on_given_up=self._stop_worker,
             logits_processors=config.model.logits_processors,
+            publish_interval=settings.publish_interval,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.use_engine(self._supervisor)

@@ -51,6 +51,7 @@ class Dispatcher:
         max_delay_seconds: how far ahead a message's ETA may lie.
         store_result: as `Settlement` says.
         logits_processors: import paths of the engine's, which say what `extra_args` a request may have.
+        publish_interval: as `InFlight` says.
         on_given_up: called with the reason when the engine cannot be kept alive.
         tracer_provider: OpenTelemetry's; None traces nothing.
     """
@@ -71,6 +72,7 @@ class Dispatcher:
         store_result: Callable[[str, dict[str, Any]], None],
         on_given_up: Callable[[str], None],
         logits_processors: Sequence[str] = (),
+        publish_interval: float = 0.0,
         tracer_provider: Any = None,
     ) -> None:
         self._client = client
@@ -87,7 +89,7 @@ class Dispatcher:
         self._metrics = metrics
         self._health = health
         self._on_given_up = on_given_up
-        self._in_flight = InFlight(client, self.settlement, metrics, self._tracing)
+        self._in_flight = InFlight(client, self.settlement, metrics, self._tracing, publish_interval)
         self._intake: Intake | None = None
         self._engine_waiting = 0
         self._draining = False

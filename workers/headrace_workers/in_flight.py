@@ -5,8 +5,9 @@
 Which messages are taken from the queue is `dispatcher.py`'s business.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import structlog
 from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
 from headrace_broker.results import ErrorInfo
-from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.input_processor import request_id_of
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
@@ -36,12 +37,21 @@ class InFlight:
     """Feeds the engine with jobs, publishes what it generates, and stops what is not to go on.
 
     Runs on the thread of Celery's event loop alone. Iterating gives the jobs in the order in which they came.
+
+    Args:
+        publish_interval: seconds between two publishings, but for first and last tokens, which never wait. Steps that
+            take longer are each published.
     """
 
     supervisor: EngineSupervisor
 
     def __init__(
-        self, client: "redis.Redis", settlement: Settlement, metrics: Metrics, tracing: RequestTracing
+        self,
+        client: "redis.Redis",
+        settlement: Settlement,
+        metrics: Metrics,
+        tracing: RequestTracing,
+        publish_interval: float = 0.0,
     ) -> None:
         self._settlement = settlement
         self._metrics = metrics
@@ -49,12 +59,17 @@ class InFlight:
         self._jobs: dict[str, Job] = {}
         self._quarantine = Quarantine(EngineLosses(client))
         self._listeners = ListenerWatch(Listeners(client))
+        self._publish_interval = publish_interval
+        self._published_all_at = -math.inf
+        self._catch_up: Any = None
+        """The timer of `_publish_overdue`."""
         self._output_processor: OutputProcessor | None = None
         self._hub: Any = None
 
     def attach(self, hub: Any) -> None:
         """The event loop for timers; again after each reconnect."""
         self._hub = hub
+        self._catch_up = None
         self._listeners.lost_sight()
 
     def __len__(self) -> int:
@@ -132,7 +147,7 @@ class InFlight:
     def _abort(self, job: Job) -> RequestOutput | None:
         """Take a request out of engine and books; its stream and its message are the caller's.
 
-        Returns what was not shown yet, under stream_interval.
+        Returns what was not shown yet, under stream_interval or the interval of publishing.
         """
         del self._jobs[job.request_id]
         job.cancel_timers()
@@ -171,7 +186,7 @@ class InFlight:
 
     def _send_again(self, job: Job, output_processor: OutputProcessor) -> None:
         todo = job.core_requests()
-        output_processor.abort(job.request_id)  # what stream_interval held back will be generated again
+        output_processor.abort(job.request_id)  # what was held back will be generated again
         self._follow(job)
         self.supervisor.send(todo)
 
@@ -213,11 +228,17 @@ class InFlight:
     def publish(self, outputs: EngineCoreOutputs) -> None:
         """One step's tokens, as text, go to their streams."""
         assert self._output_processor is not None
-        started = time.perf_counter()
         self._note_admitted(outputs.stats)
-        processed = self._output_processor.process(outputs.outputs)
+        self._publish_due(outputs.outputs)
+        self._go_on_with_quarantine()
+
+    def _publish_due(self, outputs: Sequence[EngineCoreOutput] = ()) -> None:
+        """What is new, and what was held back, as far as it is time."""
+        assert self._output_processor is not None
+        started, now = time.perf_counter(), time.monotonic()
+        left = self._published_all_at + self._publish_interval - now
+        processed = self._output_processor.process(outputs, hold_back=left > 0)
         self.supervisor.abort(processed.finished_choice_ids)
-        now = time.monotonic()
         num_tokens = 0
         for output in processed.request_outputs:
             num_tokens += self._publish(output, now)
@@ -225,7 +246,17 @@ class InFlight:
         detokenized = time.perf_counter()
         self.flush()
         self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
-        self._go_on_with_quarantine()
+        if left <= 0:
+            self._published_all_at = now
+        elif self._output_processor.holds_back and self._catch_up is None:
+            self._catch_up = self._hub.call_later(left + self._publish_interval, self._publish_overdue)
+
+    def _publish_overdue(self) -> None:
+        """Where a step takes long, what was held back does not wait for its end, but for two intervals at most."""
+        assert self._output_processor is not None
+        self._catch_up = None
+        if self._output_processor.holds_back:
+            self._publish_due()
 
     def _note_admitted(self, stats: StepStats) -> None:
         """A request's time in the engine's queue ends where its first step began."""

@@ -75,20 +75,25 @@ def mixed(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("params", "count", "device"),
+    ("params", "count", "device", "publish_interval"),
     [
-        (greedy, 32, "cpu"),
-        (sampled, 16, "cpu"),
-        (early_stop, 16, "cpu"),
-        (structured, 16, "cpu"),
-        (mixed, 6, "static-cpu"),
+        (greedy, 32, "cpu", 0),
+        (sampled, 16, "cpu", 0.05),
+        (early_stop, 16, "cpu", 0),
+        (structured, 16, "cpu", 0.02),
+        (mixed, 6, "static-cpu", 0),
     ],
 )
 def test_a_second_worker_continues_what_a_killed_one_left_and_nobody_can_tell(
-    make_service: Callable[..., Service], params: Callable[[int], dict[str, Any]], count: int, device: str
+    make_service: Callable[..., Service],
+    params: Callable[[int], dict[str, Any]],
+    count: int,
+    device: str,
+    publish_interval: float,
 ) -> None:
     service = make_service()
-    first = service.start_worker(lease_seconds=2, device=device).wait_ready()
+    settings = {"lease_seconds": 2, "device": device, "publish_interval": publish_interval}
+    first = service.start_worker(**settings).wait_ready()
     handles = send_all(service, params, count)
     undisturbed = ordered(handles, service.wait_ended([handle.id for handle in handles]))
     service.wait_settled()
@@ -99,7 +104,7 @@ def test_a_second_worker_continues_what_a_killed_one_left_and_nobody_can_tell(
     first.kill()
     first.assert_nothing_left()
     cut = {request_id: service.stream(request_id).num_tokens for request_id in ids}
-    second = service.start_worker(lease_seconds=2, device=device)
+    second = service.start_worker(**settings)
     disturbed = ordered(handles, service.wait_ended(ids))
 
     for before, after in zip(undisturbed, disturbed, strict=True):

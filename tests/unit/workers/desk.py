@@ -19,7 +19,9 @@ from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeHub, FakeRedis, Fak
 class Desk:
     """A dispatcher and everything around it."""
 
-    def __init__(self, max_num_seqs: int = 4, logits_processors: Sequence[str] = ()) -> None:
+    def __init__(
+        self, max_num_seqs: int = 4, logits_processors: Sequence[str] = (), publish_interval: float = 0.0
+    ) -> None:
         self.redis = FakeRedis()
         self.hub = FakeHub()
         self.engine = FakeSupervisor()
@@ -40,6 +42,7 @@ class Desk:
             store_result=self.results.__setitem__,
             on_given_up=self.given_up.append,
             logits_processors=logits_processors,
+            publish_interval=publish_interval,
         )
         self.dispatcher.use_engine(self.engine)  # type: ignore[arg-type]
         self.dispatcher.attach(self.hub)

@@ -88,6 +88,9 @@ from headrace_workers import default_model
 @click.option(
     "--stall-seconds", type=float, metavar="S", help="An engine without a step for so long is restarted [default: 60]."
 )
+@click.option(
+    "--publish-interval", type=float, metavar="S", help="Gather tokens for so long into a chunk [default: each step's]."
+)
 @click.option("--max-delay-seconds", type=float, metavar="S", help="Refuse an ETA further ahead [default: 86400].")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="[default: INFO]")
 @click.option("--drain", is_flag=True, help="Start nothing: tell running workers to take no more, and end when done.")

@@ -1,0 +1,161 @@
+"""Chunks that wait for each other, so that fewer of them are written."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.request import FinishReason
+from unit.workers.desk import Desk
+from unit.workers.fakes import MODEL, FakeCeleryRequest, step
+
+pytestmark = pytest.mark.torch
+
+INTERVAL = 0.5
+
+
+class Clock:
+    """Monotonic seconds that only a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    others = SimpleNamespace(monotonic=clock, time=time.time, perf_counter=time.perf_counter)
+    monkeypatch.setattr("headrace_workers.in_flight.time", others)
+    return clock
+
+
+@pytest.fixture
+def desk(clock: Clock) -> Desk:  # the clock comes first
+    return Desk(publish_interval=INTERVAL)
+
+
+def chunks(desk: Desk, request_id: str = "r1") -> list[str]:
+    return [data["text"] for _, _, kind, data in desk.redis.entries(request_id) if kind == "chunk"]
+
+
+def test_what_comes_within_an_interval_is_one_chunk_but_the_first_token_and_the_last_come_at_once(
+    desk: Desk, clock: Clock
+) -> None:
+    desk.accept(FakeCeleryRequest())
+    shown = []
+    for token_id in (13, 14, 15, 16, 17):
+        desk.generate(token_id)
+        shown.append(chunks(desk))
+        clock.now += INTERVAL * 0.4
+    desk.generate(18, finish=FinishReason.LENGTH)
+    assert shown == [["d"], ["d"], ["d"], ["d", "efg"], ["d", "efg"]]
+    assert chunks(desk) == ["d", "efg", "hi"]
+    clock.now += 10
+    desk.hub.advance()
+    desk.assert_idle()
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15, 16, 17, 18]
+    assert desk.value("headrace_generation_tokens_total") == 6
+    assert desk.value("headrace_inter_token_latency_seconds_count") == 5
+
+
+def test_steps_that_take_longer_than_the_interval_are_each_published(desk: Desk, clock: Clock) -> None:
+    desk.accept(FakeCeleryRequest())
+    for token_id in (13, 14, 15):
+        desk.generate(token_id)
+        clock.now += INTERVAL
+    assert chunks(desk) == ["d", "e", "f"]
+    assert desk.hub.pending() == []
+
+
+def test_a_first_token_does_not_wait_for_another_request(desk: Desk) -> None:
+    desk.accept(FakeCeleryRequest("r1"))
+    desk.generate(13)
+    desk.accept(FakeCeleryRequest("r2"))
+    desk.generate(14, 15)
+    assert (chunks(desk, "r1"), chunks(desk, "r2")) == (["d"], ["f"])
+
+
+def test_what_was_held_back_is_published_by_a_step_that_brings_news_of_others_only(desk: Desk, clock: Clock) -> None:
+    desk.accept(FakeCeleryRequest("r1"))
+    desk.accept(FakeCeleryRequest("r2"))
+    desk.generate(13, 13)
+    desk.generate(14, 14)
+    clock.now += INTERVAL
+    _, other = desk.engine.sent
+    desk.dispatcher.on_engine_outputs(step(EngineCoreOutput(other.request_id, [15])))
+    assert (chunks(desk, "r1"), chunks(desk, "r2")) == (["d", "e"], ["d", "ef"])
+    desk.hub.advance()
+    assert desk.hub.pending() == []
+
+
+def test_nothing_is_held_back_for_longer_than_two_intervals_when_no_step_ends(desk: Desk, clock: Clock) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.generate(14)
+    assert chunks(desk) == ["d"]
+    assert desk.hub.pending() == [2 * INTERVAL]
+    clock.now += 2 * INTERVAL
+    desk.hub.advance()
+    assert chunks(desk) == ["d", "e"]
+    assert desk.hub.pending() == []
+
+
+def test_the_timer_leaves_alone_what_came_after_a_step_that_published(desk: Desk, clock: Clock) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.generate(14)
+    clock.now += INTERVAL * 1.5
+    desk.generate(15)
+    desk.generate(16)
+    assert chunks(desk) == ["d", "ef"]
+    clock.now += INTERVAL * 0.5
+    desk.hub.advance()
+    assert chunks(desk) == ["d", "ef"]
+    clock.now += INTERVAL * 1.5
+    desk.hub.advance()
+    assert chunks(desk) == ["d", "ef", "g"]
+
+
+def test_a_stop_string_ends_the_choice_in_the_step_that_completes_it(desk: Desk) -> None:
+    params = {"max_tokens": 9, "stop": ["ef"]}
+    desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": params}))
+    for token_id in (13, 14, 15):
+        desk.generate(token_id)
+    desk.settle()
+    assert desk.text("r1") == "d"
+    assert desk.results["r1"]["outputs"][0]["stop_reason"] == "ef"
+    assert desk.engine.aborted == [desk.engine.sent[0].request_id]
+
+
+def test_tokens_that_an_engine_took_with_it_while_they_were_held_back_come_once(desk: Desk, clock: Clock) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.generate(14)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.dispatcher.on_engine_ready(MODEL)
+    assert desk.engine.sent[0].output_token_ids == [13]
+    clock.now += 10
+    desk.hub.advance()
+    desk.generate(14)
+    desk.generate(15, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15]
+
+
+def test_a_deadline_shows_what_was_held_back() -> None:
+    desk = Desk(publish_interval=60)
+    desk.accept(FakeCeleryRequest(expires=datetime.now(UTC) + timedelta(seconds=5)))
+    for token_id in (13, 14, 15):
+        desk.generate(token_id)
+    desk.hub.advance()
+    desk.settle()
+    assert chunks(desk) == ["d", "ef"]
+    assert desk.redis.end("r1")["finish_reason"] == "expired"

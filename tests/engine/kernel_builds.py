@@ -11,8 +11,15 @@ from headrace_engine.runner import native_library
 NO_TILES_LENT = "-DXFEATURE_XTILEDATA=63"
 """Linux refuses to lend matrix tiles, as it knows no such feature."""
 
+PAIRS_PAY = "-mno-amx-bf16 -D__builtin_cpu_is(vendor)=0"
+"""As for another maker's processor than Intel's, whose vectors are slow at pairs of bfloat16."""
+
+PAIRS_DO_NOT_PAY = "-mno-amx-bf16 -D__builtin_cpu_is(vendor)=1"
+
 OTHER_PROCESSORS = [
     NO_TILES_LENT,
+    PAIRS_PAY,
+    PAIRS_DO_NOT_PAY,
     "-mno-amx-bf16",
     "-mno-avx512bf16",
     "-mno-avx512vl",
@@ -20,12 +27,14 @@ OTHER_PROCESSORS = [
     "-mno-avx512f",
     "-mno-avx",
 ]
-"""What they lack, each as the compiler's flag."""
+"""What they lack or are, as flags of the compiler."""
+
+MAY_MULTIPLY_PAIRS = (NO_TILES_LENT, PAIRS_PAY, "-mno-amx-bf16", "-mno-avx512vl")
 
 
 def build(source_name: str, package: str, without: str, folder: Path) -> ctypes.CDLL:
     source = native_library.source_text(f"headrace_engine.runner.{package}", source_name)
     target = folder / "kernel.so"
-    command = ["cc", *native_library._FLAGS, without, "-x", "c", "-", "-o", str(target), "-lm"]
+    command = ["cc", *native_library._FLAGS, *without.split(), "-x", "c", "-", "-o", str(target), "-lm"]
     subprocess.run(command, input=source, text=True, check=True)
     return ctypes.CDLL(str(target))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernel_builds import NO_TILES_LENT, OTHER_PROCESSORS, build
+from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_DO_NOT_PAY, PAIRS_PAY, build
 from headrace_engine.runner.fused import native_linear
 from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.fused.norm import Norm
@@ -25,6 +25,7 @@ shapes = pytest.mark.parametrize(
         (1, 576, 960),
         (7, 70, 33),
         (9, 1100, 48),
+        (30, 577, 50),
         (64, 2050, 100),
         (145, 96, 97),
         (300, 64, 16),
@@ -117,11 +118,38 @@ def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
     assert torch.equal(found[:7], together[:7])
 
 
+@dtypes
+@pytest.mark.parametrize("rows", [3, 30])
+def test_nothing_that_an_earlier_product_left_behind_is_multiplied(dtype: torch.dtype, rows: int) -> None:
+    nothing = torch.full((600, 600), float("nan"), dtype=dtype)
+    NativeLinear(nothing, None)(nothing)
+    weight, x = random(50, 577, dtype=dtype), random(rows, 577, dtype=dtype)
+    close(NativeLinear(weight, None)(x), torch.nn.functional.linear(x.double(), weight.double()))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize(
+    ("flags", "preferred"), [(PAIRS_PAY, True), (PAIRS_DO_NOT_PAY, True), ("-mno-avx512bf16", False)]
+)
+def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_instructions_for_it(
+    flags: str, preferred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = native_linear.declared(build("linear.c", "fused", flags, tmp_path))
+    known = kernels.headrace_knows_pairs()
+    capabilities = {"architecture": "x86_64", "avx2": True, "fma3": True, "avx512_bf16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(native_linear, "library", lambda: kernels)
+    assert native_linear.preferred(torch.bfloat16) is (preferred and bool(known))
+    assert native_linear.preferred(torch.float32)
+    del capabilities["avx512_bf16"]
+    assert native_linear.preferred(torch.bfloat16)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("without", OTHER_PROCESSORS)
 def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = native_linear.declared(build("linear.c", "fused", without, tmp_path))
-    assert without in (NO_TILES_LENT, "-mno-amx-bf16", "-mno-avx512vl") or not narrow.headrace_has_pairs()
+    assert without in MAY_MULTIPLY_PAIRS or not narrow.headrace_has_pairs()
     assert without == "-mno-avx512vl" or not narrow.headrace_has_matrix_tiles()
     wide = without not in ("-mno-avx512f", "-mno-avx")
     assert wide or narrow.headrace_packed_size(0, False, 1, 1) < 48  # a panel of one input

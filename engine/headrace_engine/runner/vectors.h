@@ -136,20 +136,36 @@ static inline f32x power_of_two_rough(f32x x) {
 }
 #endif
 
-/* How products are computed: as one of the types above, or in pairs of bfloat16 where the processor multiplies these. A
- * step of a sum is one product, or those of one pair. */
-enum { PAIRS = 2 };
+/* How products are computed: as one of the types above, or with two bfloat16 side by side as one step of a sum. PAIRS
+ * are multiplied with pairs by instructions for that; WIDENED ones become float32 and are multiplied with that. */
+enum { PAIRS = 2, WIDENED = 3 };
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
 #define HAS_PAIRS 1
 #else
 #define HAS_PAIRS 0
 #endif
-static inline int kind_of(int dtype) { return HAS_PAIRS && dtype == BFLOAT16 ? PAIRS : dtype; }
-static inline int num_steps(int kind, int depth) { return kind == PAIRS ? (depth + 1) / 2 : depth; }
+
+/* Intel's vectors take four times as long for a product of pairs as for one of float32: there only matrix tiles gain. */
+#if HAS_PAIRS && !defined(__AMX_BF16__)
+static int pairs_pay;
+__attribute__((constructor)) static void look_at_processor(void) {
+    __builtin_cpu_init();
+    pairs_pay = !__builtin_cpu_is("intel");
+}
+#else
+enum { pairs_pay = HAS_PAIRS };
+#endif
+
+static inline int kind_of(int dtype) { return pairs_pay && dtype == BFLOAT16 ? PAIRS : dtype; }
+static inline int num_steps(int kind, int depth) { return kind >= PAIRS ? (depth + 1) / 2 : depth; }
 static inline int step_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
 
-/* What a vector of sums is to be multiplied with in one step. */
-static inline f32x load_step(const void *base, int64_t index, int kind) {
+/* What a vector of sums is to be multiplied with in one step; of widened pairs with the first or second of each. */
+static inline f32x load_step(const void *base, int64_t index, int kind, int second) {
+    if (kind == WIDENED) {
+        u32x pairs = *(const u32x *)((const uint32_t *)base + index);
+        return (f32x)(second ? pairs & 0xffff0000u : pairs << 16);
+    }
     return load_vector(base, index, kind == PAIRS ? FLOAT32 : kind);
 }
 

@@ -95,11 +95,11 @@ add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, co
         f32x column[MAX_COLUMNS];
         if (rows < columns) {
             for (int c = 0; c < columns; c++) {
-                column[c] = load_step(b[c] + k * b_stride, 0, kind);
+                column[c] = load_step(b[c] + k * b_stride, 0, kind, 0);
                 for (int r = 0; r < rows; r++) sum[r][c] = add_product(sum[r][c], x + r * stride, column[c], kind);
             }
         } else {
-            for (int c = 0; c < columns; c++) column[c] = load_step(b[c] + k * b_stride, 0, kind);
+            for (int c = 0; c < columns; c++) column[c] = load_step(b[c] + k * b_stride, 0, kind, 0);
             for (int r = 0; r < rows; r++)
                 for (int c = 0; c < columns; c++) sum[r][c] = add_product(sum[r][c], x + r * stride, column[c], kind);
         }
@@ -569,4 +569,4 @@ void headrace_write_kv(const layer_args *layer, const step_args *step) {
 }
 
 /* Whether two components of a key in bfloat16 lie side by side, under queries in bfloat16. */
-int headrace_attention_has_pairs(void) { return HAS_PAIRS; }
+int headrace_attention_has_pairs(void) { return pairs_pay; }

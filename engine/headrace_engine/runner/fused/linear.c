@@ -4,8 +4,8 @@
  * its end, for all rows of a decode step; while one panel is multiplied, the next is on its way from memory. The input
  * is copied into tiles of rows.
  *
- * Where the processor multiplies pairs of bfloat16, two inputs lie side by side and are one step of a sum,
- * [panels][in / 2][PANEL][2]. Elsewhere a step is one input, and bfloat16 is widened first.
+ * Of bfloat16 two inputs lie side by side and are one step of a sum, [panels][in / 2][PANEL][2]. Where the processor
+ * multiplies such pairs they stay pairs, elsewhere they are widened.
  *
  * A sum runs over `in` in one order, whatever else is computed beside it: what a row becomes depends neither on the
  * number of rows nor on the number of threads.
@@ -105,9 +105,9 @@ static int take_group(int *taken) {
 
 static inline int by_tiles(const linear_args *a) { return matrix_tiles_lent && a->dtype == BFLOAT16; }
 
-/* Of a row, and of a panel's column. */
+/* Of a panel's column. */
 static inline int64_t steps_of(const linear_args *a) {
-    return by_tiles(a) ? pairs_in_tiles(a->in_features) : num_steps(kind_of(a->dtype), a->in_features);
+    return by_tiles(a) ? pairs_in_tiles(a->in_features) : num_steps(kind_of_weight(a->dtype), a->in_features);
 }
 
 static inline int num_panels(const linear_args *a) {
@@ -122,14 +122,15 @@ static inline int num_panels(const linear_args *a) {
  * memory for is what it multiplies next. Of several blocks each is a cell, with all panels. A thread packs it right
  * before it multiplies with it; to pack one twice in the end is less than to wait. */
 typedef struct {
-    int64_t steps, tile_rows, tiles, blocks, block_tiles, cells;
+    int64_t row_floats, tile_rows, tiles, blocks, block_tiles, cells; /* row_floats: of a packed row, or as many pairs */
     int panels, groups; /* groups: of a cell */
 } division;
 
 static division divide(const linear_args *a) {
-    division d = {.steps = steps_of(a), .tile_rows = by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
+    division d = {.tile_rows = by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
+    d.row_floats = by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
     d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
-    d.block_tiles = by_tiles(a) ? most_matrix_tiles(d.steps) : most_vector_tiles(d.steps, d.tiles);
+    d.block_tiles = by_tiles(a) ? most_matrix_tiles(d.row_floats) : most_vector_tiles(d.row_floats, d.tiles);
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
     d.cells = d.blocks > 1 ? d.blocks : a->threads;
     /* Enough for threads that are not equally fast. */
@@ -141,7 +142,7 @@ static division divide(const linear_args *a) {
 
 /* Tile `tile` to its place among those of a block that begins with tile `first`. */
 static void pack_into_block(const linear_args *a, const division *d, float *packed, int64_t first, int64_t tile) {
-    if (by_tiles(a)) pack_matrix_tile(a, packed + (tile - first) * TILE_ROWS * d->steps, tile);
+    if (by_tiles(a)) pack_matrix_tile(a, packed + (tile - first) * TILE_ROWS * d->row_floats, tile);
     else pack_vector_tile(a, packed, d->tiles, first, tile);
 }
 
@@ -164,8 +165,8 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
     division d = divide(a);
-    int64_t own = d.block_tiles * d.tile_rows * d.steps;
-    int64_t all = d.blocks > 1 ? a->threads * own : d.tiles * d.tile_rows * d.steps;
+    int64_t own = d.block_tiles * d.tile_rows * d.row_floats;
+    int64_t all = d.blocks > 1 ? a->threads * own : d.tiles * d.tile_rows * d.row_floats;
     float *packed = room(all + d.cells);
     if (!packed) return -1;
     int *taken = memset(packed + all, 0, sizeof(int) * d.cells);
@@ -188,7 +189,10 @@ int headrace_linear(const linear_args *a) {
 }
 
 /* Whether bfloat16 is multiplied as it is; else it is widened first. */
-int headrace_has_pairs(void) { return HAS_PAIRS; }
+int headrace_has_pairs(void) { return pairs_pay; }
+
+/* Whether the processor's instructions for bfloat16 are known here, be they worth their use or not. */
+int headrace_knows_pairs(void) { return HAS_PAIRS; }
 
 /* Whether it is multiplied by matrix tiles. */
 int headrace_has_matrix_tiles(void) { return matrix_tiles_lent; }
@@ -200,18 +204,18 @@ static linear_args weight_args(int dtype, int gated, int in, int out) {
 /* Elements of a packed weight. */
 int64_t headrace_packed_size(int dtype, int gated, int in, int out) {
     linear_args a = weight_args(dtype, gated, in, out);
-    return num_panels(&a) * (gated + 1) * steps_of(&a) * PANEL * (kind_of(dtype) == PAIRS ? 2 : 1);
+    return num_panels(&a) * (gated + 1) * steps_of(&a) * PANEL * (dtype == BFLOAT16 ? 2 : 1);
 }
 
 /* [out][in] -> [panels][steps of in][PANEL], zeros behind the last output and the last input. With gated, the first half
  * of the outputs is gate and the second up, and their panels alternate. */
 void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, const void *weight, void *packed) {
     linear_args a = weight_args(dtype, gated, in, out);
-    int width = gated ? out / 2 : out, kind = kind_of(dtype), steps = (int)steps_of(&a), per_step = kind == PAIRS ? 2 : 1;
+    int width = gated ? out / 2 : out, steps = (int)steps_of(&a), per_step = dtype == BFLOAT16 ? 2 : 1;
 #pragma omp parallel for num_threads(threads)
     for (int panel = 0; panel < num_panels(&a) * (gated + 1); panel++) {
         int index = gated ? panel / 2 : panel, half = gated ? panel % 2 : 0;
-        char *target = (char *)packed + (int64_t)panel * steps * PANEL * step_bytes(kind);
+        char *target = (char *)packed + (int64_t)panel * steps * PANEL * sizeof(float);
         for (int column = 0; column < PANEL; column++) {
             int64_t row = (int64_t)index * PANEL + column + half * width;
             for (int k = 0; k < steps * per_step; k++) {

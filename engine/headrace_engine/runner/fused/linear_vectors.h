@@ -1,5 +1,5 @@
-/* Products by vectors: a tile of at most TILE rows and a panel, whose sums stay in registers. Rows are copied into tiles,
- * [tiles][in][rows of the tile]; two inputs are one step where bfloat16 is multiplied in pairs, [in / 2][rows][2]. */
+/* Products by vectors: a tile of at most TILE rows and a panel, whose sums stay in registers. Rows are copied into tiles
+ * of float32, [tiles][in][rows of the tile], or of pairs where these are multiplied, [tiles][in / 2][rows][2]. */
 #if defined(__AVX__) && !defined(__AVX512F__)
 #define TILE 6 /* 12 sums, 2 vectors of weights and a broadcast: 15 of 16 registers */
 #else
@@ -7,13 +7,25 @@
 #endif
 #define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
 #define SOON 16         /* inputs between asking for weights and multiplying with them */
+#define WIDE_BYTES (24 << 10) /* of weights that are widened at once, and stay in L1 */
 /* At most: tiles that are multiplied with one panel before the next, and stay in L2. */
 #define BLOCK_TILES (144 / TILE)
 #define BLOCK_BYTES (512 << 10)
 
+/* As weights lie: those of bfloat16 always in pairs, two inputs of which are widened with one instruction each. */
+static inline int kind_of_weight(int dtype) { return kind_of(dtype) == BFLOAT16 ? WIDENED : kind_of(dtype); }
+
+/* Of a row in its tile, a step: one input, or one pair in its place; of widened pairs both inputs. */
+static inline int floats_of_step(int kind) { return kind == WIDENED ? 2 : 1; }
+
+static inline int64_t row_floats(const linear_args *a) {
+    int kind = kind_of_weight(a->dtype);
+    return (int64_t)num_steps(kind, a->in_features) * floats_of_step(kind);
+}
+
 /* Of a block. Few rows are multiplied with each panel as soon as it is there. */
-static inline int64_t most_vector_tiles(int64_t steps, int64_t tiles) {
-    int64_t fit = BLOCK_BYTES / ((int64_t)sizeof(float) * TILE * steps);
+static inline int64_t most_vector_tiles(int64_t row_floats, int64_t tiles) {
+    int64_t fit = BLOCK_BYTES / ((int64_t)sizeof(float) * TILE * row_floats);
     return tiles <= BLOCK_TILES || fit > BLOCK_TILES ? BLOCK_TILES : fit < 1 ? 1 : fit;
 }
 
@@ -44,19 +56,22 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
 #pragma GCC unroll 16
         for (int j = 0; j < VECTORS; j++) sum[i][j] = begun ? *(f32x *)(sums + i * PANEL + j * LANES) : (f32x){0};
     for (int k = 0; k < depth; k++) {
-        f32x w[VECTORS];
-#pragma GCC unroll 16
-        for (int j = 0; j < VECTORS; j++) w[j] = load_step(weight, (int64_t)k * PANEL + j * LANES, kind);
         __builtin_prefetch(ahead.line, 0, 2);
         ahead.line += ahead.stride;
         if (--ahead.lines == 0) ask_for_piece(&ahead);
         /* What the processor fetches by itself on its way from L2 comes late. */
         const char *soon = (const char *)weight + (int64_t)(k + SOON) * PANEL * step_bytes(kind);
         for (int at = 0; at < PANEL * step_bytes(kind); at += 64) __builtin_prefetch(soon + at, 0, 3);
+#pragma GCC unroll 2
+        for (int second = 0; second < floats_of_step(kind); second++, tile += ROWS) {
+            f32x w[VECTORS];
 #pragma GCC unroll 16
-        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < VECTORS; j++) w[j] = load_step(weight, (int64_t)k * PANEL + j * LANES, kind, second);
 #pragma GCC unroll 16
-            for (int j = 0; j < VECTORS; j++) sum[i][j] = add_product(sum[i][j], tile + (int64_t)k * ROWS + i, w[j], kind);
+            for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 16
+                for (int j = 0; j < VECTORS; j++) sum[i][j] = add_product(sum[i][j], tile + i, w[j], kind);
+        }
     }
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; i++)
@@ -77,62 +92,65 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
         }                                                                                                          \
     }
 MULTIPLY(multiply_float32, FLOAT32)
-MULTIPLY(multiply_bfloat16, BFLOAT16)
 MULTIPLY(multiply_pairs, PAIRS)
+MULTIPLY(multiply_widened, WIDENED)
 
 /* Rows are spread evenly over as few tiles as can hold them. */
 static inline int64_t tile_begin(int64_t rows, int64_t tiles, int64_t tile) { return rows * tile / tiles; }
 
 #ifdef __AVX512F__
-/* A vector of steps of the row that begins at `from`. */
+/* A vector of inputs of the row that begins at `from`, or of pairs of them. */
 static inline __attribute__((always_inline)) f32x
-load_steps(const linear_args *a, int64_t from, int step, float scale, int kind) {
-    if (kind != PAIRS) return load_inputs(a, from, step, scale, kind);
+load_row(const linear_args *a, int64_t from, int at, float scale, int dtype, int pairs) {
+    if (!pairs) return load_inputs(a, from, at, scale, dtype);
     uint16_t normed[2 * LANES];
-    for (int at = 0; at < 2 * LANES && a->norm_weight; at += LANES)
-        store_vector(normed, at, load_inputs(a, from, 2 * step + at, scale, BFLOAT16), BFLOAT16);
-    f32x pairs;
-    memcpy(&pairs, a->norm_weight ? normed : (const uint16_t *)a->x + from + 2 * step, sizeof pairs);
-    return pairs;
+    for (int half = 0; half < 2 * LANES && a->norm_weight; half += LANES)
+        store_vector(normed, half, load_inputs(a, from, 2 * at + half, scale, BFLOAT16), BFLOAT16);
+    f32x found;
+    memcpy(&found, a->norm_weight ? normed : (const uint16_t *)a->x + from + 2 * at, sizeof found);
+    return found;
 }
 
-/* The steps of a tile that fill vectors. Returns how many these are. */
+/* What of a tile fills vectors. Returns how many inputs, or pairs, these are. */
 static inline __attribute__((always_inline)) int
-pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int kind) {
-    int step = 0, end = kind == PAIRS ? a->in_features / 2 : a->in_features;
-    for (; step + LANES <= end; step += LANES, target += LANES * rows) {
+pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int dtype, int pairs) {
+    int at = 0, end = pairs ? a->in_features / 2 : a->in_features;
+    for (; at + LANES <= end; at += LANES, target += LANES * rows) {
         f32x array[MOST_INTERLEAVED] = {0};
-        for (int i = 0; i < rows; i++) array[i] = load_steps(a, (begin + i) * a->x_stride, step, scales[i], kind);
+        for (int i = 0; i < rows; i++) array[i] = load_row(a, (begin + i) * a->x_stride, at, scales[i], dtype, pairs);
         interleave(target, array, rows);
     }
-    return step;
+    return at;
 }
 #else
-static int pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int kind) {
-    (void)a, (void)target, (void)begin, (void)rows, (void)scales, (void)kind;
+static int pack_vectors(const linear_args *a, float *target, int64_t begin, int rows, const float *scales, int dtype, int pairs) {
+    (void)a, (void)target, (void)begin, (void)rows, (void)scales, (void)dtype, (void)pairs;
     return 0;
 }
 #endif
 
 static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_t end) {
-    int rows = (int)(end - begin), kind = kind_of(a->dtype), steps = num_steps(kind, a->in_features), done;
+    int rows = (int)(end - begin), pairs = kind_of(a->dtype) == PAIRS, dtype = a->dtype, done;
     float scales[TILE] = {0};
     for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
-    if (kind == PAIRS) done = pack_vectors(a, target, begin, rows, scales, PAIRS);
-    else if (kind == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16);
-    else done = pack_vectors(a, target, begin, rows, scales, FLOAT32);
-    if (kind == PAIRS && a->in_features % 2) memset(target + (steps - 1) * rows, 0, sizeof(float) * rows); /* no second */
+    if (pairs) done = 2 * pack_vectors(a, target, begin, rows, scales, BFLOAT16, 1);
+    else if (dtype == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16, 0);
+    else done = pack_vectors(a, target, begin, rows, scales, FLOAT32, 0);
+    if (a->in_features % 2 && dtype == BFLOAT16) /* the last pair has no second */
+        memset(target + (row_floats(a) - 1) * rows, 0, sizeof(float) * rows);
     for (int i = 0; i < rows; i++)
-        for (int k = kind == PAIRS ? 2 * done : done; k < a->in_features; k++) {
+        for (int k = done; k < a->in_features; k++) {
             float x = load_input(a, (begin + i) * a->x_stride, k, scales[i]);
-            if (kind == PAIRS) store_scalar(target + k / 2 * rows + i, k % 2, x, BFLOAT16);
+            if (pairs) store_scalar(target + k / 2 * rows + i, k % 2, x, BFLOAT16);
             else target[k * rows + i] = x;
         }
 }
 
-/* A part of a panel in float32, for tiles after the first to share the work of widening it. */
+/* A part of a panel of pairs in float32, for several tiles to share the work of widening it. */
 static void widen(float *wide, const void *weight, int depth) {
-    for (int64_t i = 0; i < (int64_t)depth * PANEL; i += LANES) *(f32x *)(wide + i) = load_vector(weight, i, BFLOAT16);
+    for (int64_t k = 0; k < depth; k++)
+        for (int second = 0; second < 2; second++, wide += PANEL)
+            for (int j = 0; j < PANEL; j += LANES) *(f32x *)(wide + j) = load_step(weight, k * PANEL + j, WIDENED, second);
 }
 
 /* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes behind it next. Where fewer
@@ -161,23 +179,26 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
 
 /* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
-    float wide[MOST_DEPTH * PANEL] __attribute__((aligned(64))); /* a _Thread_local one is looked up for every vector */
-    int kind = kind_of(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
-    int chunks = (steps + MOST_DEPTH - 1) / MOST_DEPTH;
+    float wide[WIDE_BYTES / 4] __attribute__((aligned(64)));
+    int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
+    int widens = kind == WIDENED && last - first > 2; /* else each tile does it, while it waits for memory */
+    int most = widens ? WIDE_BYTES / (2 * bytes) : MOST_DEPTH, chunks = (steps + most - 1) / most;
     int64_t top = tile_begin(a->rows, tiles, first);
     for (int chunk = 0; chunk < chunks; chunk++) {
         int from = (int)((int64_t)steps * chunk / chunks);
         int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
         const char *weight = (const char *)a->weight + ((int64_t)panel * steps + from) * bytes;
-        int widened = kind == BFLOAT16 && last - first > 1;
-        if (widened) widen(wide, weight, depth);
         int64_t size = (int64_t)depth * bytes;
+        if (widens) widen(wide, weight, depth);
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
-            const float *tile = tiled + (row - top) * steps + from * rows;
-            requests ahead = plan_requests(a, weight + size, size, depth, t - first, last - first);
-            (kind == PAIRS ? multiply_pairs : kind == FLOAT32 || widened ? multiply_float32 : multiply_bfloat16)(
-                (int)rows, tile, widened ? (const void *)wide : weight, depth, sums + (row - top) * PANEL, chunk > 0, ahead);
+            const float *tile = tiled + (row - top) * row_floats(a) + from * rows * floats_of_step(kind);
+            float *own = sums + (row - top) * PANEL;
+            requests ahead = plan_requests(a, weight + size, size, widens ? 2 * depth : depth, t - first, last - first);
+            if (kind == PAIRS) multiply_pairs((int)rows, tile, weight, depth, own, chunk > 0, ahead);
+            else if (kind == FLOAT32) multiply_float32((int)rows, tile, weight, depth, own, chunk > 0, ahead);
+            else if (widens) multiply_float32((int)rows, tile, wide, 2 * depth, own, chunk > 0, ahead);
+            else multiply_widened((int)rows, tile, weight, depth, own, chunk > 0, ahead);
         }
     }
 }
@@ -203,5 +224,5 @@ static void multiply_block_by_vectors(const linear_args *a, const float *tiled, 
 /* Tile `tile` to its place among those of a block that begins with tile `first`. */
 static void pack_vector_tile(const linear_args *a, float *packed, int64_t tiles, int64_t first, int64_t tile) {
     int64_t begin = tile_begin(a->rows, tiles, tile), top = tile_begin(a->rows, tiles, first);
-    pack_tile(a, packed + (begin - top) * num_steps(kind_of(a->dtype), a->in_features), begin, tile_begin(a->rows, tiles, tile + 1));
+    pack_tile(a, packed + (begin - top) * row_floats(a), begin, tile_begin(a->rows, tiles, tile + 1));
 }

@@ -64,10 +64,10 @@ def preferred(dtype: torch.dtype) -> bool:
         return False
     if dtype is not torch.bfloat16:
         return True
-    # A compiler may be older than the processor's instructions for bfloat16, which oneDNN knows.
+    # A compiler may be older than the processor's instructions for bfloat16, which oneDNN knows and uses.
     if capabilities.get("amx_bf16"):
         return bool(kernels.headrace_has_matrix_tiles())
-    return bool(kernels.headrace_has_pairs()) or not packed_linear.computes_bfloat16()
+    return bool(kernels.headrace_knows_pairs()) or not packed_linear.computes_bfloat16()
 
 
 class NativeLinear(PreparedLinear):

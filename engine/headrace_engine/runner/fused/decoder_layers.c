@@ -15,8 +15,12 @@
  * gains; with less it was not measured. */
 #ifdef __AVX512F__
 #define MOST_UPCOMING 4096
+/* On Intel's processors steps became longer by it. Their second cache is too small for a layer's keys and values, and
+ * from the last one lines come hardly faster than from memory. */
+static int most_upcoming(void) { return __builtin_cpu_is("intel") ? 0 : MOST_UPCOMING; }
 #else
 #define MOST_UPCOMING 0
+static int most_upcoming(void) { return MOST_UPCOMING; }
 #endif
 
 typedef struct {
@@ -105,7 +109,7 @@ static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
     int64_t keys = key_block_bytes(layer), values = value_block_bytes(layer);
     int64_t most = s->cache_bytes / 2 / (keys + values);
     upcoming_blocks found = {.blocks = blocks, .bytes = {keys, values}};
-    if (most > MOST_UPCOMING) most = MOST_UPCOMING;
+    if (most > most_upcoming()) most = most_upcoming();
     for (int sequence = 0; sequence < step->num_sequences; sequence++) {
         const int32_t *row = step->block_table + (int64_t)step->table_rows[sequence] * step->max_blocks;
         int num_blocks = (step->seq_lens[sequence] + layer->block_size - 1) / layer->block_size;

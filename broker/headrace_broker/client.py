@@ -211,7 +211,7 @@ class Client:
                 pubsub.get_message(timeout=left)
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the request wherever it is: in the queue it will not run, and a worker stops at its next token.
+        """Ends the request wherever it is: in the queue it will not run, and a worker stops at its next chunk.
 
         False if it had already ended otherwise.
         """

@@ -150,17 +150,18 @@ def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_in
 def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = native_linear.declared(build("linear.c", "fused", without, tmp_path))
     assert without in MAY_MULTIPLY_PAIRS or not narrow.headrace_has_pairs()
+    assert without != PAIRS_PAY or narrow.headrace_has_pairs() == narrow.headrace_knows_pairs()
     assert without == "-mno-avx512vl" or not narrow.headrace_has_matrix_tiles()
     wide = without not in ("-mno-avx512f", "-mno-avx")
     assert wide or narrow.headrace_packed_size(0, False, 1, 1) < 48  # a panel of one input
     monkeypatch.setattr(native_linear, "library", lambda: narrow)
     for dtype in (torch.float32, torch.bfloat16):
-        weight, x = random(70, 1100, dtype=dtype), random(200, 1100, dtype=dtype)
+        weight, x = random(70, 1101, dtype=dtype), random(200, 1101, dtype=dtype)
         expected = torch.nn.functional.linear(x.double(), weight.double())
         layer = NativeLinear(weight, None)
         together = layer(x)
         close(together, expected)
-        for rows in (*range(1, 9), 29):  # every size of a tile
+        for rows in (*range(1, 9), 13, 29):  # every size of a tile, two and more tiles
             assert torch.equal(layer(x[:rows]), together[:rows])
         gate, up = expected.chunk(2, dim=-1)
         close(NativeGatedLinear(weight, None)(x), torch.nn.functional.silu(gate) * up)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.kernel_builds import PAIRS_DO_NOT_PAY, PAIRS_PAY, build
 from engine.tiny_models import VOCAB_SIZE, TinyModel
 from headrace_engine.config import EngineArgs
 from headrace_engine.runner.batch import RequestBatch, StepInputs, TokenSpan
 from headrace_engine.runner.contracts import NewRequest
-from headrace_engine.runner.fused import native_linear
+from headrace_engine.runner.fused import decoder_stack, native_linear
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.paged_model import PagedModel
 from headrace_engine.runner.request_processors import ProcessorSet
@@ -106,6 +109,20 @@ def test_logits_of_mixed_steps_have_the_bits_that_a_whole_last_layer_gives_them(
     assert [len(logits) for logits in found] == [sum(wanted for _, wanted in step.values()) for step in STEPS]
     for step, logits, whole in zip(STEPS, found, expected, strict=True):
         assert torch.equal(logits, whole), step
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize("maker", [PAIRS_PAY, PAIRS_DO_NOT_PAY])
+def test_whether_products_bring_in_keys_and_values_changes_no_bit(
+    laboratory: Callable[[str, str], Laboratory], maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do it for some makers' processors only."""
+    expected = laboratory("llama", "float32").logits(all_rows=False)
+    layers = decoder_stack.declared(build("decoder_layers.c", "fused", maker, tmp_path))
+    monkeypatch.setattr(decoder_stack, "_library", lambda: layers)
+    monkeypatch.setattr(decoder_stack, "_last_cache_bytes", lambda: 1 << 20)
+    for found, here in zip(laboratory("llama", "float32").logits(all_rows=False), expected, strict=True):
+        assert torch.equal(found, here)
 
 
 def test_in_tiles_of_equal_shape_the_last_layer_is_computed_whole(

@@ -39,8 +39,8 @@ class InFlight:
     Runs on the thread of Celery's event loop alone. Iterating gives the jobs in the order in which they came.
 
     Args:
-        publish_interval: seconds between two publishings, but for first and last tokens, which never wait. Steps that
-            take longer are each published.
+        publish_interval: seconds between two publishings, but for the first token of a stream and the last, which never
+            wait. Steps that take longer are each published.
     """
 
     supervisor: EngineSupervisor
@@ -69,7 +69,9 @@ class InFlight:
     def attach(self, hub: Any) -> None:
         """The event loop for timers; again after each reconnect."""
         self._hub = hub
-        self._catch_up = None
+        if self._catch_up is not None:  # Celery may have cancelled it
+            self._catch_up.cancel()
+            self._await_overdue(self._publish_interval)
         self._listeners.lost_sight()
 
     def __len__(self) -> int:
@@ -163,6 +165,7 @@ class InFlight:
             if completion.token_ids:
                 completion.finish_reason = None  # the end of the stream says why
                 self._settlement.publish(job.take(completion, last))
+                self._metrics.tokens_published(len(completion.token_ids))
 
     # -- the engine's life ----------------------------------------------------------------------------------------
 
@@ -173,6 +176,9 @@ class InFlight:
     def engine_lost(self, reason: str, *, was_ready: bool) -> None:
         """All requests wait for the next engine process, but for the one that is to blame."""
         if was_ready:  # one that was still loading had no request yet
+            assert self._output_processor is not None
+            if self._output_processor.holds_back:  # what killed it lies behind the last token that it gave
+                self._show()
             poison = self._quarantine.engine_lost(self._jobs.values())
             if poison is not None:
                 self._bury(poison, reason)
@@ -235,9 +241,18 @@ class InFlight:
     def _publish_due(self, outputs: Sequence[EngineCoreOutput] = ()) -> None:
         """What is new, and what was held back, as far as it is time."""
         assert self._output_processor is not None
+        left = self._published_all_at + self._publish_interval - time.monotonic()
+        self._show(outputs, hold_back=left > 0)
+        if self._output_processor.holds_back and self._catch_up is None:
+            self._await_overdue(left + self._publish_interval)
+
+    def _await_overdue(self, seconds: float) -> None:
+        self._catch_up = self._hub.call_later(seconds, self._publish_overdue)
+
+    def _show(self, outputs: Sequence[EngineCoreOutput] = (), *, hold_back: bool = False) -> None:
+        assert self._output_processor is not None
         started, now = time.perf_counter(), time.monotonic()
-        left = self._published_all_at + self._publish_interval - now
-        processed = self._output_processor.process(outputs, hold_back=left > 0)
+        processed = self._output_processor.process(outputs, hold_back=hold_back)
         self.supervisor.abort(processed.finished_choice_ids)
         num_tokens = 0
         for output in processed.request_outputs:
@@ -246,17 +261,18 @@ class InFlight:
         detokenized = time.perf_counter()
         self.flush()
         self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
-        if left <= 0:
+        if not hold_back:
             self._published_all_at = now
-        elif self._output_processor.holds_back and self._catch_up is None:
-            self._catch_up = self._hub.call_later(left + self._publish_interval, self._publish_overdue)
 
     def _publish_overdue(self) -> None:
         """Where a step takes long, what was held back does not wait for its end, but for two intervals at most."""
         assert self._output_processor is not None
         self._catch_up = None
         if self._output_processor.holds_back:
-            self._publish_due()
+            try:
+                self._publish_due()
+            except Exception as error:  # noqa: BLE001  # the event loop would only log it
+                self.supervisor.fail(error)
 
     def _note_admitted(self, stats: StepStats) -> None:
         """A request's time in the engine's queue ends where its first step began."""
@@ -283,8 +299,11 @@ class InFlight:
                 prefill = None if job.admitted_at is None else now - job.admitted_at
                 self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
                 job.num_first_tokens = job.num_tokens
-            if job.last_token_at is not None:
-                self._metrics.tokens_followed(len(completion.token_ids), now - job.last_token_at, trace_id=job.trace_id)
+            choice = job.choices[completion.index]
+            if choice.last_token_at is not None:
+                seconds = now - choice.last_token_at
+                self._metrics.tokens_followed(len(completion.token_ids), seconds, trace_id=job.trace_id)
+            choice.last_token_at = now
         job.last_token_at = now
         if output.finished:
             del self._jobs[job.request_id]

@@ -32,6 +32,8 @@ class ChoiceRecord:
     logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last_token_at: float | None = None
+    """When this worker published its last one."""
 
     def add(self, token_ids: Sequence[int], text: str, logprobs: TokenLogprobs | None) -> None:
         self.token_ids += token_ids

@@ -101,7 +101,10 @@ class WorkerSettings(BaseSettings):
     max_delay_seconds: float = Field(86_400.0, ge=0)
     """A message whose ETA or countdown lies further ahead is refused; a cancellation waits no longer for it."""
     publish_interval: float = Field(0.0, ge=0, le=5)
-    """Seconds in which a stream's tokens are gathered into a chunk, all but its first and its last; 0: each step's."""
+    """Seconds in which a stream's tokens are gathered into a chunk, all but its first and its last; 0: each step's.
+
+    A cancelled request is stopped at its next chunk.
+    """
     stall_seconds: float = Field(60.0, gt=0)
     """An engine that has work and makes no step for so long is killed and started again."""
     log_level: str = "INFO"

@@ -75,6 +75,9 @@ class EngineSupervisor:
         self._started_at = 0.0
         self._ready = False
         self._stopped = False
+        self._restart_at: float | None = None
+        """When a process is to be started in the place of one that died."""
+        self._restart_timer: Any = None
 
     @property
     def is_ready(self) -> bool:
@@ -105,6 +108,8 @@ class EngineSupervisor:
         self._hub = hub
         if self._process is not None:
             hub.add_reader(self._process.fileno(), self._on_readable)
+        elif self._restart_at is not None:
+            self._await_restart()  # Celery cancels timers that were set while it tried to connect
 
     def send(self, requests: Iterable[EngineCoreRequest]) -> None:
         """To a ready engine. Nothing is lost otherwise: `on_engine_ready` is to send all that is unfinished."""
@@ -179,11 +184,18 @@ class EngineSupervisor:
             self._bury(process)
             self._on_death(error.summary, error.cause, was_ready=was_ready)
         except Exception as error:  # noqa: BLE001
-            # Some tokens of this step are lost to us: to go on would leave a hole in a stream. Another worker, or the
-            # next start of this one, continues every request from what is published.
-            logger.error("what the engine sent could not be handled: %s", frames(error))
-            self._bury(process)
-            self._give_up(f"what the engine sent could not be handled: {type(error).__name__}")
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End for good, as what the engine sent could not be handled.
+
+        Some tokens are lost to us: to go on would leave a hole in a stream. Another worker, or the next start of this
+        one, continues every request from what is published.
+        """
+        logger.error("what the engine sent could not be handled: %s", frames(error))
+        if self._process is not None:
+            self._bury(self._process)
+        self._give_up(f"what the engine sent could not be handled: {type(error).__name__}")
 
     def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
         if process.is_ready and not self._ready and self._has_tokenizer():
@@ -211,7 +223,14 @@ class EngineSupervisor:
             self._give_up(f"the engine died {self._deaths_in_a_row} times in a row: {reason}")
             return
         delay = min(FIRST_BACK_OFF_SECONDS * 2 ** max(self._deaths_in_a_row - 1, 0), LONGEST_BACK_OFF_SECONDS)
-        self._hub.call_later(delay, self._restart)
+        self._restart_at = self._clock() + delay
+        self._await_restart()
+
+    def _await_restart(self) -> None:
+        assert self._restart_at is not None
+        if self._restart_timer is not None:
+            self._restart_timer.cancel()
+        self._restart_timer = self._hub.call_later(max(0.0, self._restart_at - self._clock()), self._restart)
 
     def _restart(self) -> None:
         if self._stopped:

@@ -178,6 +178,7 @@ class FakeSupervisor:
         self.send_error: Exception | None = None
         self.has_work = False
         self.forgiven = 0
+        self.failures: list[Exception] = []
 
     def send(self, requests: Any) -> None:
         if self.send_error:
@@ -192,6 +193,9 @@ class FakeSupervisor:
 
     def forgive(self) -> None:
         self.forgiven += 1
+
+    def fail(self, error: Exception) -> None:
+        self.failures.append(error)
 
 
 class FakeCeleryRequest:

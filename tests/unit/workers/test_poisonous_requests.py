@@ -60,6 +60,21 @@ def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_ne
     desk.assert_idle()
 
 
+def test_poison_behind_tokens_that_were_held_back_is_found_as_soon() -> None:
+    """Eight choices show as many tokens in the first step, which would acquit a request that began further back."""
+    desk = Desk(max_num_seqs=8, publish_interval=60)
+    kwargs = {"prompt": "abc", "sampling_params": {"max_tokens": 30, "n": 8}}
+    desk.accept(FakeCeleryRequest("a", kwargs, lease_id="a"))
+    for _ in range(3):
+        desk.generate(*[13] * 8)
+    for _ in range(2):
+        assert set(lose_engine(desk)) == {"abc".translate(str.maketrans("abc", "\n\x0b\x0c"))}
+        assert [len(request.output_token_ids) for request in desk.engine.sent] == [3] * 8
+    assert lose_engine(desk) == []
+    desk.settle()
+    assert desk.results["a"]["error"]["code"] == "dead_letter"
+
+
 def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(desk: Desk) -> None:
     ask(desk, "a")
     ask(desk, "b")

@@ -134,20 +134,68 @@ def test_a_stop_string_ends_the_choice_in_the_step_that_completes_it(desk: Desk)
     assert desk.engine.aborted == [desk.engine.sent[0].request_id]
 
 
-def test_tokens_that_an_engine_took_with_it_while_they_were_held_back_come_once(desk: Desk, clock: Clock) -> None:
+def test_a_lost_engine_has_lost_nothing_that_was_held_back(desk: Desk, clock: Clock) -> None:
+    """The quarantine looks for what killed it at the very next token."""
+    desk.accept(FakeCeleryRequest())
+    for token_id in (13, 14, 15):
+        desk.generate(token_id)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    assert chunks(desk) == ["d", "ef"]
+    desk.dispatcher.on_engine_ready(MODEL)
+    assert desk.engine.sent[0].output_token_ids == [13, 14, 15]
+    clock.now += 10
+    desk.hub.advance()
+    desk.generate(16, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15, 16]
+
+
+def test_a_new_connection_takes_over_the_timer_that_celery_may_have_cancelled(desk: Desk, clock: Clock) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.generate(14)
-    desk.engine.sent.clear()
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
-    desk.dispatcher.on_engine_ready(MODEL)
-    assert desk.engine.sent[0].output_token_ids == [13]
-    clock.now += 10
+    for timer in desk.hub.timers:
+        timer.cancel()
+    for _ in range(3):
+        desk.dispatcher.attach(desk.hub)
+    assert desk.hub.pending() == [INTERVAL]
+    clock.now += INTERVAL
     desk.hub.advance()
+    assert chunks(desk) == ["d", "e"]
+    desk.dispatcher.attach(desk.hub)
+    assert desk.hub.pending() == []
+
+
+def test_what_cannot_be_published_by_the_timer_ends_the_engine_as_in_a_step(
+    desk: Desk, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
     desk.generate(14)
-    desk.generate(15, finish=FinishReason.LENGTH)
-    desk.assert_idle()
-    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15]
+    clock.now += 2 * INTERVAL
+
+    def fail(*_: object) -> None:
+        raise ValueError("no reason")
+
+    monkeypatch.setattr(desk.dispatcher.settlement, "publish", fail)
+    desk.hub.advance()
+    assert [str(failure) for failure in desk.engine.failures] == ["no reason"]
+
+
+def test_the_time_between_tokens_is_that_of_each_choice(desk: Desk, clock: Clock) -> None:
+    params = {"max_tokens": 9, "n": 2}
+    desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": params}))
+    for _ in range(4):
+        desk.generate(13, 13)
+        clock.now += INTERVAL / 5
+    first, second = desk.engine.sent
+    end = EngineCoreOutput(first.request_id, [14], finish_reason=FinishReason.LENGTH)
+    desk.dispatcher.on_engine_outputs(step(end, EngineCoreOutput(second.request_id, [14])))
+    clock.now += INTERVAL / 5
+    desk.dispatcher.on_engine_outputs(step(EngineCoreOutput(second.request_id, [14])))
+    assert desk.value("headrace_inter_token_latency_seconds_count") == 4 + 5
+    assert desk.value("headrace_inter_token_latency_seconds_sum") == pytest.approx(9 * INTERVAL / 5)
 
 
 def test_a_deadline_shows_what_was_held_back() -> None:
@@ -159,3 +207,4 @@ def test_a_deadline_shows_what_was_held_back() -> None:
     desk.settle()
     assert chunks(desk) == ["d", "ef"]
     assert desk.redis.end("r1")["finish_reason"] == "expired"
+    assert desk.value("headrace_generation_tokens_total") == 3

@@ -105,6 +105,22 @@ def test_an_engine_is_ready_once_and_its_steps_are_passed_on(engine: Engine) -> 
     assert engine.events.told == ["ready", "outputs"]
 
 
+def test_a_new_connection_does_not_forget_that_an_engine_is_to_be_started(engine: Engine) -> None:
+    engine.ready()
+    engine.die()
+    for timer in engine.hub.timers:
+        timer.cancel()  # as Celery does with what was set while it tried to connect
+    engine.now += 0.2
+    for _ in range(2):
+        engine.supervisor.attach(engine.hub)
+    assert engine.hub.pending() == [pytest.approx(0.3)]
+    engine.hub.advance()
+    engine.ready()
+    assert len(engine.processes) == 2
+    engine.supervisor.attach(engine.hub)
+    assert engine.hub.pending() == []
+
+
 def test_a_dead_engine_is_buried_and_replaced_after_a_pause(engine: Engine) -> None:
     engine.ready()
     engine.die()

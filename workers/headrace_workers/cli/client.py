@@ -93,7 +93,7 @@ def status(request_id: str, redis_url: str, as_json: bool) -> None:
 @options.redis_url
 @options.as_json
 def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
-    """End the request REQUEST_ID: a queued one never runs, a running one stops at its next token.
+    """End the request REQUEST_ID: a queued one never runs, a running one stops at its next chunk.
 
     Exit code 1 when it had ended already.
     """

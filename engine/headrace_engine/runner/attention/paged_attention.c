@@ -6,7 +6,7 @@
  *                                                        same component of many keys and no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
- * Where the processor multiplies pairs of bfloat16, and queries are of it, too, two components of a key lie side by side,
+ * Where pairs of bfloat16 are multiplied, and queries are of it, too, two components of a key lie side by side,
  * and the same component of two keys' values:
  *
  *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]

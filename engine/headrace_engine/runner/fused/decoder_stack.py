@@ -189,7 +189,11 @@ def _address(function: Any) -> int | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = native_library.load("headrace_engine.runner.fused", "decoder_layers.c")
+    return declared(native_library.load("headrace_engine.runner.fused", "decoder_layers.c"))
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """A library made from decoder_layers.c with the types of its function."""
     library.headrace_decoder_layers.argtypes = (ctypes.POINTER(_StepArgs),)
     library.headrace_decoder_layers.restype = ctypes.c_int
     return library

@@ -5,8 +5,8 @@
 #else
 #define TILE 8 /* 24 sums, 3 vectors of weights and a broadcast: 28 of 32 registers */
 #endif
-#define MOST_DEPTH 1024 /* inputs that are summed before sums are put aside: a panel's part of them stays in L2 */
-#define SOON 16         /* inputs between asking for weights and multiplying with them */
+#define MOST_DEPTH 1024 /* steps that are summed before sums are put aside: a panel's part of them stays in L2 */
+#define SOON 16         /* steps between asking for weights and multiplying with them */
 #define WIDE_BYTES (24 << 10) /* of weights that are widened at once, and stay in L1 */
 /* At most: tiles that are multiplied with one panel before the next, and stay in L2. */
 #define BLOCK_TILES (144 / TILE)

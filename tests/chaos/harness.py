@@ -109,7 +109,7 @@ class Harness:
             return None
 
     def _wait_for_tokens(self, watcher: Watcher, handles: Sequence[AsyncResult], at_least: int) -> None:
-        self._wait(lambda: all(len(watcher.arrivals[h.id]) >= at_least or h.id in watcher.ended for h in handles), 30.0)
+        self._wait(lambda: all(watcher.num_tokens(h.id) >= at_least or h.id in watcher.ended for h in handles), 30.0)
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -15,7 +15,7 @@ from service.workers.worker_process import WorkerProcess
 READY_SECONDS = 300.0
 _CLOCK_HOURS = (3, -3)
 """How far the workers' clocks are ahead."""
-_PUBLISH_INTERVAL = (0, 0.05)
+_PUBLISH_INTERVAL = (0, 0.02)
 """One worker publishes each step, the other gathers tokens; either may have to go on where the other one stopped."""
 
 

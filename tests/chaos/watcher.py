@@ -26,6 +26,10 @@ class Watcher:
         self._stopped.set()
         self._thread.join()
 
+    def num_tokens(self, request_id: str) -> int:
+        """How many have come, of all choices: a chunk may have several."""
+        return int(self._last[stream_key(request_id)].partition("-")[2])
+
     def longest_gaps(self, since: float, request_ids: Sequence[str]) -> list[float]:
         """For each request the longest silence between two chunks of which the second came after `since`."""
         gaps = []

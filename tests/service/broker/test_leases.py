@@ -6,6 +6,7 @@ import msgpack
 import pytest
 import redis
 
+from clock import Clock
 from headrace_broker.connections import connect
 from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE, DeadLetter, dead_letters
 from headrace_broker.keys import (
@@ -25,16 +26,6 @@ QUEUE = "headrace.m"
 LISTS = queue_lists(QUEUE)
 
 MakeLeases = Callable[..., Leases]
-
-
-class Clock:
-    """A process's own clock, which a test may turn."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from clock import Clock
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
@@ -16,16 +17,6 @@ from unit.workers.fakes import MODEL, FakeCeleryRequest, step
 pytestmark = pytest.mark.torch
 
 INTERVAL = 0.5
-
-
-class Clock:
-    """Monotonic seconds that only a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
 from headrace_engine.runner.fused.device_linear import DeviceLinear, TritonLinear
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.native_linear import NativeLinear
+from headrace_engine.runner.fused.short_forward import ShortForward
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 from headrace_engine.runner.probe import ModelLayout
@@ -95,6 +96,7 @@ class PagedModel:
         )
         self.num_fused = self.num_packed = 0
         self._stack: DecoderStack | None = None
+        self._short_forward: ShortForward | None = None
         if packed:
             self._pack_products(config, read_weights, fuse_layers=fuse_layers)
         elif fuse_layers:
@@ -126,6 +128,8 @@ class PagedModel:
         self.num_packed = packed_linear.pack_linear_layers(self._model, {*keep, head}, linear)
         if exact is not None:
             self.num_packed += packed_linear.pack_linear_layers(self._model, keep, exact)
+        if self._stack is not None and self._layout.keeps_logits:
+            self._short_forward = ShortForward.of(self._model, self._stack, self.info.max_model_len)
 
     def enable_lora(self, max_rank: int) -> LoRALayers:
         """Let requests run with adapters of at most this rank.
@@ -183,6 +187,8 @@ class PagedModel:
             self._stack.inputs = inputs
         keeps_logits = self._layout.keeps_logits
         try:
+            if self._short_forward is not None:
+                return self._short_forward(inputs)
             logits: torch.Tensor = self._model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.positions[None],

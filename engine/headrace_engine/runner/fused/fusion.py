@@ -141,15 +141,20 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
     own = AttentionInterface._global_mapping[name]
     AttentionInterface.register(name, attend)
     try:
-        vocab_size: int = model.config.get_text_config().vocab_size
-        token_ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 7919 % vocab_size
-        position_ids = torch.linspace(0, max_model_len - 1, _PROBE_TOKENS).long()[None].to(model.device)
-        model(input_ids=token_ids, position_ids=position_ids, use_cache=False)
+        token_ids, positions = probe_tokens(model, max_model_len)
+        model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
     finally:
         AttentionInterface.register(name, own)
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def probe_tokens(model: PreTrainedModel, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions [tokens] for seeing what a model computes; the positions reach to its context's end."""
+    vocab_size: int = model.config.get_text_config().vocab_size
+    token_ids = torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % vocab_size
+    return token_ids, torch.linspace(0, max_model_len - 1, _PROBE_TOKENS).long().to(model.device)
 
 
 def _plain_attention(
@@ -193,8 +198,8 @@ def _computes_the_same(fused: FusedDecoderLayer, layer: nn.Module, seen: _Seen, 
     added = fused.attention_block(normed.contiguous(), seen.position_embeddings)
     output = fused(seen.hidden.clone(), position_embeddings=seen.position_embeddings)
     return not (
-        _differs(added, seen.attention_output.reshape(added.shape), dtype)
-        or _differs(output - seen.hidden, seen.output - seen.hidden, dtype)
+        differs(added, seen.attention_output.reshape(added.shape), dtype)
+        or differs(output - seen.hidden, seen.output - seen.hidden, dtype)
     )
 
 
@@ -203,6 +208,7 @@ def _constant(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("position_ids", "cache_position", "dropout")}
 
 
-def _differs(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+def differs(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether they are two things, not one rounded in two ways."""
     error = (one.float() - other.float()).norm() / other.float().norm()
     return not bool(error < _TOLERANCE[dtype])  # also where it is not a number

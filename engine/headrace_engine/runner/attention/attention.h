@@ -14,6 +14,7 @@ typedef struct {
  * dimension is contiguous. */
 typedef struct {
     int32_t num_tokens, num_sequences, num_threads, max_blocks;
+    int32_t attention_writes; /* whether attention puts a sequence's only key and value into their slot itself */
     int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
         value_head_stride;
     const void *query, *key, *value;

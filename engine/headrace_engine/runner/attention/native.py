@@ -31,6 +31,7 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_threads", "max_blocks")),
+        ("attention_writes", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, ctypes.c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, ctypes.c_int64) for name in ("value_token_stride", "value_head_stride")),
@@ -136,7 +137,7 @@ class NativeBackend:
         if metadata is not self._metadata:
             self._metadata = metadata
             step.of(metadata)
-        step.num_tokens = query.shape[0]
+        step.num_tokens, step.attention_writes = query.shape[0], spec.kv_source is None
         step.query, step.key, step.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         step.output = output.data_ptr()
         step.query_token_stride, step.query_head_stride, _ = query.stride()

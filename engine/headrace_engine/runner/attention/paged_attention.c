@@ -32,6 +32,7 @@
 #include "../vectors.h"
 #include "../matrix_tiles.h"
 #include "attention.h"
+#include "cache_slots.h"
 
 /* Of 32 registers 24 sums leave eight, for the columns and a row's element. */
 #define MAX_ROWS 6
@@ -453,11 +454,22 @@ static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_
     return (unit){sequence, first, min(a->step.query_start[sequence + 1] - first, run), (int)(local % a->layer.num_kv_heads)};
 }
 
-static int64_t claim(int64_t *claimed) {
-    int64_t number;
+/* What a thread has claimed of the units. To claim one waits until all that was stored before is seen by others: few are
+ * claimed at once, all KV heads' of a run, as long as there are many. */
+typedef struct {
+    int64_t next, end, at_once;
+} claim;
+
+static int64_t take_unit(claim *own, int64_t *claimed) {
+    if (own->next == own->end) {
 #pragma omp atomic capture
-    number = (*claimed)++;
-    return number;
+        {
+            own->next = *claimed;
+            *claimed += own->at_once;
+        }
+        own->end = own->next + own->at_once;
+    }
+    return own->next++;
 }
 
 /* Fills first_unit[num_sequences + 1] for units of so many tokens. Returns how many these are. */
@@ -478,23 +490,26 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
     tiled_scratch tiled = {0};
     unit now = {0}, upcoming = {0};
     if (a->by_matrix_tiles) divide_scratch(a, run / tokens_of_subunit(a), memory, &tiled);
-    for (int64_t number = claim(claimed), following; number < num_units; number = following) {
+    int many = num_units >= (int64_t)16 * a->step.num_threads * a->layer.num_kv_heads;
+    claim own = {.at_once = many ? a->layer.num_kv_heads : 1};
+    for (int64_t number = take_unit(&own, claimed), following; number < num_units; number = following) {
         now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
         /* Behind a short unit it can be less than a chunk ahead, and would stay so. */
         int first_ahead = oldest_column(a, &now) + CHUNK;
         if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
         /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
          * another thread may have time for sooner. */
-        int early = a->step.num_threads == 1 || number + 2 * a->step.num_threads < num_units;
-        following = early ? claim(claimed) : 0;
+        int early = a->step.num_threads == 1 || own.next < own.end || number + 2 * a->step.num_threads < num_units;
+        following = early ? take_unit(&own, claimed) : 0;
         located = early && following < num_units;
         if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
         const unit *after = located ? &upcoming : NULL;
+        if (attention_writes(&a->step, now.sequence)) write_token(&a->layer, &a->step, now.first_token, now.kv_head);
         if (a->by_matrix_tiles) attend_by_matrix_tiles(a, &now, after, &ahead, &tiled);
         else if (kind == FLOAT32) attend(a, &now, after, &ahead, memory, FLOAT32);
         else if (HAS_PAIRS && kind == PAIRS) attend(a, &now, after, &ahead, memory, PAIRS);
         else attend(a, &now, after, &ahead, memory, BFLOAT16);
-        if (!early) following = claim(claimed);
+        if (!early) following = take_unit(&own, claimed);
     }
 }
 
@@ -525,47 +540,6 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
     }
     free(first_unit);
     return failed ? -1 : 0;
-}
-
-/* The key [k_dim] and value [v_dim] of one token and head into their slot of a block's tile. */
-static inline __attribute__((always_inline)) void
-write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, const void *value, int kind) {
-    int64_t size = l->block_size, v_stride = padded(l->v_dim);
-    if (kind == PAIRS) {
-        uint32_t *k = (uint32_t *)l->k_cache + tile * num_steps(kind, l->k_dim) * size + offset;
-        for (int d = 0; d < l->k_dim; d += 2) copy_pair(k + d / 2 * size, key, d, l->k_dim);
-        uint16_t *v = (uint16_t *)l->v_cache + (tile * size + offset / 2 * 2) * v_stride + offset % 2;
-        for (int d = 0; d < l->v_dim; d++) v[2 * d] = ((const uint16_t *)value)[d];
-    } else if (kind == FLOAT32) {
-        float *k = (float *)l->k_cache + tile * l->k_dim * size + offset;
-        for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const float *)key)[d];
-        memcpy((float *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(float) * l->v_dim);
-    } else if (l->dtype == FLOAT32) {
-        uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
-        for (int d = 0; d < l->k_dim; d++) store_scalar(k, d * size, ((const float *)key)[d], BFLOAT16);
-        uint16_t *v = (uint16_t *)l->v_cache + (tile * size + offset) * v_stride;
-        for (int d = 0; d < l->v_dim; d++) store_scalar(v, d, ((const float *)value)[d], BFLOAT16);
-    } else {
-        uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
-        for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const uint16_t *)key)[d];
-        memcpy((uint16_t *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(uint16_t) * l->v_dim);
-    }
-}
-
-/* Put the keys and values of this step's tokens into their slots. */
-void headrace_write_kv(const layer_args *layer, const step_args *step) {
-    int64_t element = layer->dtype == FLOAT32 ? 4 : 2;
-    /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. Padding has one slot for all,
-     * which nobody reads. */
-#pragma omp parallel for num_threads(step->num_threads) schedule(static) if (step->num_tokens >= 16)
-    for (int token = 0; token < step->num_tokens; token++) {
-        int64_t slot = step->slot_mapping[token], block = slot / layer->block_size, offset = slot % layer->block_size;
-        for (int head = 0; head < layer->num_kv_heads; head++) {
-            const char *key = (const char *)step->key + (token * step->key_token_stride + head * step->key_head_stride) * element;
-            const char *value = (const char *)step->value + (token * step->value_token_stride + head * step->value_head_stride) * element;
-            write_slot(layer, block * layer->num_kv_heads + head, offset, key, value, kind_of_cache(layer));
-        }
-    }
 }
 
 /* Whether two components of a key in bfloat16 lie side by side, under queries in bfloat16. */

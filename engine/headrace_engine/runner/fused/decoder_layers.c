@@ -61,14 +61,15 @@ static int multiply(const decoder_step *s, const linear_args *layer, const void 
     return s->kernels->linear(&a);
 }
 
-/* All of a layer that other rows can need. Returns 0, or -1 when memory is lacking, as do the functions below. */
-static int write_keys_and_values(const decoder_step *s, const decoder_layer *l, upcoming_blocks *upcoming) {
+/* All of a layer that other rows can need, but for keys and values that attention writes. Returns 0, or -1 when memory is
+ * lacking, as do the functions below. */
+static int write_keys_and_values(const decoder_step *s, const decoder_layer *l, const step_args *step, upcoming_blocks *upcoming) {
     if (multiply(s, &l->qkv, s->hidden, s->qkv, upcoming)) return -1;
     if (l->with_rope || l->q_norm)
         s->kernels->norm_rope(s->dtype, s->threads, s->rows, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim,
                               l->with_rope ? s->rotary_dim : 0, s->qkv, l->q_norm, l->k_norm, l->head_eps,
                               l->with_rope ? s->cosine : 0, l->with_rope ? s->sine : 0);
-    s->kernels->write_kv(l->attention, s->attention);
+    s->kernels->write_kv(l->attention, step);
     return 0;
 }
 
@@ -129,10 +130,13 @@ int headrace_decoder_layers(const decoder_step *s) {
     int32_t blocks[MOST_UPCOMING + 1]; /* C has no arrays of length zero */
     upcoming_blocks list = list_blocks(s, blocks), *upcoming = look_ahead(&list, s->layers);
     const decoder_layer *last = s->layers + s->num_layers - 1;
+    step_args all_written = *(const step_args *)s->attention; /* where attention does not come to all sequences */
+    all_written.attention_writes = 0;
     for (const decoder_layer *l = s->layers; l <= last; l++) {
-        if (write_keys_and_values(s, l, upcoming)) return -1;
+        int some_wanted = l == last && s->wanted_attention;
+        if (write_keys_and_values(s, l, some_wanted ? &all_written : s->attention, upcoming)) return -1;
         upcoming = l == last ? NULL : look_ahead(&list, l + 1);
-        if (l == last && s->wanted_attention ? finish_wanted_rows(s, l) : finish_rows(s, l, upcoming)) return -1;
+        if (some_wanted ? finish_wanted_rows(s, l) : finish_rows(s, l, upcoming)) return -1;
     }
     return 0;
 }

@@ -134,7 +134,7 @@ class DecoderStack(nn.Module):
         inputs, shape, step, attention = self.inputs, self._shape, self._step, self._attention_step
         assert inputs is not None
         attention.of(inputs.metadata)
-        attention.num_tokens = qkv.shape[0]
+        attention.num_tokens, attention.attention_writes = qkv.shape[0], True
         head = shape.head_dim * qkv.itemsize
         attention.query, attention.output = qkv.data_ptr(), mixed.data_ptr()
         attention.key = qkv.data_ptr() + shape.q_heads * head
@@ -149,6 +149,7 @@ class DecoderStack(nn.Module):
         # As all sequences end where they did, it is enough to say where their queries begin; some have none.
         self._wanted_attention = StepArgs.from_buffer_copy(attention)
         self._wanted_attention.query_start = inputs.logits_start.data_ptr()
+        self._wanted_attention.attention_writes = False  # it does not come to all sequences
         step.wanted, step.num_wanted = inputs.logits_indices.data_ptr(), len(inputs.logits_indices)
         step.wanted_attention = ctypes.addressof(self._wanted_attention)
 

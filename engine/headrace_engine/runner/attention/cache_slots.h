@@ -1,0 +1,58 @@
+/* Keys and values of new tokens on their way into the caches. After attention.h. */
+
+/* The key [k_dim] and value [v_dim] of one token and head into their slot of a block's tile. */
+static inline __attribute__((always_inline)) void
+write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, const void *value, int kind) {
+    int64_t size = l->block_size, v_stride = padded(l->v_dim);
+    if (kind == PAIRS) {
+        uint32_t *k = (uint32_t *)l->k_cache + tile * num_steps(kind, l->k_dim) * size + offset;
+        for (int d = 0; d < l->k_dim; d += 2) copy_pair(k + d / 2 * size, key, d, l->k_dim);
+        uint16_t *v = (uint16_t *)l->v_cache + (tile * size + offset / 2 * 2) * v_stride + offset % 2;
+        for (int d = 0; d < l->v_dim; d++) v[2 * d] = ((const uint16_t *)value)[d];
+    } else if (kind == FLOAT32) {
+        float *k = (float *)l->k_cache + tile * l->k_dim * size + offset;
+        for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const float *)key)[d];
+        memcpy((float *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(float) * l->v_dim);
+    } else if (l->dtype == FLOAT32) {
+        uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
+        for (int d = 0; d < l->k_dim; d++) store_scalar(k, d * size, ((const float *)key)[d], BFLOAT16);
+        uint16_t *v = (uint16_t *)l->v_cache + (tile * size + offset) * v_stride;
+        for (int d = 0; d < l->v_dim; d++) store_scalar(v, d, ((const float *)value)[d], BFLOAT16);
+    } else {
+        uint16_t *k = (uint16_t *)l->k_cache + tile * l->k_dim * size + offset;
+        for (int d = 0; d < l->k_dim; d++) k[d * size] = ((const uint16_t *)key)[d];
+        memcpy((uint16_t *)l->v_cache + (tile * size + offset) * v_stride, value, sizeof(uint16_t) * l->v_dim);
+    }
+}
+
+/* Of one token and KV head. */
+static void write_token(const layer_args *l, const step_args *step, int64_t token, int head) {
+    int64_t element = l->dtype == FLOAT32 ? 4 : 2, slot = step->slot_mapping[token];
+    const char *key = (const char *)step->key + (token * step->key_token_stride + head * step->key_head_stride) * element;
+    const char *value = (const char *)step->value + (token * step->value_token_stride + head * step->value_head_stride) * element;
+    write_slot(l, slot / l->block_size * l->num_kv_heads + head, slot % l->block_size, key, value, kind_of_cache(l));
+}
+
+/* Whether the token of a sequence is its only one, and attention, which reads the rest of the block anyway, writes it. */
+static inline int attention_writes(const step_args *step, int sequence) {
+    return step->attention_writes && step->query_start[sequence + 1] - step->query_start[sequence] == 1;
+}
+
+/* Put the keys and values of this step's tokens into their slots, but for those that attention writes. */
+void headrace_write_kv(const layer_args *layer, const step_args *step) {
+    int left = step->num_tokens;
+    for (int sequence = 0; sequence < step->num_sequences; sequence++) left -= attention_writes(step, sequence);
+    if (!left) return;
+    /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. Padding, which belongs to no
+     * sequence, has one slot for all, which nobody reads. */
+#pragma omp parallel num_threads(step->num_threads) if (left >= 16)
+    {
+        int sequence = 0;
+#pragma omp for schedule(static)
+        for (int token = 0; token < step->num_tokens; token++) {
+            while (sequence < step->num_sequences && step->query_start[sequence + 1] <= token) sequence++;
+            if (sequence < step->num_sequences && attention_writes(step, sequence)) continue;
+            for (int head = 0; head < layer->num_kv_heads; head++) write_token(layer, step, token, head);
+        }
+    }
+}

@@ -323,16 +323,17 @@ class RequestBatch:
 
 def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
     """What is drawn behind a request's tokens, and behind its tokens and some of its drafts."""
-    draws = uniform([r.seed for r, _ in places], [len(r.token_ids) + len(drafts) for r, drafts in places])
+    drawn = [(r.seed, len(r.token_ids) + len(drafts)) for r, drafts in places if not r.params.is_greedy]
+    draws = iter(uniform(*zip(*drawn, strict=True)).tolist() if drawn else ())
     rows = []
-    for (request, drafts), u in zip(places, draws, strict=True):
+    for request, drafts in places:
         params, num_prompt = request.params, request.num_prompt_tokens
         shown = request.needs_tokens
         short = request.num_output_tokens + len(drafts) < params.min_tokens
         rows.append(
             SamplingRow(
                 params=params,
-                u=float(u),
+                u=0.0 if params.is_greedy else next(draws),
                 prompt_token_ids=request.token_ids[:num_prompt] if shown else (),
                 output_token_ids=[*request.token_ids[num_prompt:], *drafts] if shown else (),
                 suppressed_token_ids=request.suppressed_token_ids if short else (),

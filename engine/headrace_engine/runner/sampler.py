@@ -5,13 +5,16 @@ biases; logits processors; grammar; penalties; temperature; min-p; top-k; top-p;
 distribution in token order at u. Every row is computed on its own, so batch-mates cannot change each other's tokens.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from headrace_engine.runner import native_library
 from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.runner.fused import elementwise
 from headrace_engine.runner.token_rules import TokenRules
 from headrace_engine.sampling_params import SamplingParams
 
@@ -32,7 +35,7 @@ class SamplingRow:
 
     params: SamplingParams
     u: float
-    """Uniform in [0, 1), a function of the request's seed and the position alone."""
+    """Uniform in [0, 1), a function of the request's seed and the position alone; any number for a greedy row."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     suppressed_token_ids: Sequence[int]
@@ -76,10 +79,15 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     return token_ids
 
 
+_has_kernels = functools.cache(elementwise.is_built)
+
+
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """The first largest of each row."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
+    if logits.dtype in native_library.DTYPES and _has_kernels():
+        return elementwise.argmax(logits)
     if logits.dtype is not torch.bfloat16:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's own time
     # Above zero numbers have the order of their bits; to widen all of them first takes ten times as long.

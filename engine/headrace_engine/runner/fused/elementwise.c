@@ -1,4 +1,4 @@
-/* What stands between the matrix products of a decoder layer, one pass over memory each.
+/* What stands between the matrix products of a model and behind them, one pass over memory each.
  *
  * Sums and products are made in float32 whatever the type of the data, and rounded once. Loops are plain C that GCC and
  * Clang turn into vectors of whatever width the processor has. Rows are shared among threads only where there is
@@ -163,4 +163,42 @@ void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const fl
             store(out, row * dim + start, x, n, dtype);
         }
     }
+}
+
+/* Where the first element equal to the largest stands, or the first that is no number, where there is one. */
+static inline __attribute__((always_inline)) int first_largest(const void *values, int64_t at, int dim, int dtype) {
+    f32x vector = broadcast(-INFINITY);
+    i32x no_number = {0};
+    int i = 0, strange = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        f32x x = load_vector(values, at + i, dtype);
+        no_number |= x != x;
+        vector = max_vector(x, vector); /* which stays where x is no number */
+    }
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) strange |= no_number[lane], most = vector[lane] > most ? vector[lane] : most;
+    for (; i < dim; i++) {
+        float x = load_scalar(values, at + i, dtype);
+        strange |= x != x, most = x > most ? x : most;
+    }
+    for (int start = 0; start < dim; start += 256) {
+        int n = dim - start < 256 ? dim - start : 256, found = 0;
+        for (i = start; i < start + n; i++) {
+            float x = load_scalar(values, at + i, dtype);
+            found |= strange ? x != x : x == most;
+        }
+        for (i = start; found; i++) {
+            float x = load_scalar(values, at + i, dtype);
+            if (strange ? x != x : x == most) return i;
+        }
+    }
+    return 0; /* of no elements */
+}
+
+/* out[rows]: the index of each row's first largest element; a NaN is larger than all numbers, as NumPy has it. */
+void headrace_argmax(int dtype, int threads, int64_t rows, int64_t stride, int dim, const void *values, int64_t *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++)
+        out[row] = dtype == FLOAT32 ? first_largest(values, row * stride, dim, FLOAT32)
+                                    : first_largest(values, row * stride, dim, BFLOAT16);
 }

@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a decoder layer, by the compiled kernels of `elementwise.c`.
+"""What stands between the matrix products of a model and behind them, by the compiled kernels of `elementwise.c`.
 
 All tensors are float32 or bfloat16 of one type, contiguous, two-dimensional: [tokens, features].
 """
@@ -33,6 +33,7 @@ def library() -> ctypes.CDLL:
         "headrace_silu_mul": (*common, _int, _pointer, _pointer),
         "headrace_quantise_rows": (*common, _int, _pointer, _pointer, _pointer),
         "headrace_scale_rows": (*common, _int, _pointer, _pointer, _pointer, _pointer),
+        "headrace_argmax": (*common, _long, _int, _pointer, _pointer),
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)
@@ -155,6 +156,23 @@ def scale_rows(
         values.data_ptr(),
         scales.data_ptr(),
         None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def argmax(values: torch.Tensor) -> torch.Tensor:
+    """The first largest of each row, [rows] int64; a NaN counts as larger than all numbers."""
+    rows, features = values.shape
+    assert values.stride(1) == 1, "a row's elements are to lie side by side"
+    out = torch.empty(rows, dtype=torch.int64)
+    library().headrace_argmax(
+        native_library.DTYPES[values.dtype],
+        torch.get_num_threads(),
+        rows,
+        values.stride(0),
+        features,
+        values.data_ptr(),
         out.data_ptr(),
     )
     return out

@@ -5,6 +5,7 @@ each list has a connection of its own, and an idle worker sleeps until one of th
 """
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kombu.transport.redis import MultiChannelPoller
@@ -60,6 +61,21 @@ class Doorbell:
 
 class DoorbellPoller(MultiChannelPoller):
     """kombu's poller, which arms the doorbells of leased channels before each wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._readers: Mapping[int, tuple[Any, ...]] = {}
+        self._reader: Any = None
+
+    def read_by(self, reader: Any, readers: Mapping[int, tuple[Any, ...]]) -> None:
+        """`readers` are the event loop's, by descriptor, of which ours call `reader`."""
+        self._reader, self._readers = reader, readers
+
+    @property
+    def fds(self) -> dict[int, Any]:
+        """Those that the event loop is still to read: kombu adds them before each wait, by a system call each."""
+        read = {fd for fd, (reader, *_) in self._readers.items() if reader == self._reader}
+        return {fd: channel for fd, channel in super().fds.items() if fd not in read}
 
     def on_poll_start(self) -> None:
         super().on_poll_start()

@@ -361,4 +361,5 @@ class Transport(kombu_redis.Transport):
         # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)
+        self.cycle.read_by(self.on_readable, loop.readers)
         super().register_with_event_loop(connection, loop)

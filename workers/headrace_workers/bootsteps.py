@@ -105,6 +105,7 @@ class EngineStep(bootsteps.StartStopStep):
         import_chat_templates()  # while the engine loads, so that no chat has to wait for it
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
+        hub.call_repeatedly(HEARTBEAT_SECONDS, worker.consumer.flush_events)
         hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
@@ -169,6 +170,7 @@ class EngineStep(bootsteps.StartStopStep):
             self._turn(worker)
         for _ in range(3):  # the last acknowledgements wait for the loop's next turns
             self._turn(worker)
+        worker.consumer.flush_events()
         if self._leases is not None:
             for lease_id in reversed(self._leases.held()):  # what waits for its time, or for its result to be stored
                 self._leases.release(lease_id)

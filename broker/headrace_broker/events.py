@@ -35,7 +35,7 @@ class StartEvent:
     """Seconds after which the request is cancelled unless somebody listens; None where nobody need listen."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
 class ChunkEvent:
     """New tokens of one choice; the last chunk of a choice carries its `finish_reason`."""
 
@@ -105,7 +105,7 @@ def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
 
 
 def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
-    """Decodes an entry as Lua hands it over: its ID and one list of alternating names and values."""
+    """Decodes an entry as Redis and Lua hand it over: its ID and one list of alternating names and values."""
     entry_id, flat = entry
     return read_entry(entry_id, dict(zip(flat[::2], flat[1::2], strict=True)))
 
@@ -113,16 +113,16 @@ def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
 def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str, Any]) -> StreamEvent:
     if kind == b"chunk":
         return ChunkEvent(
-            entry_id=entry_id,
-            attempt=attempt,
-            offset=offset,
-            index=data["index"],
-            token_ids=data["token_ids"],
-            text=data["text"],
-            logprobs=logprobs_from_wire(data["logprobs"]),
-            finish_reason=data.get("finish_reason"),
-            stop_reason=data.get("stop_reason"),
-            prompt_logprobs=prompt_logprobs_from_wire(data.get("prompt_logprobs")),
+            entry_id,
+            attempt,
+            offset,
+            data["index"],
+            data["token_ids"],
+            data["text"],
+            logprobs_from_wire(data["logprobs"]),
+            data.get("finish_reason"),
+            data.get("stop_reason"),
+            prompt_logprobs_from_wire(data.get("prompt_logprobs")),
         )
     if kind == b"start":
         return StartEvent(

@@ -34,10 +34,13 @@ class ScriptedServer:
         self.newest = newest
         self.asked: list[tuple[str, int | None]] = []
 
-    def xread(self, streams: dict[str, str], count: int, block: int | None) -> list[Any]:
-        self.asked.append((streams["headrace:stream:r"], block))
+    def execute_command(self, *command: Any) -> list[Any] | None:
+        *options, word, key, last_id = command
+        assert (options[:3], word, key) == ([b"XREAD", b"COUNT", 1000], b"STREAMS", b"headrace:stream:r")
+        self.asked.append((last_id, options[4] if options[3:] else None))
         batch = self.batches.pop(0)
-        return [[b"headrace:stream:r", batch]] if batch else []
+        flat = [[entry_id, [part for pair in fields.items() for part in pair]] for entry_id, fields in batch]
+        return [[key, flat]] if batch else None
 
     @contextmanager
     def pipeline(self, transaction: bool) -> Iterator[Self]:

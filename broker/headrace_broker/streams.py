@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 import msgpack
 
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
+from headrace_broker.held_connection import HeldConnection
 from headrace_broker.keys import ENDED_PREFIX, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage
 from headrace_broker.scripts import lua
@@ -145,8 +146,8 @@ class Claim:
 class StreamWriter:
     """Writes the streams of a worker's requests.
 
-    `client` must return bytes (`connections.connect`). Every method may be repeated when its reply was lost, except
-    that a repeated claim counts as one more attempt. Redis's errors pass through.
+    `client` must return bytes (`connections.connect`); one thread publishes. Every method may be repeated when its
+    reply was lost, except that a repeated claim counts as one more attempt. Redis's errors pass through.
     """
 
     def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
@@ -154,6 +155,7 @@ class StreamWriter:
         self._ttl_seconds: Final = ttl_seconds
         self._claim: Final = client.register_script(lua("stream_claim", prelude="stream_prelude"))
         self._publish: Final = client.register_script(lua("stream_publish", prelude="stream_prelude"))
+        self._held: Final = HeldConnection(client)
         self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
 
     def claim(
@@ -171,20 +173,22 @@ class StreamWriter:
         last = entries[-1] if ended else None
         return Claim(attempt, entries, last if isinstance(last, EndEvent) else None, losses)
 
-    def publish(self, writes: Iterable[StreamWrite]) -> dict[Attempt, WriteOutcome]:
+    def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
         """Appends all entries in one round trip and returns the attempts of which one was not accepted.
 
         A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish the very same writes
         again before any newer ones: what Redis has already is then ignored. Merged into other writes it would not be
         recognised. Where an attempt was ROLLED_BACK, publish all of its latest writes again, from before the gap on.
+
+        `packed` is what `pack_writes` makes of the writes, where the caller needs it, too.
         """
         writes = list(writes)
         if not writes:
             return {}
-        packed = pack_writes(writes)
+        packed = packed or pack_writes(writes)
         # In one argument, and no KEYS: each argument of its own costs redis-py more than Redis takes to unpack all.
         args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, STREAM_PREFIX, ENDED_PREFIX, packed]
-        failed = self._publish(keys=[], args=args)
+        failed = self._held.run(self._publish, args)
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
             outcomes.setdefault(writes[position].key, WriteOutcome(outcome.decode()))

@@ -66,8 +66,9 @@ class Publisher:
         if not self._pending:
             return {}
         started = time.perf_counter()
+        packed = pack_writes(self._pending)
         try:
-            refused = self._write()
+            refused = self._write(packed)
         except REDIS_ERRORS as error:
             self._metrics.redis_error("publish")
             self._metrics.redis_up(False)
@@ -79,11 +80,11 @@ class Publisher:
         self._metrics.redis_command("publish", time.perf_counter() - started)
         self._metrics.redis_up(True)
         self._metrics.stream_entries(len(self._pending))
-        self._keep()
+        self._keep(packed)
         return refused
 
-    def _write(self) -> dict[Attempt, WriteOutcome]:
-        refused = self._writer.publish(self._pending)
+    def _write(self, packed: bytes) -> dict[Attempt, WriteOutcome]:
+        refused = self._writer.publish(self._pending, packed)
         behind = {key for key, outcome in refused.items() if outcome is WriteOutcome.ROLLED_BACK}
         if behind:
             logger.warning("Redis lost the latest entries of %d stream(s), which are written again", len(behind))
@@ -103,9 +104,9 @@ class Publisher:
                 if at > self._dropped.get(write.key, -math.inf):
                     yield write
 
-    def _keep(self) -> None:
+    def _keep(self, packed: bytes) -> None:
         now = self._clock()
-        self._written.append((now, pack_writes(self._pending)))
+        self._written.append((now, packed))
         self._pending = []
         while self._written and now - self._written[0][0] > REPLAY_SECONDS:
             self._written.popleft()

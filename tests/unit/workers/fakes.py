@@ -282,6 +282,32 @@ class FakePipeline:
         return self._replies
 
 
+class FakeScript:
+    """A script of a `FakeRedis`, whose text is its own hash."""
+
+    def __init__(self, redis: FakeRedis, text: str) -> None:
+        self._redis = redis
+        self.sha = text
+
+    def __call__(self, keys: list[str], args: list[Any]) -> Any:
+        return self._redis.run(self.sha, keys, args)
+
+
+class FakeConnection:
+    """Runs a script of a `FakeRedis` when it is asked for the reply."""
+
+    def __init__(self, redis: FakeRedis) -> None:
+        self._redis = redis
+
+    def send_command(self, command: str, sha: str, num_keys: int, *args: Any) -> None:
+        assert (command, num_keys) == ("EVALSHA", 0)
+        self._sent = sha, list(args)
+
+    def read_response(self) -> Any:
+        sha, args = self._sent
+        return self._redis.run(sha, [], args)
+
+
 class FakeRedis:
     """Just the stream scripts, in Python, some plain keys, and an error to raise instead."""
 
@@ -296,8 +322,20 @@ class FakeRedis:
             for name in ("claim", "publish", "end")
         }
 
-    def register_script(self, text: str) -> Callable[..., Any]:
-        return lambda keys, args: self._run(self._scripts[text], keys, args)
+    def register_script(self, text: str) -> FakeScript:
+        return FakeScript(self, text)
+
+    @property
+    def connection_pool(self) -> FakeRedis:
+        return self
+
+    def get_connection(self) -> FakeConnection:
+        return FakeConnection(self)
+
+    def release(self, connection: FakeConnection) -> None: ...
+
+    def run(self, text: str, keys: list[str], args: list[Any]) -> Any:
+        return self._run(self._scripts[text], keys, args)
 
     def check(self) -> None:
         if self.error:

@@ -1,0 +1,99 @@
+"""A connection that is kept, with a pool that counts in place of Redis."""
+
+from typing import Any
+
+import pytest
+import redis
+from redis.exceptions import NoScriptError
+
+from clock import Clock
+from headrace_broker.held_connection import HELD_SECONDS, HeldConnection
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.taken = 0
+        self.given_back = 0
+        self.error: BaseException | None = None
+
+    def get_connection(self) -> "Connection":
+        self.taken += 1
+        return Connection(self)
+
+    def release(self, _connection: "Connection") -> None:
+        self.given_back += 1
+
+
+class Connection:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def send_command(self, *command: Any) -> None:
+        self._command = command
+
+    def read_response(self) -> Any:
+        if self._pool.error is not None:
+            raise self._pool.error
+        return self._command
+
+
+class Script:
+    sha = "5eed"
+
+    def __call__(self, args: list[Any]) -> Any:
+        return ["loaded", *args]
+
+
+class Client:
+    def __init__(self) -> None:
+        self.connection_pool = Pool()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def held(pool: Pool, clock: Clock) -> HeldConnection:
+    client = Client()
+    client.connection_pool = pool
+    return HeldConnection(client, clock=clock)  # type: ignore[arg-type]
+
+
+def run(held: HeldConnection) -> Any:
+    return held.run(Script(), ["a", 1])  # type: ignore[arg-type]
+
+
+def test_calls_in_a_row_share_a_connection(held: HeldConnection, pool: Pool) -> None:
+    assert [run(held), run(held)] == [("EVALSHA", "5eed", 0, "a", 1)] * 2
+    assert (pool.taken, pool.given_back) == (1, 0)
+
+
+def test_after_a_while_the_pool_is_asked_again(held: HeldConnection, pool: Pool, clock: Clock) -> None:
+    run(held)
+    clock.now += HELD_SECONDS
+    run(held)
+    assert (pool.taken, pool.given_back) == (2, 1)
+
+
+@pytest.mark.parametrize("error", [redis.ConnectionError(), redis.ReadOnlyError(), KeyboardInterrupt()])
+def test_an_error_passes_and_the_next_call_takes_another_connection(
+    held: HeldConnection, pool: Pool, error: BaseException
+) -> None:
+    pool.error = error
+    with pytest.raises(type(error)):
+        run(held)
+    pool.error = None
+    run(held)
+    assert (pool.taken, pool.given_back) == (2, 1)
+
+
+def test_a_script_that_the_server_does_not_know_is_loaded(held: HeldConnection, pool: Pool) -> None:
+    pool.error = NoScriptError()
+    assert run(held) == ["loaded", "a", 1]

@@ -182,15 +182,18 @@ class Metrics:
         self._requests.generation_tokens.inc(count)
         self.totals.tokens += count
 
-    def tokens_followed(self, count: int, seconds_since_last: float, *, trace_id: str | None = None) -> None:
-        """A chunk of so many tokens was published behind an earlier one of its request.
+    def tokens_followed(
+        self, count: int, seconds_since_last: float, chunks: int = 1, *, trace_id: str | None = None
+    ) -> None:
+        """Chunks of so many tokens each were published behind earlier ones of their requests.
 
-        It counts as that many equal gaps, so that a mean is a mean per token.
+        A chunk counts as that many equal gaps, so that a mean is a mean per token.
         """
         if (gap := _elapsed(seconds_since_last)) is not None:
-            exemplar = _exemplar(trace_id)
-            for _ in range(count):
-                self._requests.inter_token_latency.observe(gap / count, exemplar)
+            latency = self._requests.inter_token_latency
+            if trace_id is not None:
+                latency.observe(gap / count, _exemplar(trace_id))
+            latency.observe_equal(gap / count, chunks * count - (trace_id is not None))
 
     def request_finished(
         self,
@@ -273,10 +276,14 @@ class Metrics:
         for state, gauge in engine.kv_blocks.items():
             gauge.set(stats[f"kv_blocks_{state}"])
         engine.kv_usage.set(stats["kv_blocks_used"] / max(stats["kv_blocks_total"], 1))
-        engine.prefix_queried.inc(stats["prefix_queried_tokens"])
-        engine.prefix_hit.inc(stats["prefix_hit_tokens"])
-        engine.preemptions.inc(stats["preemptions"])
-        engine.padded_tokens.inc(stats["num_padded_tokens"])
+        for counter, count in (
+            (engine.prefix_queried, stats["prefix_queried_tokens"]),
+            (engine.prefix_hit, stats["prefix_hit_tokens"]),
+            (engine.preemptions, stats["preemptions"]),
+            (engine.padded_tokens, stats["num_padded_tokens"]),
+        ):
+            if count:  # of most steps none
+                counter.inc(count)
         engine.compiled_graphs.set(stats["compiled_graphs"])
         engine.fallback_operators.set(stats["fallback_operators"])
         engine.warm_up_seconds.set(stats["warm_up_seconds"])

@@ -7,6 +7,7 @@ Which messages are taken from the queue is `dispatcher.py`'s business.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -57,6 +58,8 @@ class InFlight:
         self._metrics = metrics
         self._tracing = tracing
         self._jobs: dict[str, Job] = {}
+        self._slots_used: int | None = None
+        """None where it is to be counted anew: the loop asks at each of its turns, and it seldom changes."""
         self._quarantine = Quarantine(EngineLosses(client))
         self._listeners = ListenerWatch(Listeners(client))
         self._publish_interval = publish_interval
@@ -64,6 +67,8 @@ class InFlight:
         self._catch_up: Any = None
         """The timer of `_publish_overdue`."""
         self._output_processor: OutputProcessor | None = None
+        self._followed: Counter[tuple[int, float]] = Counter()
+        """A step's chunks behind earlier ones, by their tokens and the seconds between, which most have in common."""
         self._hub: Any = None
 
     def attach(self, hub: Any) -> None:
@@ -86,7 +91,9 @@ class InFlight:
     @property
     def slots_used(self) -> int:
         """Choices that are not complete."""
-        return sum(job.num_unfinished for job in self)
+        if self._slots_used is None:
+            self._slots_used = sum(job.num_unfinished for job in self)
+        return self._slots_used
 
     @property
     def keeps_others_out(self) -> bool:
@@ -103,6 +110,7 @@ class InFlight:
     def start(self, job: Job, deadline: float | None) -> None:
         """A request whose stream is claimed. `deadline` is in unix seconds."""
         self._jobs[job.request_id] = job
+        self._slots_used = None
         self._metrics.request_started()
         if job.attempt > 1:
             logger.info("request continues", **job.log_fields, resumed_tokens=job.num_tokens)
@@ -152,6 +160,7 @@ class InFlight:
         Returns what was not shown yet, under stream_interval or the interval of publishing.
         """
         del self._jobs[job.request_id]
+        self._slots_used = None
         job.cancel_timers()
         assert self._output_processor is not None
         aborted = self._output_processor.abort(job.request_id)
@@ -258,6 +267,9 @@ class InFlight:
         for output in processed.request_outputs:
             num_tokens += self._publish(output, now)
         self._metrics.tokens_published(num_tokens)
+        for (count, seconds), chunks in self._followed.items():
+            self._metrics.tokens_followed(count, seconds, chunks)
+        self._followed.clear()
         detokenized = time.perf_counter()
         self.flush()
         self._metrics.result_phases(detokenized - started, time.perf_counter() - detokenized)
@@ -288,6 +300,8 @@ class InFlight:
         num_tokens = 0
         job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)
         for completion in output.outputs:
+            if completion.finish_reason is not None:
+                self._slots_used = None
             if not completion.token_ids:  # the engine refused it: there is nothing to show but the end
                 job.choices[completion.index].finish_reason = completion.finish_reason
                 continue
@@ -301,12 +315,16 @@ class InFlight:
                 job.num_first_tokens = job.num_tokens
             choice = job.choices[completion.index]
             if choice.last_token_at is not None:
-                seconds = now - choice.last_token_at
-                self._metrics.tokens_followed(len(completion.token_ids), seconds, trace_id=job.trace_id)
+                followed = len(completion.token_ids), now - choice.last_token_at
+                if job.trace_id is None:
+                    self._followed[followed] += 1
+                else:
+                    self._metrics.tokens_followed(*followed, trace_id=job.trace_id)
             choice.last_token_at = now
         job.last_token_at = now
         if output.finished:
             del self._jobs[job.request_id]
+            self._slots_used = None
             job.cancel_timers()
             self._complete(job, output.error)
         return num_tokens
@@ -317,6 +335,7 @@ class InFlight:
             self._settlement.complete(job, "error", ErrorInfo("engine_error", error))
             return
         self._jobs.pop(job.request_id, None)
+        self._slots_used = None
         reason = job.choices[0].finish_reason or "stop"
         self._settlement.complete(job, "length" if reason == "length" else "stop")
 

@@ -95,7 +95,7 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
+        return sum([len(choice.token_ids) for choice in self.choices])  # asked for each chunk: no generator
 
     @property
     def decode_seconds(self) -> float | None:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from headrace_monitoring import buckets
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.labels import OUTCOMES, LabelSets
-from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.metrics import LONGEST_SECONDS, Metrics
 from unit.monitoring.scrape import STEP, Clock, Scrape, calls_by_the_standard_writer
 
 
@@ -129,6 +129,25 @@ def test_a_chunk_of_several_tokens_counts_as_equal_gaps(metrics: Metrics) -> Non
     assert scrape.value("headrace_inter_token_latency_seconds_count") == 4
     assert scrape.value("headrace_inter_token_latency_seconds_bucket", le="0.05") == 4
     assert scrape.value("headrace_inter_token_latency_seconds_sum") == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, buckets.INTER_TOKEN_LATENCY[0], 1e9])
+def test_chunks_of_a_step_count_as_each_by_itself(metrics: Metrics, seconds: float) -> None:
+    metrics.tokens_followed(2, seconds, chunks=3)
+    together = Scrape(metrics).samples
+    one_by_one = Metrics(model=metrics._model, queue=f"headrace.{metrics._model}")
+    for _ in range(6):
+        one_by_one._requests.inter_token_latency.observe(min(seconds, LONGEST_SECONDS) / 2)
+    expected = Scrape(one_by_one).samples
+    for name in [name for name in expected if "inter_token" in str(name)]:
+        assert together[name] == pytest.approx(expected[name])
+
+
+def test_a_traced_chunk_is_an_exemplar_of_one_of_its_gaps(metrics: Metrics) -> None:
+    metrics.tokens_followed(4, 0.2, trace_id="0af7651916cd43dd8448eb211c80319c")
+    assert Scrape(metrics).value("headrace_inter_token_latency_seconds_count") == 4
+    exposition = metrics.exposition(ExpositionFormat.OPENMETRICS).decode()
+    assert exposition.count("0af7651916cd43dd8448eb211c80319c") == 1
 
 
 def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clock) -> None:

@@ -151,9 +151,10 @@ class OutputProcessor:
             if hold_back and not choice.is_at_an_end:
                 self._held_back[output.request_id] = followed
             else:
-                self._held_back.pop(output.request_id, None)
+                if self._held_back:
+                    self._held_back.pop(output.request_id, None)
                 touched.setdefault(state.request_id, (state, []))[1].append(_completion(state, choice))
-        if not hold_back:
+        if self._held_back and not hold_back:
             for state, choice in self._held_back.values():
                 touched.setdefault(state.request_id, (state, []))[1].append(_completion(state, choice))
             self._held_back.clear()

@@ -1,7 +1,7 @@
 """What the core sends back after a step: new tokens of each choice, and the step's statistics. Plain data."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 from headrace_engine.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
@@ -60,6 +60,10 @@ class StepStats:
     """Choices of which this step was the first."""
 
 
+STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
+"""Read by their names: asdict would copy what they hold, every step."""
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineCoreOutputs:
     outputs: list[EngineCoreOutput]
@@ -80,7 +84,7 @@ class EngineCoreOutputs:
                 ]
                 for o in self.outputs
             ],
-            asdict(self.stats),
+            {name: getattr(self.stats, name) for name in STEP_STATS},
         ]
 
     @classmethod

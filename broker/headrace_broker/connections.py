@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
-from redis.connection import HiredisRespSerializer
 from redis.retry import Retry
 
 from headrace_broker.sentinel import AsyncFailoverRetry, FailoverRetry, async_master_pool, master_pool
@@ -59,7 +59,8 @@ def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
 class _HiredisPacking:
     """redis-py leaves packing to hiredis in threads only. An XREAD of many streams takes Python ten times as long."""
 
-    pack_command = staticmethod(HiredisRespSerializer().pack)
+    def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:
+        return [hiredis.pack_command((*name.split(), *args))]  # a name may be two words
 
 
 def _packed_by_hiredis(kind: type[Any]) -> type[Any]:

@@ -107,7 +107,8 @@ def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
 def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
     """Decodes an entry as Redis and Lua hand it over: its ID and one list of alternating names and values."""
     entry_id, flat = entry
-    return read_entry(entry_id, dict(zip(flat[::2], flat[1::2], strict=True)))
+    parts = iter(flat)
+    return read_entry(entry_id, dict(zip(parts, parts, strict=True)))
 
 
 def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str, Any]) -> StreamEvent:

@@ -169,8 +169,8 @@ class EngineStep(bootsteps.StartStopStep):
         while not self.dispatcher.is_idle and time.monotonic() < deadline:
             self._turn(worker)
         for _ in range(3):  # the last acknowledgements wait for the loop's next turns
+            worker.hub.call_soon(worker.consumer.flush_events)
             self._turn(worker)
-        worker.consumer.flush_events()
         if self._leases is not None:
             for lease_id in reversed(self._leases.held()):  # what waits for its time, or for its result to be stored
                 self._leases.release(lease_id)

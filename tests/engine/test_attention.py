@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from engine.attention_cases import Case, Problem
 from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, build
 from headrace_engine.runner.attention import native
-from headrace_engine.runner.attention.backend import AttentionSpec, LayerSpec
+from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.reference import ReferenceBackend
 
@@ -210,6 +211,37 @@ def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source(backend_ty
     case.problem = replace(case.problem, window=9)
     torch.testing.assert_close(output.double(), case.expected(), atol=2e-5, rtol=2e-5)
     assert backend.bytes_per_block == backend_type(case.spec()).bytes_per_block
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_block_that_is_filled_in_the_same_step_is_read_whole_by_whoever_shares_it(threads: int) -> None:
+    size, heads, dim = 16, 1, 32
+    layer = LayerSpec(num_heads=heads, num_kv_heads=heads, k_dim=dim, v_dim=dim)
+    backend = NativeBackend(AttentionSpec(layers=(layer,), block_size=size, dtype=torch.float32))
+    backend.allocate(3)
+    query, key, value = torch.randn(3, size + 1, heads, dim, generator=torch.Generator().manual_seed(3))
+    table = torch.tensor([[1, 2], [1, 0]], dtype=torch.int32)
+
+    def compute(positions: list[int], starts: list[int], lengths: list[int], rows: list[int]) -> torch.Tensor:
+        metadata = AttentionMetadata(
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32),
+            table_rows=torch.tensor(rows, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.tensor([size + position for position in positions]),  # block 2 lies behind block 1
+            max_query_len=max(end - start for start, end in pairwise(starts)),
+        )
+        parts = (tensor[positions].contiguous() for tensor in (query, key, value))
+        return backend.forward(0, *parts, metadata, scale=1.0, softcap=None, sinks=None)
+
+    torch.set_num_threads(threads)
+    try:
+        compute(list(range(size - 1)), [0, size - 1], [size - 1], [1])
+        found = compute([size, size - 1], [0, 1, 2], [size + 1, size], [0, 1])[0]  # the sharer comes first
+    finally:
+        torch.set_num_threads(1)
+    weights = (query[size, 0] @ key[:, 0].T).softmax(dim=-1)
+    torch.testing.assert_close(found[0], weights @ value[:, 0], atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,24 @@ def scaled_logits(model: Any) -> None:
     model.forward = forward
 
 
+def capped_logits(model: Any) -> None:
+    own = model.forward
+
+    def forward(*args: Any, **more: Any) -> Any:
+        found = own(*args, **more)
+        found.logits = torch.tanh(found.logits / 30) * 30  # hardly a change to logits as small as those of no text
+        return found
+
+    model.forward = forward
+
+
 def norm_plus_one(model: Any) -> None:
     norm = model.model.norm
     own = type(norm).forward
     norm.forward = lambda x: own(norm, x) + x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True)).to(x.dtype)
 
 
-@pytest.mark.parametrize("change", [scaled_embeddings, scaled_logits, norm_plus_one])
+@pytest.mark.parametrize("change", [scaled_embeddings, scaled_logits, capped_logits, norm_plus_one])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_does_anything_else_around_its_layers_keeps_its_own_pass(
     llama: TinyModel, change: Change, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -33,15 +33,17 @@ static void write_token(const layer_args *l, const step_args *step, int64_t toke
     write_slot(l, slot / l->block_size * l->num_kv_heads + head, slot % l->block_size, key, value, kind_of_cache(l));
 }
 
-/* Whether the token of a sequence is its only one, and attention, which reads the rest of the block anyway, writes it. */
-static inline int attention_writes(const step_args *step, int sequence) {
-    return step->attention_writes && step->query_start[sequence + 1] - step->query_start[sequence] == 1;
+/* Whether the token of a sequence is its only one, and attention, which reads the rest of the block anyway, writes it. Not
+ * where it fills the block: only full blocks are shared, and another sequence of the same step may read it already. */
+static inline int attention_writes(const layer_args *l, const step_args *step, int sequence) {
+    int only = step->query_start[sequence + 1] - step->query_start[sequence] == 1;
+    return step->attention_writes && only && step->seq_lens[sequence] % l->block_size;
 }
 
 /* Put the keys and values of this step's tokens into their slots, but for those that attention writes. */
 void headrace_write_kv(const layer_args *layer, const step_args *step) {
     int left = step->num_tokens;
-    for (int sequence = 0; sequence < step->num_sequences; sequence++) left -= attention_writes(step, sequence);
+    for (int sequence = 0; sequence < step->num_sequences; sequence++) left -= attention_writes(layer, step, sequence);
     if (!left) return;
     /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. Padding, which belongs to no
      * sequence, has one slot for all, which nobody reads. */
@@ -51,7 +53,7 @@ void headrace_write_kv(const layer_args *layer, const step_args *step) {
 #pragma omp for schedule(static)
         for (int token = 0; token < step->num_tokens; token++) {
             while (sequence < step->num_sequences && step->query_start[sequence + 1] <= token) sequence++;
-            if (sequence < step->num_sequences && attention_writes(step, sequence)) continue;
+            if (sequence < step->num_sequences && attention_writes(layer, step, sequence)) continue;
             for (int head = 0; head < layer->num_kv_heads; head++) write_token(layer, step, token, head);
         }
     }

@@ -454,8 +454,8 @@ static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_
     return (unit){sequence, first, min(a->step.query_start[sequence + 1] - first, run), (int)(local % a->layer.num_kv_heads)};
 }
 
-/* What a thread has claimed of the units. To claim one waits until all that was stored before is seen by others: few are
- * claimed at once, all KV heads' of a run, as long as there are many. */
+/* What a thread has claimed of the units: several at once, as to claim waits until all that was stored before is seen by
+ * others. */
 typedef struct {
     int64_t next, end, at_once;
 } claim;
@@ -482,6 +482,16 @@ static int64_t count_units(const attention_args *a, int run, int64_t *first_unit
     return first_unit[a->step.num_sequences] = num_units;
 }
 
+/* All KV heads of a sequence, unless threads would wait for the one that has the longest. */
+static int units_at_once(const attention_args *a) {
+    int64_t longest = 0, all = 0;
+    for (int s = 0; s < a->step.num_sequences; s++) {
+        all += a->step.seq_lens[s];
+        if (a->step.seq_lens[s] > longest) longest = a->step.seq_lens[s];
+    }
+    return 8 * a->step.num_threads * longest <= all ? a->layer.num_kv_heads : 1;
+}
+
 /* A thread's part of all units. */
 static void attend_units(const attention_args *a, const int64_t *first_unit, int run, int64_t *claimed, float *memory) {
     int64_t num_units = first_unit[a->step.num_sequences];
@@ -490,8 +500,7 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
     tiled_scratch tiled = {0};
     unit now = {0}, upcoming = {0};
     if (a->by_matrix_tiles) divide_scratch(a, run / tokens_of_subunit(a), memory, &tiled);
-    int many = num_units >= (int64_t)16 * a->step.num_threads * a->layer.num_kv_heads;
-    claim own = {.at_once = many ? a->layer.num_kv_heads : 1};
+    claim own = {.at_once = units_at_once(a)};
     for (int64_t number = take_unit(&own, claimed), following; number < num_units; number = following) {
         now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
         /* Behind a short unit it can be less than a chunk ahead, and would stay so. */
@@ -504,7 +513,7 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
         located = early && following < num_units;
         if (located) upcoming = find_unit(a, first_unit, following, run, now.sequence);
         const unit *after = located ? &upcoming : NULL;
-        if (attention_writes(&a->step, now.sequence)) write_token(&a->layer, &a->step, now.first_token, now.kv_head);
+        if (attention_writes(&a->layer, &a->step, now.sequence)) write_token(&a->layer, &a->step, now.first_token, now.kv_head);
         if (a->by_matrix_tiles) attend_by_matrix_tiles(a, &now, after, &ahead, &tiled);
         else if (kind == FLOAT32) attend(a, &now, after, &ahead, memory, FLOAT32);
         else if (HAS_PAIRS && kind == PAIRS) attend(a, &now, after, &ahead, memory, PAIRS);

@@ -94,7 +94,9 @@ static void move_back(const decoder_step *s, void *rows, int64_t row_bytes) {
 static int finish_wanted_rows(const decoder_step *s, const decoder_layer *l) {
     int64_t element = s->dtype == FLOAT32 ? 4 : 2, hidden_bytes = l->qkv.in_features * element;
     decoder_step wanted = *s;
-    wanted.rows = s->num_wanted, wanted.attention = s->wanted_attention;
+    step_args attention = *(const step_args *)s->wanted_attention;
+    attention.attention_writes = 0;
+    wanted.rows = s->num_wanted, wanted.attention = &attention;
     move_to_front(s, s->hidden, hidden_bytes, hidden_bytes);
     move_to_front(s, s->qkv, l->qkv.out_features * element, l->q_heads * l->head_dim * element); /* the queries alone */
     if (finish_rows(&wanted, l, NULL)) return -1;

@@ -149,7 +149,6 @@ class DecoderStack(nn.Module):
         # As all sequences end where they did, it is enough to say where their queries begin; some have none.
         self._wanted_attention = StepArgs.from_buffer_copy(attention)
         self._wanted_attention.query_start = inputs.logits_start.data_ptr()
-        self._wanted_attention.attention_writes = False  # it does not come to all sequences
         step.wanted, step.num_wanted = inputs.logits_indices.data_ptr(), len(inputs.logits_indices)
         step.wanted_attention = ctypes.addressof(self._wanted_attention)
 

@@ -46,7 +46,7 @@ def is_built() -> bool:
     try:
         library()
     except OSError as error:
-        logger.warning("decoder layers are not fused: %s", error)
+        logger.warning("what stands between matrix products is computed by torch: %s", error)
         return False
     return True
 

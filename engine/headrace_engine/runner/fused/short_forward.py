@@ -44,12 +44,12 @@ class ShortForward:
         norm, head = Norm.of(getattr(decoder, "norm", None)), model.get_output_embeddings()
         if norm is None or not isinstance(head, PreparedLinear):
             return None
-        rotary = getattr(decoder, "rotary_emb", None)
-        parts = (model.get_input_embeddings(), rotary)
+        parts = (model.get_input_embeddings(), getattr(decoder, "rotary_emb", None))
+        stand_in = _StandIn()
         try:
-            if _computes_the_same(cls(*parts, _StandIn(), norm, head), model, max_model_len):
+            if _computes_the_same(cls(*parts, stand_in, norm, head), stand_in, model, max_model_len):
                 return cls(*parts, stack, norm, head)
-        except (RuntimeError, TypeError, ValueError) as error:  # its parts do not fit together in this way
+        except Exception as error:  # noqa: BLE001  # whatever does not fit together in this way: the model's own does
             logger.debug("the model's own forward pass is kept: %s", error)
         return None
 
@@ -84,20 +84,33 @@ class _StandIn(nn.Module):
 
 
 @torch.inference_mode()
-def _computes_the_same(short: ShortForward, model: PreTrainedModel, max_model_len: int) -> bool:
+def _computes_the_same(short: ShortForward, stand_in: _StandIn, model: PreTrainedModel, max_model_len: int) -> bool:
+    """Layers and head are given the same, and what the model makes of its head's output is just that.
+
+    The head's output is replaced, too, by numbers so large that no cap and no scale leaves them as they are.
+    """
     token_ids, positions = probe_tokens(model, max_model_len)
     kept = torch.arange(0, len(token_ids), 3)
-    decoder: Any = model.get_decoder()
-    layers, stand_in = decoder.layers, short._stack
-    assert isinstance(stand_in, _StandIn)
     logits = short._compute(token_ids, positions, kept)
     given = stand_in.given
+    large = torch.where(torch.arange(logits.shape[-1]) % 2 == 0, 100.0, -100.0).to(logits.dtype).expand_as(logits)
+    own_logits: list[torch.Tensor] = []
+
+    def replace(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        own_logits.append(output[0])
+        return large[None].clone()
+
+    decoder: Any = model.get_decoder()
+    layers, hook = decoder.layers, short._head.register_forward_hook(replace)
     try:
         decoder.layers = nn.ModuleList([stand_in])
-        expected = model(
+        found = model(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept
         ).logits[0]
     finally:
         decoder.layers = layers
+        hook.remove()
     same_inputs = len(given) == len(stand_in.given) and all(map(torch.equal, given, stand_in.given))
-    return same_inputs and logits.shape == expected.shape and not differs(logits, expected, model.dtype)
+    [own] = own_logits
+    same_head = own.shape == logits.shape and not differs(own, logits, model.dtype)
+    return same_inputs and same_head and torch.equal(found.to(large.dtype), large)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from redis.commands.core import Script
 
 HELD_SECONDS: Final = 1.0
-"""So long it is kept. The pool then looks whether the server has closed it meanwhile."""
+"""So long it is kept. The pool then looks whether the server has closed it meanwhile; until then a call finds out, and
+fails, where the pool would have reconnected unseen."""
 
 
 class HeldConnection:
@@ -36,6 +37,7 @@ class HeldConnection:
         except NoScriptError:
             return script(args=args)  # which loads it
         except BaseException:
+            self._connection.disconnect()  # a reply may still come, which would be taken for the next call's
             self._release()
             raise
 

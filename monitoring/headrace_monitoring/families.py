@@ -21,10 +21,12 @@ PREFIX = "headrace_"
 class RepeatingHistogram(Histogram):
     """A histogram that takes many equal observations at once."""
 
-    def observe_equal(self, amount: float, count: int) -> None:
-        """As `observe`, `count` times."""
-        self._sum.inc(amount * count)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+    def observe_equal(self, amount: float, count: int, exemplar: dict[str, str] | None = None) -> None:
+        """As `observe`, `count` times; at least once."""
+        self.observe(amount, exemplar)
+        if count > 1:
+            self._sum.inc(amount * (count - 1))
+            self._buckets[bisect_left(self._upper_bounds, amount)].inc(count - 1)
 
 
 class FamilyFactory:
@@ -65,11 +67,7 @@ class FamilyFactory:
         family = Gauge(PREFIX + name, documentation, (*self._names, *values), registry=self._registry)
         return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*values.values())}
 
-    def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
-        family = Histogram(PREFIX + name, documentation, self._names, registry=self._registry, buckets=bounds)
-        return family.labels(*self._values)
-
-    def repeating_histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> RepeatingHistogram:
+    def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> RepeatingHistogram:
         family = RepeatingHistogram(PREFIX + name, documentation, self._names, registry=self._registry, buckets=bounds)
         return family.labels(*self._values)
 
@@ -127,7 +125,7 @@ class RequestFamilies:
             "Time from the start of a request in the engine until its first token.",
             buckets.TIME_TO_FIRST_TOKEN,
         )
-        self.inter_token_latency = make.repeating_histogram(
+        self.inter_token_latency = make.histogram(
             "inter_token_latency_seconds",
             "Time between two tokens of a request as published.",
             buckets.INTER_TOKEN_LATENCY,

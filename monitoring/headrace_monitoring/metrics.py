@@ -190,10 +190,7 @@ class Metrics:
         A chunk counts as that many equal gaps, so that a mean is a mean per token.
         """
         if (gap := _elapsed(seconds_since_last)) is not None:
-            latency = self._requests.inter_token_latency
-            if trace_id is not None:
-                latency.observe(gap / count, _exemplar(trace_id))
-            latency.observe_equal(gap / count, chunks * count - (trace_id is not None))
+            self._requests.inter_token_latency.observe_equal(gap / count, chunks * count, _exemplar(trace_id))
 
     def request_finished(
         self,

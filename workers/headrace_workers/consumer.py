@@ -19,6 +19,11 @@ class EngineConsumer(Consumer):
     def on_send_event_buffered(self) -> None:
         """Celery would send the events of each turn of its loop; here they wait for `flush_events`, or are 24."""
 
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Celery keeps for the next connection what it could not publish, but not what was still to be."""
+        self.flush_events()
+        super().on_connection_error_after_connected(exc)
+
     def flush_events(self) -> None:
         """Send what waits; once a second."""
         self._flush_events()

@@ -14,6 +14,7 @@ class Pool:
     def __init__(self) -> None:
         self.taken = 0
         self.given_back = 0
+        self.disconnected = 0
         self.error: BaseException | None = None
 
     def get_connection(self) -> "Connection":
@@ -30,6 +31,9 @@ class Connection:
 
     def send_command(self, *command: Any) -> None:
         self._command = command
+
+    def disconnect(self) -> None:
+        self._pool.disconnected += 1
 
     def read_response(self) -> Any:
         if self._pool.error is not None:
@@ -83,7 +87,7 @@ def test_after_a_while_the_pool_is_asked_again(held: HeldConnection, pool: Pool,
 
 
 @pytest.mark.parametrize("error", [redis.ConnectionError(), redis.ReadOnlyError(), KeyboardInterrupt()])
-def test_an_error_passes_and_the_next_call_takes_another_connection(
+def test_an_error_passes_and_no_later_call_reads_what_its_connection_still_brings(
     held: HeldConnection, pool: Pool, error: BaseException
 ) -> None:
     pool.error = error
@@ -91,7 +95,7 @@ def test_an_error_passes_and_the_next_call_takes_another_connection(
         run(held)
     pool.error = None
     run(held)
-    assert (pool.taken, pool.given_back) == (2, 1)
+    assert (pool.taken, pool.given_back, pool.disconnected) == (2, 1, 1)
 
 
 def test_a_script_that_the_server_does_not_know_is_loaded(held: HeldConnection, pool: Pool) -> None:

@@ -303,6 +303,8 @@ class FakeConnection:
         assert (command, num_keys) == ("EVALSHA", 0)
         self._sent = sha, list(args)
 
+    def disconnect(self) -> None: ...
+
     def read_response(self) -> Any:
         sha, args = self._sent
         return self._redis.run(sha, [], args)

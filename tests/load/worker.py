@@ -35,11 +35,13 @@ class Meter:
         self.calls = 0
         self._publish = StreamWriter.publish
 
-    def publish(self, writer: StreamWriter, writes: Iterable[StreamWrite]) -> dict[Attempt, WriteOutcome]:
+    def publish(
+        self, writer: StreamWriter, writes: Iterable[StreamWrite], packed: bytes | None = None
+    ) -> dict[Attempt, WriteOutcome]:
         batch = list(writes)
         started = time.thread_time()
         try:
-            return self._publish(writer, batch)
+            return self._publish(writer, batch, packed)
         finally:
             self.cpu_seconds += time.thread_time() - started
             self.entries += len(batch)
@@ -48,7 +50,7 @@ class Meter:
 
 def main() -> None:
     meter = Meter()
-    StreamWriter.publish = lambda writer, writes: meter.publish(writer, writes)  # type: ignore[method-assign]
+    StreamWriter.publish = lambda *args: meter.publish(*args)  # type: ignore[method-assign]
     app = create_app(SleepingSettings.from_env())
     try:
         options = ["--without-gossip", "--without-mingle", "--hostname", f"load-{os.getpid()}@test"]

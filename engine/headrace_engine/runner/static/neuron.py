@@ -78,6 +78,6 @@ class Neuron(Compiled):
     def free_memory(self) -> int | None:
         try:
             free, _ = torch.accelerator.get_memory_info(self.device)
-        except (RuntimeError, NotImplementedError, AttributeError):
-            return None  # beta versions do not tell
+        except (RuntimeError, NotImplementedError, AttributeError, ValueError):
+            return None  # beta versions do not tell, nor does a build of torch for another accelerator
         return int(free * _KV_SHARE)

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace_broker.connections import BLOCK_SECONDS
 from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
@@ -20,6 +20,7 @@ BEGINNING: Final = "0-0"
 _ENTRIES_AT_ONCE: Final = 1000
 _QUESTIONS: Final = 3
 """So many commands are in each `_Reader.ask`."""
+_Command: TypeAlias = list[bytes | str | int]
 _ENTRY_ID: Final = re.compile(r"\d{1,20}-\d{1,20}", re.ASCII)
 
 
@@ -47,7 +48,7 @@ def read_streams(
     """
     readers = _Readers(last_ids, timeout)
     while readers:
-        yield from readers.received(client.execute_command(*readers.command()))  # type: ignore[no-untyped-call]
+        yield from readers.received(_execute(client, readers.commands()))
         if readers.has_questions():
             with client.pipeline(transaction=False) as pipe:
                 readers.ask(pipe)
@@ -71,8 +72,7 @@ async def read_streams_async(
     """`read_streams` for asyncio."""
     readers = _Readers(last_ids, timeout)
     while readers:
-        reply = await client.execute_command(*readers.command())  # type: ignore[no-untyped-call]
-        for event in readers.received(reply):
+        for event in readers.received(await _execute_async(client, readers.commands())):
             yield event
         if readers.has_questions():
             async with client.pipeline(transaction=False) as pipe:
@@ -80,6 +80,24 @@ async def read_streams_async(
                 replies = await pipe.execute()
             for expired in readers.answered(replies):
                 yield expired
+
+
+def _execute(client: "redis.Redis", commands: Sequence[_Command]) -> list[Any]:
+    if len(commands) == 1:
+        return [client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
+    with client.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)  # type: ignore[no-untyped-call]
+        return pipe.execute()
+
+
+async def _execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Command]) -> list[Any]:
+    if len(commands) == 1:
+        return [await client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
+    async with client.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return await pipe.execute()
 
 
 class _Readers:
@@ -96,16 +114,23 @@ class _Readers:
         self._touching: list[_Reader] = []
         # No reader wants anything before these. What it hears puts that off; only a start may ask for touches at once.
         self._calls_by = self._looks_by = -math.inf
+        self._wakes_for_one = False
+        """Redis before 7.2 answers a read that waits with the first stream that gets something, though many get it at
+        once. A second command, sent together with it, then reads the others: it saves both sides a wake-up."""
+        self._came_alone = False
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def command(self) -> list[bytes | str | int]:
-        """An XREAD. redis-py's own would look through all that has come twice more, and so does a name that is text."""
+    def commands(self) -> list[_Command]:
+        """XREADs to send together. redis-py's own, or a name in text, looks through all that has come twice more."""
         block_ms = self.block_ms()
-        block: list[bytes | int] = [] if block_ms is None else [b"BLOCK", block_ms]
-        last_ids = [reader.last_id for reader in self._open.values()]
-        return [b"XREAD", b"COUNT", _ENTRIES_AT_ONCE, *block, b"STREAMS", *self._open, *last_ids]
+        streams: _Command = [b"STREAMS", *self._open, *(reader.last_id for reader in self._open.values())]
+        options: _Command = [b"XREAD", b"COUNT", _ENTRIES_AT_ONCE]
+        if block_ms is None:
+            return [options + streams]
+        waiting = [*options, b"BLOCK", block_ms, *streams]
+        return [waiting, options + streams] if self._wakes_for_one and len(self._open) > 1 else [waiting]
 
     def block_ms(self) -> int | None:
         """How long the next read may wait; None is not at all."""
@@ -117,17 +142,28 @@ class _Readers:
             return None
         return max(1, int(min(BLOCK_SECONDS, self._calls_by - now) * 1000))
 
-    def received(self, reply: Any) -> Iterator[tuple[str, StreamEvent]]:
-        """The events in the reply to `command`; streams that have ended are read no more."""
-        self._nothing_came = not reply
-        for key, entries in reply or ():
-            reader = self._open[key]
-            for event in reader.received(entries):
-                if isinstance(event, StartEvent):
-                    self._calls_by = -math.inf
-                yield reader.request_id, event
-            if reader.ended:
-                del self._open[key]
+    def received(self, replies: Sequence[Any]) -> Iterator[tuple[str, StreamEvent]]:
+        """The events in the replies to `commands`; streams that have ended are read no more."""
+        self._nothing_came = not any(replies)
+        counts = [len(reply or ()) for reply in replies]
+        self._wakes_for_one = counts[-1] > 1 and (counts[0] == 1 if len(counts) > 1 else self._came_alone)
+        self._came_alone = counts == [1] and len(self._open) > 1
+        seen: dict[bytes, int] = {}
+        for reply in replies:
+            for key, entries in reply or ():
+                again = seen.get(key, 0)  # both reads began behind the same entry
+                seen[key] = len(entries)
+                if len(entries) > again and key in self._open:
+                    yield from self._received(key, entries[again:])
+
+    def _received(self, key: bytes, entries: Any) -> Iterator[tuple[str, StreamEvent]]:
+        reader = self._open[key]
+        for event in reader.received(entries):
+            if isinstance(event, StartEvent):
+                self._calls_by = -math.inf
+            yield reader.request_id, event
+        if reader.ended:
+            del self._open[key]
 
     def has_questions(self) -> bool:
         """Whether `ask` has anything to ask, of streams that are silent, or to say, of those that want listeners."""

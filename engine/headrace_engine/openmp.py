@@ -8,10 +8,19 @@ time on a busy one. The runtime reads its environment when torch is imported, so
 
 import os
 
-_SPIN_COUNT = "5000"
+_SPIN_COUNT = 5000
+_MOST_SPINS = 2**31 - 1
 
 
 def limit_spinning() -> None:
     """Set the default unless the operator has chosen one."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
+
+
+def spin_count() -> int:
+    """The same for threads of ours that wait by themselves (`runner/team.h`); the default where it is put otherwise."""
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return 0
+    chosen = os.environ.get("GOMP_SPINCOUNT", "")
+    return min(int(chosen), _MOST_SPINS) if chosen.isdecimal() else _SPIN_COUNT

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
+_FLAGS += ["-D_GNU_SOURCE"]  # for the C library's functions that only Linux has
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 

@@ -1,6 +1,8 @@
 """Reading many streams over one connection."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import redis
@@ -53,6 +55,42 @@ async def test_streams_resume_each_at_its_own_entry_also_where_one_had_ended(
             async for request_id, event in client.events_many({"a": "1-2", "b": "1-4"}, timeout=5)
         ]
     assert events == [("a", "1-3"), ("a", "1-4")]
+
+
+def publish_steps(writer: StreamWriter, request_ids: str, num_steps: int) -> Iterator[None]:
+    """A token for each stream at each `next`, and their ends behind the last one."""
+    attempts = {request_id: writer.claim(request_id, "test").attempt for request_id in request_ids}
+    yield
+    for step in range(1, num_steps + 1):
+        tokens: dict[str, Any] = {"index": 0, "token_ids": [step], "text": "t"}
+        writer.publish([StreamWrite.chunk(name, attempt, step, **tokens) for name, attempt in attempts.items()])
+        yield
+    writer.publish(
+        [StreamWrite.end(name, attempt, num_steps, finish_reason="stop") for name, attempt in attempts.items()]
+    )
+
+
+async def test_steps_of_many_streams_come_whole_to_whoever_waits_for_each_of_them(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    steps = publish_steps(StreamWriter(redis_client, 60), "abcdef", 5)
+    expected = [f"1-{n}" for n in range(7)]
+    async with AsyncClient(redis_server.url) as client:
+        found: dict[str, list[str]] = {name: [] for name in "abcdef"}
+        reading = client.events_many("abcdef", timeout=5)
+        waiting = asyncio.create_task(anext(reading))
+        while waiting is not None:
+            if not waiting.done():
+                while not waiting.done() and not redis_client.info("clients")["blocked_clients"]:
+                    await asyncio.sleep(0)
+                next(steps, None)
+            try:
+                name, event = await waiting
+            except StopAsyncIteration:
+                break
+            found[name].append(event.entry_id)
+            waiting = asyncio.create_task(anext(reading))
+    assert found == dict.fromkeys("abcdef", expected)
 
 
 def last_items(items: Sequence[tuple[str, StreamEvent | StreamExpiredError]]) -> dict[str, type]:

@@ -9,7 +9,7 @@ import pytest
 from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StreamEvent, pack
 from headrace_broker.streams import StreamWrite, end_data
-from headrace_broker.subscriber import read_stream
+from headrace_broker.subscriber import _Readers, read_stream
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 
@@ -21,6 +21,11 @@ def chunk(attempt: int, offset: int) -> Entry:
 
 def end(attempt: int, offset: int) -> Entry:
     return f"{attempt}-{offset}".encode(), {b"type": b"end", b"data": pack(end_data("stop", None, None))}
+
+
+def as_sent(entry: Entry) -> list[Any]:
+    entry_id, fields = entry
+    return [entry_id, [part for pair in fields.items() for part in pair]]
 
 
 class ScriptedServer:
@@ -39,8 +44,7 @@ class ScriptedServer:
         assert (options[:3], word, key) == ([b"XREAD", b"COUNT", 1000], b"STREAMS", b"headrace:stream:r")
         self.asked.append((last_id, options[4] if options[3:] else None))
         batch = self.batches.pop(0)
-        flat = [[entry_id, [part for pair in fields.items() for part in pair]] for entry_id, fields in batch]
-        return [[key, flat]] if batch else None
+        return [[key, list(map(as_sent, batch))]] if batch else None
 
     @contextmanager
     def pipeline(self, transaction: bool) -> Iterator[Self]:
@@ -164,3 +168,48 @@ def test_a_request_that_wants_no_listeners_is_never_touched() -> None:
     server = ScriptedServer([[], [start(None)], [chunk(1, 1)], [end(1, 2)]], [])
     read(server)
     assert server.touches == 0
+
+
+class ManyStreams:
+    """The readers of streams a, b and c, and a server's replies to what they ask."""
+
+    def __init__(self) -> None:
+        self.readers = _Readers(dict.fromkeys("abc", "0-0"), None)
+        self.receive({name: [start(None)] for name in "abc"})
+
+    def receive(self, *replies: dict[str, list[Entry]]) -> list[tuple[str, str]]:
+        flat = [
+            [[f"headrace:stream:{name}".encode(), list(map(as_sent, entries))] for name, entries in reply.items()]
+            for reply in replies
+        ]
+        return [(request_id, event.entry_id) for request_id, event in self.readers.received(flat)]
+
+    def asks(self) -> list[bool]:
+        """Of each command that is sent together with the others, whether it waits."""
+        return [b"BLOCK" in command for command in self.readers.commands()]
+
+
+def test_where_a_server_wakes_for_one_stream_of_many_the_others_are_read_at_once() -> None:
+    streams = ManyStreams()
+    assert streams.asks() == [True]
+    streams.receive({"b": [chunk(1, 1)]})
+    assert streams.asks() == [True]  # perhaps b alone had something
+    streams.receive({"a": [chunk(1, 1)], "c": [chunk(1, 1)]})
+    assert streams.asks() == [True, False]
+    step = {"a": [chunk(1, 2)], "b": [chunk(1, 2)], "c": [chunk(1, 2), end(1, 3)]}
+    assert streams.receive({"c": step["c"][:1]}, step) == [("c", "1-2"), ("a", "1-2"), ("b", "1-2"), ("c", "1-3")]
+    assert streams.asks() == [True, False]
+    assert streams.receive({"a": [end(1, 3)]}, {"a": [end(1, 3)], "b": [chunk(1, 3)]}) == [("a", "1-3"), ("b", "1-3")]
+    assert streams.asks() == [True]  # one is left
+
+
+@pytest.mark.parametrize("first", ["alone", "with others", "nothing"])
+def test_it_is_read_once_again_as_soon_as_the_second_read_brings_nothing_more(first: str) -> None:
+    streams = ManyStreams()
+    streams.receive({"b": [chunk(1, 1)]})
+    streams.receive({"a": [chunk(1, 1)], "c": [chunk(1, 1)]})
+    assert streams.asks() == [True, False]
+    names = {"alone": "a", "with others": "ab", "nothing": ""}[first]
+    reply = {name: [chunk(1, 2)] for name in names}
+    assert streams.receive(reply, reply) == [(name, "1-2") for name in names]
+    assert streams.asks() == [True]

@@ -40,21 +40,26 @@ static inline int attention_writes(const layer_args *l, const step_args *step, i
     return step->attention_writes && only && step->seq_lens[sequence] % l->block_size;
 }
 
-/* Put the keys and values of this step's tokens into their slots, but for those that attention writes. */
+/* Put the keys and values of tokens begin..end into their slots, but for those that attention writes. */
+void headrace_write_kv_rows(const layer_args *layer, const step_args *step, int64_t begin, int64_t end) {
+    int sequence = 0;
+    for (int64_t token = begin; token < end; token++) {
+        while (sequence < step->num_sequences && step->query_start[sequence + 1] <= token) sequence++;
+        if (sequence < step->num_sequences && attention_writes(layer, step, sequence)) continue;
+        for (int head = 0; head < layer->num_kv_heads; head++) write_token(layer, step, token, head);
+    }
+}
+
+/* The same of all tokens of this step. */
 void headrace_write_kv(const layer_args *layer, const step_args *step) {
-    int left = step->num_tokens;
+    int64_t left = step->num_tokens;
     for (int sequence = 0; sequence < step->num_sequences; sequence++) left -= attention_writes(layer, step, sequence);
     if (!left) return;
     /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. Padding, which belongs to no
      * sequence, has one slot for all, which nobody reads. */
 #pragma omp parallel num_threads(step->num_threads) if (left >= 16)
     {
-        int sequence = 0;
-#pragma omp for schedule(static)
-        for (int token = 0; token < step->num_tokens; token++) {
-            while (sequence < step->num_sequences && step->query_start[sequence + 1] <= token) sequence++;
-            if (sequence < step->num_sequences && attention_writes(layer, step, sequence)) continue;
-            for (int head = 0; head < layer->num_kv_heads; head++) write_token(layer, step, token, head);
-        }
+        int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        headrace_write_kv_rows(layer, step, step->num_tokens * thread / threads, step->num_tokens * (thread + 1) / threads);
     }
 }

@@ -27,6 +27,7 @@
  *
  * Plain C with GCC/Clang vector extensions: no header of torch, compiles in a few seconds.
  */
+#include <omp.h>
 #include <stdlib.h>
 
 #include "../vectors.h"
@@ -522,33 +523,35 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
     }
 }
 
-/* Returns 0, or -1 when memory for the scratch space is lacking. */
-int headrace_attention(const layer_args *layer, const step_args *step) {
-    int tiled = fits_matrix_tiles(layer), group = layer->num_heads / layer->num_kv_heads, failed = 0;
+/* What one thread computes of a layer: all that no other one has claimed. `claimed` is common to all and begins at 0.
+ * Returns 0, or -1 when memory for the scratch space is lacking. */
+int headrace_attention_part(const layer_args *layer, const step_args *step, int64_t *claimed) {
+    int tiled = fits_matrix_tiles(layer), group = layer->num_heads / layer->num_kv_heads;
     const attention_args joined = {*layer, *step, tiled, tiled ? TILE_INPUTS / LANES : 1}, *a = &joined;
     int subunit = tokens_of_subunit(a), run = subunit * (tiled ? MOST_SUBUNITS : 1); /* query tokens a unit of work */
-    int64_t claimed = 0, *first_unit = malloc(sizeof(int64_t) * (step->num_sequences + 1));
+    int64_t *first_unit = malloc(sizeof(int64_t) * (step->num_sequences + 1));
     if (!first_unit) return -1;
     while (count_units(a, run, first_unit) < 8 * step->num_threads && run > subunit) run -= subunit;
     tiled_scratch unused;
     int64_t v_stride = padded(layer->v_dim);
     int64_t floats = tiled ? divide_scratch(a, run / subunit, NULL, &unused)
                            : (int64_t)run * group * (layer->k_dim + v_stride + CHUNK * LANES + LANES + 1) + v_stride;
-#pragma omp parallel num_threads(step->num_threads)
-    {
-        float *memory = aligned_alloc(LINE, (sizeof(float) * floats + LINE - 1) / LINE * LINE);
-        if (!memory) {
-#pragma omp atomic write
-            failed = 1;
-        } else {
-            if (tiled) begin_matrix_tiles(TILE_ROWS);
-            attend_units(a, first_unit, run, &claimed, memory);
-            if (tiled) end_matrix_tiles();
-        }
-        free(memory);
-    }
+    float *memory = aligned_alloc(LINE, (sizeof(float) * floats + LINE - 1) / LINE * LINE);
+    if (memory && tiled) begin_matrix_tiles(TILE_ROWS);
+    if (memory) attend_units(a, first_unit, run, claimed, memory);
+    if (memory && tiled) end_matrix_tiles();
+    free(memory);
     free(first_unit);
-    return failed ? -1 : 0;
+    return memory ? 0 : -1;
+}
+
+/* A layer by all threads. Returns as its parts do. */
+int headrace_attention(const layer_args *layer, const step_args *step) {
+    int64_t claimed = 0;
+    int failed = 0;
+#pragma omp parallel num_threads(step->num_threads) reduction(| : failed)
+    failed |= headrace_attention_part(layer, step, &claimed);
+    return failed;
 }
 
 /* Whether two components of a key in bfloat16 lie side by side, under queries in bfloat16. */

@@ -1,12 +1,14 @@
 /* All decoder layers of a step in one call: between the products of a small step, coming back to Python for each of them
  * would take as long as the products, whose weights have just driven everything else out of the caches.
  *
- * Only the order of things is here; what is done comes from other libraries.
+ * Only the order of things is here; what is done comes from other libraries. All threads go through it side by side, and
+ * meet where one needs what another has computed.
  *
  * Behind the last layer most rows of a prompt are read by nobody: of these it computes the keys and values only. The
  * others move to the front for the rest of the layer and back to their places in the end.
  */
 #include "../vectors.h"
+#include "../team.h"
 #include "../attention/attention.h"
 #include "linear.h"
 
@@ -24,12 +26,14 @@ static int most_upcoming(void) { return MOST_UPCOMING; }
 #endif
 
 typedef struct {
-    int (*linear)(const linear_args *);
-    void (*norm_rope)(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads, int head_dim,
+    linear_room *linear_room;
+    float *(*room)(int64_t floats);
+    linear_part *linear;
+    void (*norm_rope)(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads, int head_dim,
                       int rotary_dim, void *data, const void *q_weight, const void *k_weight, float eps,
                       const void *cosine, const void *sine);
-    void (*write_kv)(const void *layer, const void *step);
-    int (*attention)(const void *layer, const void *step);
+    void (*write_kv)(const void *layer, const void *step, int64_t begin, int64_t end);
+    int (*attention)(const void *layer, const void *step, int64_t *claimed);
 } kernels;
 
 typedef struct {
@@ -43,7 +47,7 @@ typedef struct {
 typedef struct {
     const kernels *kernels;
     const decoder_layer *layers;
-    int32_t num_layers, dtype, threads, rotary_dim;
+    int32_t num_layers, dtype, threads, rotary_dim, spins; /* spins: of a thread that waits for others */
     int64_t rows;
     void *hidden;             /* [rows][features], changed in place */
     void *qkv, *mixed, *gated; /* room for what is between; attention reads and writes the first two */
@@ -54,30 +58,63 @@ typedef struct {
     const void *wanted_attention; /* as `attention`, for these rows' queries at the front; NULL: all rows are wanted */
 } decoder_step;
 
-static int multiply(const decoder_step *s, const linear_args *layer, const void *x, void *out, upcoming_blocks *upcoming) {
+/* What a thread computes with. */
+typedef struct {
+    const decoder_step *step;
+    float *room; /* for products, common to all */
+    member m;
+} computation;
+
+static linear_args with_rows(const decoder_step *s, const linear_args *layer, int64_t rows) {
     linear_args a = *layer;
-    a.rows = s->rows, a.threads = s->threads, a.x = x, a.out = out, a.upcoming = upcoming;
-    a.x_stride = a.in_features, a.out_stride = a.result == SILU_MUL ? a.out_features / 2 : a.out_features;
-    return s->kernels->linear(&a);
+    a.rows = rows, a.threads = s->threads;
+    return a;
 }
 
-/* All of a layer that other rows can need, but for keys and values that attention writes. Returns 0, or -1 when memory is
- * lacking, as do the functions below. */
-static int write_keys_and_values(const decoder_step *s, const decoder_layer *l, const step_args *step, upcoming_blocks *upcoming) {
-    if (multiply(s, &l->qkv, s->hidden, s->qkv, upcoming)) return -1;
+static void multiply(const computation *c, const linear_args *layer, const void *x, void *out, upcoming_blocks *upcoming) {
+    linear_args a = with_rows(c->step, layer, c->step->rows);
+    a.x = x, a.out = out, a.upcoming = upcoming;
+    a.x_stride = a.in_features, a.out_stride = a.result == SILU_MUL ? a.out_features / 2 : a.out_features;
+    c->step->kernels->linear(&a, c->room, &c->m);
+    meet(&c->m);
+}
+
+/* From now on products bring in what that layer's attention reads. */
+static void look_ahead(upcoming_blocks *list, const decoder_layer *l) {
+    const layer_args *attention = l->attention;
+    list->claimed = 0, list->base[0] = attention->k_cache, list->base[1] = attention->v_cache;
+}
+
+/* The list, or NULL where nothing is to be brought in: a window would leave out blocks. */
+static upcoming_blocks *wanted_ahead(upcoming_blocks *list, const decoder_layer *l) {
+    return list->count && !((const layer_args *)l->attention)->window ? list : NULL;
+}
+
+/* All of a layer that other rows can need, but for keys and values that attention writes. */
+static void write_keys_and_values(const computation *c, const decoder_layer *l, const step_args *step, upcoming_blocks *list) {
+    const decoder_step *s = c->step;
+    multiply(c, &l->qkv, s->hidden, s->qkv, wanted_ahead(list, l));
+    if (c->m.thread == 0 && l < s->layers + s->num_layers - 1) look_ahead(list, l + 1);
+    int64_t begin = s->rows * c->m.thread / c->m.threads, end = s->rows * (c->m.thread + 1) / c->m.threads;
     if (l->with_rope || l->q_norm)
-        s->kernels->norm_rope(s->dtype, s->threads, s->rows, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim,
+        s->kernels->norm_rope(s->dtype, begin, end, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim,
                               l->with_rope ? s->rotary_dim : 0, s->qkv, l->q_norm, l->k_norm, l->head_eps,
                               l->with_rope ? s->cosine : 0, l->with_rope ? s->sine : 0);
-    s->kernels->write_kv(l->attention, step);
-    return 0;
+    s->kernels->write_kv(l->attention, step, begin, end);
+    meet(&c->m);
 }
 
-static int finish_rows(const decoder_step *s, const decoder_layer *l, upcoming_blocks *upcoming) {
-    if (s->kernels->attention(l->attention, s->attention)) return -1;
-    if (multiply(s, &l->o, s->mixed, s->hidden, upcoming)) return -1;
-    if (multiply(s, &l->gate_up, s->hidden, s->gated, upcoming)) return -1;
-    return multiply(s, &l->down, s->gated, s->hidden, upcoming);
+/* Returns 0, or -1 when memory is lacking, as do the functions below: all members the same. */
+static int finish_rows(const computation *c, const decoder_layer *l, upcoming_blocks *upcoming) {
+    const decoder_step *s = c->step;
+    team *t = c->m.team;
+    if (s->kernels->attention(l->attention, s->attention, &t->claimed)) atomic_store(&t->failed, 1);
+    meet(&c->m);
+    if (atomic_load(&t->failed)) return -1;
+    multiply(c, &l->o, s->mixed, s->hidden, upcoming);
+    multiply(c, &l->gate_up, s->hidden, s->gated, upcoming);
+    multiply(c, &l->down, s->gated, s->hidden, upcoming);
+    return 0;
 }
 
 /* As `wanted` ascends, no row is overwritten before it has moved: to the front the first goes first, back the last. */
@@ -91,16 +128,34 @@ static void move_back(const decoder_step *s, void *rows, int64_t row_bytes) {
         memmove((char *)rows + s->wanted[i] * row_bytes, (char *)rows + i * row_bytes, row_bytes);
 }
 
-static int finish_wanted_rows(const decoder_step *s, const decoder_layer *l) {
+static int finish_wanted_rows(const computation *c, const decoder_layer *l) {
+    const decoder_step *s = c->step;
     int64_t element = s->dtype == FLOAT32 ? 4 : 2, hidden_bytes = l->qkv.in_features * element;
     decoder_step wanted = *s;
     step_args attention = *(const step_args *)s->wanted_attention;
     attention.attention_writes = 0;
     wanted.rows = s->num_wanted, wanted.attention = &attention;
-    move_to_front(s, s->hidden, hidden_bytes, hidden_bytes);
-    move_to_front(s, s->qkv, l->qkv.out_features * element, l->q_heads * l->head_dim * element); /* the queries alone */
-    if (finish_rows(&wanted, l, NULL)) return -1;
-    move_back(s, s->hidden, hidden_bytes);
+    if (c->m.thread == 0) {
+        move_to_front(s, s->hidden, hidden_bytes, hidden_bytes);
+        move_to_front(s, s->qkv, l->qkv.out_features * element, l->q_heads * l->head_dim * element); /* the queries alone */
+    }
+    meet(&c->m);
+    if (finish_rows(&(computation){&wanted, c->room, c->m}, l, NULL)) return -1;
+    if (c->m.thread == 0) move_back(s, s->hidden, hidden_bytes);
+    return 0;
+}
+
+static int compute_layers(const computation *c, upcoming_blocks *list) {
+    const decoder_step *s = c->step;
+    const decoder_layer *last = s->layers + s->num_layers - 1;
+    step_args all_written = *(const step_args *)s->attention; /* where attention does not come to all sequences */
+    all_written.attention_writes = 0;
+    for (const decoder_layer *l = s->layers; l <= last; l++) {
+        int some_wanted = l == last && s->wanted_attention;
+        write_keys_and_values(c, l, some_wanted ? &all_written : s->attention, list);
+        upcoming_blocks *upcoming = l == last ? NULL : wanted_ahead(list, l + 1);
+        if (some_wanted ? finish_wanted_rows(c, l) : finish_rows(c, l, upcoming)) return -1;
+    }
     return 0;
 }
 
@@ -121,24 +176,39 @@ static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
     return found;
 }
 
-/* From now on products bring in what that layer's attention reads; not where it has a window, which leaves out blocks. */
-static upcoming_blocks *look_ahead(upcoming_blocks *upcoming, const decoder_layer *l) {
-    const layer_args *attention = l->attention;
-    upcoming->claimed = 0, upcoming->base[0] = attention->k_cache, upcoming->base[1] = attention->v_cache;
-    return attention->window || !upcoming->count ? NULL : upcoming;
+static int64_t more_room(const decoder_step *s, const linear_args *product, int64_t rows, int64_t most) {
+    linear_args a = with_rows(s, product, rows);
+    int64_t needed = rows ? s->kernels->linear_room(&a) : 0;
+    return needed > most ? needed : most;
 }
 
+/* The most that a product of the step packs. */
+static int64_t most_room(const decoder_step *s) {
+    int64_t most = 0;
+    for (const decoder_layer *l = s->layers; l < s->layers + s->num_layers; l++) {
+        const linear_args *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
+        if (l > s->layers && l->down.in_features == l[-1].down.in_features) continue; /* all else is the same in all layers */
+        for (int i = 0; i < 4; i++) {
+            most = more_room(s, products[i], s->rows, most);
+            if (s->wanted_attention) most = more_room(s, products[i], s->num_wanted, most);
+        }
+    }
+    return most;
+}
+
+/* Returns 0, or -1 when memory is lacking. */
 int headrace_decoder_layers(const decoder_step *s) {
     int32_t blocks[MOST_UPCOMING + 1]; /* C has no arrays of length zero */
-    upcoming_blocks list = list_blocks(s, blocks), *upcoming = look_ahead(&list, s->layers);
-    const decoder_layer *last = s->layers + s->num_layers - 1;
-    step_args all_written = *(const step_args *)s->attention; /* where attention does not come to all sequences */
-    all_written.attention_writes = 0;
-    for (const decoder_layer *l = s->layers; l <= last; l++) {
-        int some_wanted = l == last && s->wanted_attention;
-        if (write_keys_and_values(s, l, some_wanted ? &all_written : s->attention, upcoming)) return -1;
-        upcoming = l == last ? NULL : look_ahead(&list, l + 1);
-        if (some_wanted ? finish_wanted_rows(s, l) : finish_rows(s, l, upcoming)) return -1;
+    upcoming_blocks list = list_blocks(s, blocks);
+    look_ahead(&list, s->layers);
+    float *room = s->kernels->room(most_room(s));
+    if (!room) return -1;
+    seat seats[s->threads];
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = s->spins};
+#pragma omp parallel num_threads(s->threads)
+    {
+        const computation own = {s, room, join_team(&all)};
+        compute_layers(&own, &list);
     }
-    return 0;
+    return all.failed ? -1 : 0;
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace_engine.openmp import spin_count
 from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import scale_of
 from headrace_engine.runner.attention.native import NativeBackend, StepArgs
@@ -20,8 +21,11 @@ from headrace_engine.runner.fused.native_linear import LinearArgs, NativeGatedLi
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
+_KERNELS = ("linear_room", "room", "linear", "norm_rope", "write_kv", "attention")
+
+
 class _Kernels(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("linear", "norm_rope", "write_kv", "attention"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _KERNELS)
 
 
 class _LayerArgs(ctypes.Structure):
@@ -36,7 +40,7 @@ class _LayerArgs(ctypes.Structure):
 class _StepArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("kernels", "layers")),
-        *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim", "spins")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "mixed", "gated", "cosine", "sine", "attention")),
         ("wanted", ctypes.c_void_p),
@@ -64,13 +68,15 @@ class DecoderStack(nn.Module):
         self._backend = backend
         self._shape = layers[0].shape
         self._width = max(_native(layer.down).in_features for layer in layers)
-        attention = backend.library
+        linear, attention = native_linear.library(), backend.library
         self._compute = _library().headrace_decoder_layers
         self._kernels = _Kernels(
-            _address(native_linear.library().headrace_linear),
-            _address(elementwise.library().headrace_norm_rope),
-            _address(attention.headrace_write_kv),
-            _address(attention.headrace_attention),
+            _address(linear.headrace_linear_room),
+            _address(linear.headrace_room),
+            _address(linear.headrace_linear_part),
+            _address(elementwise.library().headrace_norm_rope_rows),
+            _address(attention.headrace_write_kv_rows),
+            _address(attention.headrace_attention_part),
         )
         self._own = (_LayerArgs * len(layers))()
         self._attention_step = StepArgs()
@@ -79,6 +85,7 @@ class DecoderStack(nn.Module):
             kernels=ctypes.addressof(self._kernels),
             layers=ctypes.addressof(self._own),
             num_layers=len(layers),
+            spins=spin_count(),
             attention=ctypes.addressof(self._attention_step),
             cache_bytes=_last_cache_bytes(),
         )

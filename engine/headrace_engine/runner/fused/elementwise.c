@@ -75,15 +75,14 @@ void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *
     }
 }
 
-/* In place on the queries and keys of [tokens][token_stride]: the first q_heads and the k_heads behind them.
- * Each head is normalised first where norm weights are given, and then its first rotary_dim elements are turned.
+/* In place on the queries and keys of rows begin..end of [tokens][token_stride]: the first q_heads and the k_heads behind
+ * them. Each head is normalised first where norm weights are given, and then its first rotary_dim elements are turned.
  * cosine and sine are [tokens][rotary_dim], or NULL where positions are not encoded. */
-void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads,
-                        int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
-                        float eps, const void *cosine, const void *sine) {
+void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads,
+                             int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
+                             float eps, const void *cosine, const void *sine) {
     int half = rotary_dim / 2;
-#pragma omp parallel for num_threads(threads) if (tokens * (q_heads + k_heads) * head_dim >= PARALLEL_ELEMENTS)
-    for (int64_t token = 0; token < tokens; token++) {
+    for (int64_t token = begin; token < end; token++) {
         float c[1024], s[1024], x[1024], w[1024], turned[1024];
         if (cosine) {
             load(c, cosine, token * rotary_dim, rotary_dim, dtype);
@@ -108,6 +107,16 @@ void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_st
             store(data, at, x, head_dim, dtype);
         }
     }
+}
+
+/* The same of all tokens. */
+void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads,
+                        int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
+                        float eps, const void *cosine, const void *sine) {
+#pragma omp parallel for num_threads(threads) if (tokens * (q_heads + k_heads) * head_dim >= PARALLEL_ELEMENTS)
+    for (int64_t token = 0; token < tokens; token++)
+        headrace_norm_rope_rows(dtype, token, token + 1, token_stride, q_heads, k_heads, head_dim, rotary_dim, data,
+                                q_weight, k_weight, eps, cosine, sine);
 }
 
 /* out[rows][dim] = silu(gate) * up, for [rows][gate: dim | up: dim]. */

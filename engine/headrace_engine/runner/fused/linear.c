@@ -14,11 +14,11 @@
  * extensions; the loops over rows and columns of a tile have constant bounds and vanish.
  */
 #include <math.h>
-#include <omp.h>
 #include <stdlib.h>
 
 #include "../vectors.h"
 #include "../matrix_tiles.h"
+#include "../team.h"
 #include "linear.h"
 
 #if defined(__AVX__) && !defined(__AVX512F__)
@@ -83,7 +83,7 @@ static inline float load_input(const linear_args *a, int64_t from, int k, float 
 
 /* Room for tiles, kept from call to call: fresh pages would cost more than their use. It is kept behind the
  * end of the thread that calls, too: a process has one engine thread. */
-static float *room(int64_t floats) {
+float *headrace_room(int64_t floats) {
     static _Thread_local float *held;
     static _Thread_local int64_t size;
     if (size < floats) {
@@ -161,29 +161,47 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
     }
 }
 
+/* Floats that a thread packs into. */
+static inline int64_t own_floats(const division *d) { return d->block_tiles * d->tile_rows * d->row_floats; }
+
+/* Floats that all of them pack into; behind these it is counted what is taken of each cell. */
+static inline int64_t packed_floats(const linear_args *a, const division *d) {
+    return d->blocks > 1 ? a->threads * own_floats(d) : d->tiles * d->tile_rows * d->row_floats;
+}
+
+int64_t headrace_linear_room(const linear_args *a) {
+    division d = divide(a);
+    return packed_floats(a, &d) + d.cells;
+}
+
+void headrace_linear_part(const linear_args *a, float *packed, const member *m) {
+    if (!a->rows) return;
+    division d = divide(a);
+    float *mine = d.blocks > 1 ? packed + own_floats(&d) * m->thread : packed;
+    int *taken = (int *)(packed + packed_floats(a, &d));
+    if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
+    if (m->thread == 0) memset(taken, 0, sizeof(int) * d.cells);
+    int64_t last = d.blocks == 1 ? d.tiles * (m->thread + 1) / m->threads : 0;
+    for (int64_t tile = d.tiles * m->thread / m->threads; tile < last; tile++) pack_into_block(a, &d, mine, 0, tile);
+    meet(m);
+    for (int64_t i = 0; i < d.cells; i++) {
+        int64_t cell = (d.cells * m->thread / m->threads + i) % d.cells;
+        multiply_cell(a, &d, mine, cell, taken + cell);
+    }
+    if (by_tiles(a)) end_matrix_tiles();
+}
+
 /* x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
-    division d = divide(a);
-    int64_t own = d.block_tiles * d.tile_rows * d.row_floats;
-    int64_t all = d.blocks > 1 ? a->threads * own : d.tiles * d.tile_rows * d.row_floats;
-    float *packed = room(all + d.cells);
+    float *packed = headrace_room(headrace_linear_room(a));
     if (!packed) return -1;
-    int *taken = memset(packed + all, 0, sizeof(int) * d.cells);
+    seat seats[a->threads];
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = SPINS};
 #pragma omp parallel num_threads(a->threads)
     {
-        int64_t thread = omp_get_thread_num(), begin = d.cells * thread / omp_get_num_threads();
-        float *mine = d.blocks > 1 ? packed + own * thread : packed;
-        if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
-        if (d.blocks == 1) {
-#pragma omp for schedule(static)
-            for (int64_t tile = 0; tile < d.tiles; tile++) pack_into_block(a, &d, mine, 0, tile);
-        }
-        for (int64_t i = 0; i < d.cells; i++) {
-            int64_t cell = (begin + i) % d.cells;
-            multiply_cell(a, &d, mine, cell, taken + cell);
-        }
-        if (by_tiles(a)) end_matrix_tiles();
+        const member own = join_team(&all);
+        headrace_linear_part(a, packed, &own);
     }
     return 0;
 }

@@ -1,5 +1,4 @@
-/* What a linear layer is called with. */
-#include <stdint.h>
+/* What a linear layer is called with. After team.h. */
 
 /* Blocks of keys and values that attention reads soon: many rows wait for their products, and memory idles meanwhile. */
 typedef struct {
@@ -21,3 +20,7 @@ typedef struct {
     float norm_eps;
     upcoming_blocks *upcoming; /* NULL, or what to bring into the caches meanwhile; products by matrix tiles leave it */
 } linear_args;
+
+/* Of a product that a team computes. The room, of that many floats, is the team's; out is complete after the next meeting. */
+typedef int64_t linear_room(const linear_args *);
+typedef void linear_part(const linear_args *, float *room, const member *);

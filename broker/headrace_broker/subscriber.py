@@ -116,7 +116,8 @@ class _Readers:
         self._calls_by = self._looks_by = -math.inf
         self._wakes_for_one = False
         """Redis before 7.2 answers a read that waits with the first stream that gets something, though many get it at
-        once. A second command, sent together with it, then reads the others: it saves both sides a wake-up."""
+        once. A second command, sent together with it, then reads the others, where these were two or more before: that
+        saves both sides a wake-up."""
         self._came_alone = False
 
     def __bool__(self) -> bool:
@@ -151,7 +152,7 @@ class _Readers:
         seen: dict[bytes, int] = {}
         for reply in replies:
             for key, entries in reply or ():
-                again = seen.get(key, 0)  # both reads began behind the same entry
+                again = seen.get(key, 0)  # both reads began behind the same entry, and none ever vanishes
                 seen[key] = len(entries)
                 if len(entries) > again and key in self._open:
                     yield from self._received(key, entries[again:])

@@ -7,6 +7,7 @@ time on a busy one. The runtime reads its environment when torch is imported, so
 """
 
 import os
+from collections.abc import Mapping
 
 _SPIN_COUNT = 5000
 _MOST_SPINS = 2**31 - 1
@@ -18,9 +19,9 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
 
 
-def spin_count() -> int:
+def spin_count(environ: Mapping[str, str]) -> int:
     """The same for threads of ours that wait by themselves (`runner/team.h`); the default where it is put otherwise."""
-    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-        return 0
-    chosen = os.environ.get("GOMP_SPINCOUNT", "")
-    return min(int(chosen), _MOST_SPINS) if chosen.isdecimal() else _SPIN_COUNT
+    chosen = environ.get("GOMP_SPINCOUNT", "")
+    if chosen.isdecimal():
+        return min(int(chosen), _MOST_SPINS)
+    return 0 if environ.get("OMP_WAIT_POLICY", "").lower() == "passive" and not chosen else _SPIN_COUNT

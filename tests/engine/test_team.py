@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 
 _MEMBERS_MEET = """
 #include <string.h>
+#include <sys/resource.h>
 
 /* Each member writes the round's number and takes pieces of its work. Returns how often somebody saw after a meeting
  * that another one had not written it, or that not all pieces were taken. */
@@ -43,6 +44,29 @@ int failures(int threads, int spins, int rounds, int pieces) {
     }
     return wrong;
 }
+
+/* Two threads on one core that meet. Returns how often they gave it away, or -1 where they may not be put there. */
+long times_asleep(int rounds, int spins) {
+    seat seats[2];
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = spins};
+    long asleep = 0;
+    int refused = 0, core = sched_getcpu();
+#pragma omp parallel num_threads(2) reduction(+ : asleep, refused)
+    {
+        cpu_set_t before, one;
+        CPU_ZERO(&one);
+        CPU_SET(core, &one);
+        refused += sched_getaffinity(0, sizeof before, &before) || sched_setaffinity(0, sizeof one, &one);
+        struct rusage used, used_before;
+        const member own = join_team(&all);
+        getrusage(RUSAGE_THREAD, &used_before);
+        for (int round = 0; round < rounds; round++) meet(&own);
+        getrusage(RUSAGE_THREAD, &used);
+        asleep += used.ru_nvcsw - used_before.ru_nvcsw;
+        refused += sched_setaffinity(0, sizeof before, &before) != 0;
+    }
+    return refused ? -1 : asleep;
+}
 """
 
 
@@ -63,6 +87,11 @@ def test_after_a_meeting_everything_that_others_did_before_is_done(
     assert library.failures(threads, spins, 2000, 10) == 0
 
 
+def test_a_thread_sleeps_at_once_where_the_one_that_it_waits_for_needs_its_core(library: ctypes.CDLL) -> None:
+    library.times_asleep.restype = ctypes.c_long
+    assert library.times_asleep(100, 2**31 - 1) >= 90
+
+
 @pytest.mark.parametrize(
     ("chosen", "spins"),
     [
@@ -70,15 +99,10 @@ def test_after_a_meeting_everything_that_others_did_before_is_done(
         ({"GOMP_SPINCOUNT": "99999999999"}, 2**31 - 1),
         ({"GOMP_SPINCOUNT": "INFINITE"}, 5000),
         ({"OMP_WAIT_POLICY": "PASSIVE"}, 0),
+        ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300"}, 300),
         ({}, 5000),
     ],
     ids=str,
 )
-def test_they_spin_as_long_as_the_operator_has_openmp_spin(
-    chosen: dict[str, str], spins: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in chosen.items():
-        monkeypatch.setenv(name, value)
-    assert openmp.spin_count() == spins
+def test_they_spin_as_long_as_the_operator_has_openmp_spin(chosen: dict[str, str], spins: int) -> None:
+    assert openmp.spin_count(chosen) == spins

@@ -15,17 +15,16 @@
 #include <unistd.h>
 #endif
 
-#define SPINS 5000 /* as in openmp.py, where it is not said otherwise */
 #define SPINS_BETWEEN_LOOKS 64 /* at where the others are */
 
 typedef struct {
-    _Alignas(64) _Atomic int32_t core; /* where the thread was seen last, -1: unknown */
+    _Alignas(64) _Atomic int32_t core; /* where the thread was seen last, counted from 1; 0: it was not */
     _Atomic int32_t meeting;           /* to which it has come already */
 } seat;
 
 typedef struct {
-    seat *seats; /* one a thread */
-    int32_t spins;
+    seat *seats;   /* one a thread, zeros at first */
+    int32_t spins; /* of a thread that waits, before it sleeps; see openmp.py */
     _Alignas(64) _Atomic int32_t meeting; /* how many there were */
     _Alignas(64) _Atomic int32_t arrived, asleep;
     _Atomic int32_t failed; /* of whoever wants to say so before a meeting */
@@ -38,7 +37,7 @@ typedef struct {
 } member;
 
 #ifdef __linux__
-static inline int32_t current_core(void) { return sched_getcpu(); }
+static inline int32_t current_core(void) { return sched_getcpu() + 1; }
 
 static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
@@ -46,7 +45,7 @@ static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
 
 static inline void wake_all(_Atomic int32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
 #else
-static inline int32_t current_core(void) { return -1; }
+static inline int32_t current_core(void) { return 0; }
 static inline void sleep_while(_Atomic int32_t *word, int32_t value) { (void)word, (void)value, sched_yield(); }
 static inline void wake_all(_Atomic int32_t *word) { (void)word; }
 #endif
@@ -69,7 +68,7 @@ static inline member join_team(team *t) {
 /* Whether one that has not come cannot come, as it was seen last on this very core. */
 static inline int keeps_from_coming(const member *m, int32_t meeting) {
     int32_t here = current_core();
-    for (int thread = 0; thread < m->threads && here >= 0; thread++) {
+    for (int thread = 0; thread < m->threads && here > 0; thread++) {
         const seat *other = m->team->seats + thread;
         if (thread != m->thread && atomic_load_explicit(&other->core, memory_order_relaxed) == here &&
             atomic_load_explicit(&other->meeting, memory_order_relaxed) != meeting)

@@ -1,7 +1,7 @@
 """Reading many streams over one connection."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -73,24 +73,38 @@ def publish_steps(writer: StreamWriter, request_ids: str, num_steps: int) -> Ite
 async def test_steps_of_many_streams_come_whole_to_whoever_waits_for_each_of_them(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    steps = publish_steps(StreamWriter(redis_client, 60), "abcdef", 5)
-    expected = [f"1-{n}" for n in range(7)]
     async with AsyncClient(redis_server.url) as client:
-        found: dict[str, list[str]] = {name: [] for name in "abcdef"}
         reading = client.events_many("abcdef", timeout=5)
-        waiting = asyncio.create_task(anext(reading))
-        while waiting is not None:
-            if not waiting.done():
-                while not waiting.done() and not redis_client.info("clients")["blocked_clients"]:
-                    await asyncio.sleep(0)
-                next(steps, None)
-            try:
-                name, event = await waiting
-            except StopAsyncIteration:
-                break
-            found[name].append(event.entry_id)
-            waiting = asyncio.create_task(anext(reading))
-    assert found == dict.fromkeys("abcdef", expected)
+        found = await read_by_steps(redis_client, "abcdef", lambda: anext(reading, None))
+    assert found == {name: [f"1-{n}" for n in range(7)] for name in "abcdef"}
+
+
+async def test_so_they_do_to_one_without_an_event_loop(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    with Client(redis_server.url) as client:
+        reading = client.events_many("abcdef", timeout=5)
+        found = await read_by_steps(redis_client, "abcdef", lambda: asyncio.to_thread(next, reading, None))
+    assert found == {name: [f"1-{n}" for n in range(7)] for name in "abcdef"}
+
+
+async def read_by_steps(
+    redis_client: "redis.Redis", request_ids: str, read: Callable[[], Coroutine[Any, Any, Any]]
+) -> dict[str, list[str]]:
+    """The ids that come of each stream, to which the next step is written whenever the reader waits."""
+    steps = publish_steps(StreamWriter(redis_client, 60), request_ids, 5)
+    found: dict[str, list[str]] = {name: [] for name in request_ids}
+    while True:
+        waiting = asyncio.create_task(read())
+        while not waiting.done() and not redis_client.info("clients")["blocked_clients"]:
+            await asyncio.sleep(0)
+        if not waiting.done():
+            next(steps, None)
+        item = await waiting
+        if item is None:
+            return found
+        name, event = item
+        found[name].append(event.entry_id)
 
 
 def last_items(items: Sequence[tuple[str, StreamEvent | StreamExpiredError]]) -> dict[str, type]:

@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
     const kernels *kernels;
     const decoder_layer *layers;
-    int32_t num_layers, dtype, threads, rotary_dim, spins; /* spins: of a thread that waits for others */
+    int32_t num_layers, dtype, threads, rotary_dim;
     int64_t rows;
     void *hidden;             /* [rows][features], changed in place */
     void *qkv, *mixed, *gated; /* room for what is between; attention reads and writes the first two */
@@ -104,7 +104,7 @@ static void write_keys_and_values(const computation *c, const decoder_layer *l, 
     meet(&c->m);
 }
 
-/* Returns 0, or -1 when memory is lacking, as do the functions below: all members the same. */
+/* Returns 0, or -1 when memory is lacking, to all members the same. */
 static int finish_rows(const computation *c, const decoder_layer *l, upcoming_blocks *upcoming) {
     const decoder_step *s = c->step;
     team *t = c->m.team;
@@ -128,6 +128,7 @@ static void move_back(const decoder_step *s, void *rows, int64_t row_bytes) {
         memmove((char *)rows + s->wanted[i] * row_bytes, (char *)rows + i * row_bytes, row_bytes);
 }
 
+/* Returns as `finish_rows` does. */
 static int finish_wanted_rows(const computation *c, const decoder_layer *l) {
     const decoder_step *s = c->step;
     int64_t element = s->dtype == FLOAT32 ? 4 : 2, hidden_bytes = l->qkv.in_features * element;
@@ -145,7 +146,8 @@ static int finish_wanted_rows(const computation *c, const decoder_layer *l) {
     return 0;
 }
 
-static int compute_layers(const computation *c, upcoming_blocks *list) {
+/* Where memory is lacking, the team says so in the end. */
+static void compute_layers(const computation *c, upcoming_blocks *list) {
     const decoder_step *s = c->step;
     const decoder_layer *last = s->layers + s->num_layers - 1;
     step_args all_written = *(const step_args *)s->attention; /* where attention does not come to all sequences */
@@ -154,9 +156,8 @@ static int compute_layers(const computation *c, upcoming_blocks *list) {
         int some_wanted = l == last && s->wanted_attention;
         write_keys_and_values(c, l, some_wanted ? &all_written : s->attention, list);
         upcoming_blocks *upcoming = l == last ? NULL : wanted_ahead(list, l + 1);
-        if (some_wanted ? finish_wanted_rows(c, l) : finish_rows(c, l, upcoming)) return -1;
+        if (some_wanted ? finish_wanted_rows(c, l) : finish_rows(c, l, upcoming)) return;
     }
-    return 0;
 }
 
 /* The blocks that attention reads in every layer of the step, in its order: as many as can wait in half of the last
@@ -178,7 +179,7 @@ static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
 
 static int64_t more_room(const decoder_step *s, const linear_args *product, int64_t rows, int64_t most) {
     linear_args a = with_rows(s, product, rows);
-    int64_t needed = rows ? s->kernels->linear_room(&a) : 0;
+    int64_t needed = s->kernels->linear_room(&a);
     return needed > most ? needed : most;
 }
 
@@ -204,7 +205,7 @@ int headrace_decoder_layers(const decoder_step *s) {
     float *room = s->kernels->room(most_room(s));
     if (!room) return -1;
     seat seats[s->threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = s->spins};
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = s->layers->qkv.spins};
 #pragma omp parallel num_threads(s->threads)
     {
         const computation own = {s, room, join_team(&all)};

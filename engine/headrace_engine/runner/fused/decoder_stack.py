@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace_engine.openmp import spin_count
 from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import scale_of
 from headrace_engine.runner.attention.native import NativeBackend, StepArgs
@@ -40,7 +39,7 @@ class _LayerArgs(ctypes.Structure):
 class _StepArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("kernels", "layers")),
-        *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim", "spins")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "mixed", "gated", "cosine", "sine", "attention")),
         ("wanted", ctypes.c_void_p),
@@ -85,7 +84,6 @@ class DecoderStack(nn.Module):
             kernels=ctypes.addressof(self._kernels),
             layers=ctypes.addressof(self._own),
             num_layers=len(layers),
-            spins=spin_count(),
             attention=ctypes.addressof(self._attention_step),
             cache_bytes=_last_cache_bytes(),
         )

@@ -179,11 +179,11 @@ void headrace_linear_part(const linear_args *a, float *packed, const member *m) 
     division d = divide(a);
     float *mine = d.blocks > 1 ? packed + own_floats(&d) * m->thread : packed;
     int *taken = (int *)(packed + packed_floats(a, &d));
-    if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
     if (m->thread == 0) memset(taken, 0, sizeof(int) * d.cells);
     int64_t last = d.blocks == 1 ? d.tiles * (m->thread + 1) / m->threads : 0;
     for (int64_t tile = d.tiles * m->thread / m->threads; tile < last; tile++) pack_into_block(a, &d, mine, 0, tile);
     meet(m);
+    if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
     for (int64_t i = 0; i < d.cells; i++) {
         int64_t cell = (d.cells * m->thread / m->threads + i) % d.cells;
         multiply_cell(a, &d, mine, cell, taken + cell);
@@ -197,7 +197,7 @@ int headrace_linear(const linear_args *a) {
     float *packed = headrace_room(headrace_linear_room(a));
     if (!packed) return -1;
     seat seats[a->threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = SPINS};
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = a->spins};
 #pragma omp parallel num_threads(a->threads)
     {
         const member own = join_team(&all);

@@ -11,7 +11,7 @@ typedef struct {
 enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
 typedef struct {
-    int32_t dtype, threads, result; /* result: STORE, ADD to what stands in out, SILU_MUL of gate and up columns */
+    int32_t dtype, threads, spins, result; /* spins: of a thread that waits for others; result: STORE, ADD to what stands in out, SILU_MUL of gate and up columns */
     int32_t in_features, out_features;
     int64_t rows, x_stride, out_stride; /* strides in elements */
     const void *x, *weight, *bias;      /* bias: NULL, or one element an output */

@@ -6,9 +6,11 @@ A row's result depends on that row alone, not on how many rows are computed or b
 import ctypes
 import functools
 import logging
+import os
 
 import torch
 
+from headrace_engine.openmp import spin_count
 from headrace_engine.runner import native_library, packed_linear
 from headrace_engine.runner.fused.norm import Norm
 from headrace_engine.runner.huge_pages import HugePages
@@ -24,7 +26,7 @@ class LinearArgs(ctypes.Structure):
     """`linear_args` of linear.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "threads", "result", "in_features", "out_features")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads", "spins", "result", "in_features", "out_features")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
         ("norm_eps", ctypes.c_float),
@@ -90,6 +92,7 @@ class NativeLinear(PreparedLinear):
         self._bias = None if bias is None else bias.detach()
         self._args = LinearArgs(
             dtype=dtype,
+            spins=spin_count(os.environ),
             in_features=self.in_features,
             out_features=self.out_features,
             weight=self._packed.data_ptr(),

@@ -4,8 +4,9 @@ A queue is one list for each priority step, and Redis waits for a list without p
 each list has a connection of its own, and an idle worker sleeps until one of them is answered.
 """
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kombu.transport.redis import MultiChannelPoller
@@ -17,6 +18,7 @@ WAIT_SECONDS: Final = 2.0
 """How long one wait takes where nothing comes. A server that has not answered some seconds later is gone."""
 
 _OVERDUE_SECONDS: Final = WAIT_SECONDS + 5.0
+_LOOK_SECONDS: Final = 1.0
 
 
 def wait_command(list_name: str) -> tuple[Any, ...]:
@@ -66,6 +68,9 @@ class DoorbellPoller(MultiChannelPoller):
         super().__init__()
         self._readers: Mapping[int, tuple[Any, ...]] = {}
         self._reader: Any = None
+        self._could_consume: list[bool] = []
+        self._look_at = -math.inf
+        """When all is to be looked through again, whatever has happened."""
 
     def read_by(self, reader: Any, readers: Mapping[int, tuple[Any, ...]]) -> None:
         """`readers` are the event loop's, by descriptor, of which ours call `reader`."""
@@ -77,6 +82,19 @@ class DoorbellPoller(MultiChannelPoller):
         read = {fd for fd, (reader, *_) in self._readers.items() if reader == self._reader}
         return {fd: channel for fd, channel in super().fds.items() if fd not in read}
 
+    def prepare(self, look: Callable[[], None]) -> None:
+        """Before each wait: call kombu's `look`, which goes through all connections, where that can change anything.
+
+        An engine wakes the loop up for each of its steps, and they change nothing here. What neither a connection nor
+        a channel's credit tells waits for a second at most.
+        """
+        can_consume = [channel.qos.can_consume() for channel in self._channels]
+        now = time.monotonic()
+        if now < self._look_at and can_consume == self._could_consume:
+            return
+        look()
+        self._look_at, self._could_consume = now + _LOOK_SECONDS, can_consume
+
     def on_poll_start(self) -> None:
         super().on_poll_start()
         for channel in self._channels:
@@ -84,6 +102,7 @@ class DoorbellPoller(MultiChannelPoller):
                 channel.arm_doorbells(self)
 
     def on_readable(self, fileno: int) -> Any:
+        self._look_at = -math.inf
         channel, doorbell = self._fd_to_chan.get(fileno, (None, None))
         if isinstance(doorbell, Doorbell):
             return channel.on_doorbell(doorbell)

@@ -13,6 +13,7 @@ import logging
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from queue import Empty
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
@@ -362,4 +363,8 @@ class Transport(kombu_redis.Transport):
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)
         self.cycle.read_by(self.on_readable, loop.readers)
+        before = set(loop.on_tick)
         super().register_with_event_loop(connection, loop)
+        for look in loop.on_tick - before:
+            loop.on_tick.remove(look)
+            loop.on_tick.add(partial(self.cycle.prepare, look))

@@ -14,10 +14,11 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
 
+from headrace_monitoring.deferred import DeferredObservations
 from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import (
     PREFIX,
@@ -47,6 +48,12 @@ class Totals:
     requests: int = 0
     first_tokens: int = 0
     first_token_seconds: float = 0.0
+
+
+class StepStats(Protocol):
+    """The numbers of one step, by their names. They do not change any more."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
 
 
 MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention")
@@ -79,6 +86,8 @@ class Metrics:
         self.registry = CollectorRegistry() if registry is None else registry
         self._sets = LabelSets() if label_sets is None else label_sets
         self._clock = clock
+        self._deferred = DeferredObservations()
+        self.registry.register(self._deferred)
         make = FamilyFactory(self.registry, model=model)
         self._queue = QueueFamilies(FamilyFactory(self.registry, model=model, queue=queue), self._sets)
         self._requests = RequestFamilies(make)
@@ -179,7 +188,7 @@ class Metrics:
 
     def tokens_published(self, count: int) -> None:
         """So many tokens of all requests came out of one step."""
-        self._requests.generation_tokens.inc(count)
+        self._deferred.add(self._requests.generation_tokens.inc, count)
         self.totals.tokens += count
 
     def tokens_followed(
@@ -190,7 +199,8 @@ class Metrics:
         A chunk counts as that many equal gaps, so that a mean is a mean per token.
         """
         if (gap := _elapsed(seconds_since_last)) is not None:
-            self._requests.inter_token_latency.observe_equal(gap / count, chunks * count, _exemplar(trace_id))
+            observe = self._requests.inter_token_latency.observe_equal
+            self._deferred.add(observe, gap / count, chunks * count, _exemplar(trace_id))
 
     def request_finished(
         self,
@@ -249,7 +259,7 @@ class Metrics:
 
     # The engine
 
-    def step(self, stats: Mapping[str, Any]) -> None:
+    def step(self, stats: StepStats) -> None:
         """One step of the engine. Counts are those of this step, levels are as they stand after it.
 
         Keys: step_seconds, kind ("prefill" | "decode" | "mixed"), num_tokens, num_requests, running, waiting,
@@ -259,8 +269,11 @@ class Metrics:
         warm_up_seconds (0 unless the device has static shapes),
         phase_seconds (map of schedule, prepare, forward, sample, draft, update).
         """
+        self._deferred.add(self._stepped, self._clock(), stats)
+
+    def _stepped(self, at: float, stats: StepStats) -> None:
         engine = self._engine
-        engine.last_step.set(self._clock())
+        engine.last_step.set(at)
         if stats["num_tokens"]:  # a step that only ends requests computes nothing and has no kind
             engine.step_seconds[stats["kind"]].observe(stats["step_seconds"])
             engine.step_tokens.observe(stats["num_tokens"])
@@ -302,6 +315,7 @@ class Metrics:
 
     def engine_up(self, up: bool) -> None:
         """The engine process is ready for its first step, or is gone with all it held."""
+        self._deferred.settle()  # its last steps' levels must not come after these
         self._engine.up.set(up)
         if up:
             self._engine.last_step.set(self._clock())
@@ -331,6 +345,7 @@ class Metrics:
     def heartbeat(self) -> None:
         """One turn of the loop that does the work. Called from any other thread it would prove nothing."""
         self._worker.heartbeat.set(self._clock())
+        self._deferred.settle()  # where nobody scrapes, nothing gathers
 
     def loop_lag(self, seconds: float) -> None:
         """The heartbeat came so much later than it was due."""
@@ -338,18 +353,18 @@ class Metrics:
 
     def result_phases(self, detokenize: float, publish: float) -> None:
         """Seconds that the worker's loop spent on the results of one step."""
-        self._worker.result_seconds["detokenize"].inc(detokenize)
-        self._worker.result_seconds["publish"].inc(publish)
+        self._deferred.add(self._worker.result_seconds["detokenize"].inc, detokenize)
+        self._deferred.add(self._worker.result_seconds["publish"].inc, publish)
 
     def stream_entries(self, count: int) -> None:
         """Redis took entries of streams."""
-        self._worker.stream_entries.inc(count)
+        self._deferred.add(self._worker.stream_entries.inc, count)
 
     def redis_up(self, up: bool) -> None:
-        self._worker.redis_up.set(up)
+        self._deferred.add(self._worker.redis_up.set, up)
 
     def redis_command(self, command: str, seconds: float) -> None:
-        _child(self._worker.redis_seconds, command).observe(seconds)
+        self._deferred.add(_child(self._worker.redis_seconds, command).observe, seconds)
 
     def redis_error(self, command: str) -> None:
         _child(self._worker.redis_errors, command).inc()

@@ -19,7 +19,7 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
-from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutputs, StepStats
+from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.runner.contracts import ModelInfo
@@ -253,7 +253,7 @@ class Dispatcher:
         # A request that waits for its adapter's turn says nothing about slots and memory, of which there may be enough.
         self._engine_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
         self._last_step = outputs.stats
-        self._metrics.step({name: getattr(outputs.stats, name) for name in STEP_STATS})
+        self._metrics.step(outputs.stats)
         self._health.stepped()
         self._in_flight.publish(outputs)
 

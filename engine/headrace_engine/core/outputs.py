@@ -24,7 +24,7 @@ class EngineCoreOutput:
     error: str | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)  # not kw_only: the wire has the values alone, in this order
 class StepStats:
     """Numbers of one step: levels after it, and counts of what happened in it. Seconds, tokens, blocks."""
 
@@ -59,9 +59,13 @@ class StepStats:
     admitted_choice_ids: list[str] = field(default_factory=list)
     """Choices of which this step was the first."""
 
+    def __getitem__(self, name: str) -> Any:
+        """For those who know nothing of an engine but the names of its numbers."""
+        return getattr(self, name)
 
-STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
-"""Read by their names: asdict would copy what they hold, every step."""
+
+_STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
+"""Read one by one: asdict would copy what they hold, every step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +88,7 @@ class EngineCoreOutputs:
                 ]
                 for o in self.outputs
             ],
-            {name: getattr(self.stats, name) for name in STEP_STATS},
+            [getattr(self.stats, name) for name in _STEP_STATS],
         ]
 
     @classmethod
@@ -103,5 +107,5 @@ class EngineCoreOutputs:
                 )
                 for request_id, token_ids, num_cached, logprobs, prompt_logprobs, reason, stop_reason, error in wire[0]
             ],
-            stats=StepStats(**wire[1]),
+            stats=StepStats(*wire[1]),
         )

@@ -1,0 +1,67 @@
+"""Observations that wait until somebody looks."""
+
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from headrace_monitoring.deferred import DeferredObservations
+from headrace_monitoring.metrics import Metrics
+from unit.monitoring.scrape import STEP
+
+
+@pytest.fixture
+def deferred() -> DeferredObservations:
+    return DeferredObservations()
+
+
+def test_nothing_is_observed_before_somebody_looks_and_then_all_of_it_in_its_order(
+    deferred: DeferredObservations,
+) -> None:
+    seen: list[int] = []
+    for number in range(3):
+        deferred.add(seen.append, number)
+    assert seen == []
+    deferred.settle()
+    assert seen == [0, 1, 2]
+    deferred.settle()
+    assert seen == [0, 1, 2]
+
+
+def test_a_registry_that_is_read_shows_what_waited(deferred: DeferredObservations) -> None:
+    registry = CollectorRegistry()
+    registry.register(deferred)
+    level = Gauge("level", "Of the water.", registry=registry)
+    deferred.add(level.set, 3)
+    assert b"level 3.0" in generate_latest(registry)
+    deferred.add(level.set, 4)
+    assert registry.get_sample_value("level") == 4
+
+
+def test_an_observation_that_fails_does_not_come_again_and_holds_up_no_other(deferred: DeferredObservations) -> None:
+    seen: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no number")
+
+    deferred.add(fail)
+    deferred.add(seen.append, 1)
+    with pytest.raises(ValueError, match="no number"):
+        deferred.settle()
+    deferred.settle()
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("looks", [Metrics.heartbeat, Metrics.exposition], ids=["heartbeat", "scrape"])
+def test_what_steps_leave_does_not_gather(metrics: Metrics, looks: Callable[[Metrics], object]) -> None:
+    for _ in range(100):
+        metrics.step(STEP)
+        metrics.tokens_published(1)
+        metrics.tokens_followed(1, 0.1)
+        metrics.result_phases(0.001, 0.001)
+        metrics.redis_command("publish", 0.001)
+        metrics.redis_up(True)
+        metrics.stream_entries(1)
+    assert len(metrics._deferred) == 800
+    looks(metrics)
+    assert len(metrics._deferred) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 from importlib.resources import files
 
@@ -67,12 +68,99 @@ long times_asleep(int rounds, int spins) {
     }
     return refused ? -1 : asleep;
 }
+
+/* Does not run, but for moments, until it is moved. Returns the core where it is then, from 1; 0 after 20 seconds. */
+static int32_t wait_until_moved(place *p) {
+    for (int turn = 0; turn < 20000; turn++) {
+        if (atomic_load(&p->state) == MOVED) return current_core();
+        usleep(1000);
+    }
+    return 0;
+}
+
+static int32_t stay_on_core(void) {
+    int32_t core = current_core();
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core - 1, &one);
+    return sched_setaffinity(0, sizeof one, &one) ? -1 : core;
+}
+
+static int may_run_on(const cpu_set_t *cores) {
+    cpu_set_t now;
+    return !sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(cores, &now);
+}
+
+/* The second of two threads does not run when the first one waits for it, before it has joined the team or later.
+ * Returns whether it was taken to the first one's core, and both may run anywhere in the end. */
+int takes_the_missing_one(int before_it_joins) {
+    cpu_set_t cores;
+    sched_getaffinity(0, sizeof cores, &cores);
+    int32_t waiting = 0, found = 0, free = 0;
+    for (int round = 0; round < 2; round++) { /* in the first one they become known */
+        seat seats[2];
+        team all = {.seats = memset(seats, 0, sizeof seats), .places = movable_places(2), .spins = 5000};
+#pragma omp parallel num_threads(2) reduction(+ : free)
+        {
+            int missing = round == 1 && omp_get_thread_num() == 1;
+            if (missing && before_it_joins) found = wait_until_moved(own_place());
+            const member own = join_team(&all);
+            if (round == 1 && own.thread == 0) waiting = stay_on_core();
+            if (missing && !before_it_joins) found = wait_until_moved(own.place);
+            meet(&own);
+            if (round == 1 && own.thread == 0) sched_setaffinity(0, sizeof cores, &cores);
+            leave_team(&own);
+            free += may_run_on(&cores);
+        }
+    }
+    return found > 0 && found == waiting && free == 4 && !move_to(own_place(), waiting);
+}
+
+typedef struct {
+    place *_Atomic place;
+    int32_t core, found;
+    int free;
+    cpu_set_t cores;
+} sharer;
+
+static void *share(void *argument) {
+    sharer *s = argument;
+    place *own = own_place();
+    begin_to_move(own);
+    atomic_store(&s->place, own);
+    s->found = wait_until_moved(own);
+    be_free(own);
+    s->free = may_run_on(&s->cores);
+    return NULL;
+}
+
+/* Two threads are on one core as far as they know. Returns whether one is fetched by another core, and then is free. */
+int leaves_the_shared_core(void) {
+    pthread_t thread;
+    sharer s = {0};
+    sched_getaffinity(0, sizeof s.cores, &s.cores);
+    place *own = own_place();
+    pthread_create(&thread, NULL, share, &s); /* before this one is bound, which it would inherit */
+    s.core = stay_on_core();
+    atomic_store(&own->core, s.core);
+    while (!atomic_load(&s.place)) usleep(1000);
+    atomic_store(&s.place->core, s.core);
+    place *_Atomic places[] = {own, s.place};
+    for (int turn = 0; turn < 20000 && !s.found; turn++) {
+        ask_for_core(s.place, own, places, 2);
+        usleep(1000);
+    }
+    pthread_join(thread, NULL);
+    sched_setaffinity(0, sizeof s.cores, &s.cores);
+    return s.found > 0 && s.found != s.core && s.free;
+}
 """
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source = files("headrace_engine.runner").joinpath("team.h").read_text() + _MEMBERS_MEET
+    headers = (files("headrace_engine.runner").joinpath(name).read_text() for name in ("cores.h", "team.h"))
+    source = "\n".join(headers) + _MEMBERS_MEET
     target = tmp_path_factory.mktemp("team") / "team.so"
     command = ["cc", *native_library._FLAGS, "-x", "c", "-", "-o", str(target)]
     subprocess.run(command, input=source, text=True, check=True)
@@ -90,6 +178,22 @@ def test_after_a_meeting_everything_that_others_did_before_is_done(
 def test_a_thread_sleeps_at_once_where_the_one_that_it_waits_for_needs_its_core(library: ctypes.CDLL) -> None:
     library.times_asleep.restype = ctypes.c_long
     assert library.times_asleep(100, 2**31 - 1) >= 90
+
+
+_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+
+
+@_two_cores
+@pytest.mark.parametrize("before_it_joins", [True, False])
+def test_a_thread_that_does_not_run_is_taken_to_the_core_of_the_one_that_waits_for_it(
+    library: ctypes.CDLL, before_it_joins: bool
+) -> None:
+    assert library.takes_the_missing_one(before_it_joins)
+
+
+@_two_cores
+def test_one_of_two_threads_on_a_core_is_fetched_by_another_core(library: ctypes.CDLL) -> None:
+    assert library.leaves_the_shared_core()
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,29 @@
-/* Threads that compute something together, started by OpenMP, and how they wait for each other between its parts.
+/* Threads that compute something together, started by OpenMP, and how they wait for each other between its parts. After
+ * cores.h.
  *
  * OpenMP's own barrier spins for a while wherever the others are. When another process has taken a core, two threads may
  * share the one that is left, and then whoever spins keeps the core from the one that it waits for. Here it sleeps at
- * once. After the centralised barrier of Mellor-Crummey and Scott (1991), asleep by Linux's futex.
+ * once, and threads change their cores (`cores.h`). After the centralised barrier of Mellor-Crummey and Scott (1991),
+ * asleep by Linux's futex.
  */
 #include <omp.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
 
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#define SPINS_BETWEEN_LOOKS 64    /* at where the others are */
+#define SPINS_BETWEEN_CHECKS 512  /* of whether they run: two system calls each */
+#define MOST_MOVED 64             /* threads of a team that are moved; of more none is */
 
-#define SPINS_BETWEEN_LOOKS 64 /* at where the others are */
+enum { ABSENT, AT_WORK, ASLEEP };
 
 typedef struct {
     _Alignas(64) _Atomic int32_t core; /* where the thread was seen last, counted from 1; 0: it was not */
     _Atomic int32_t meeting;           /* to which it has come already */
+    _Atomic int32_t presence;
 } seat;
 
 typedef struct {
-    seat *seats;   /* one a thread, zeros at first */
-    int32_t spins; /* of a thread that waits, before it sleeps; see openmp.py */
+    seat *seats;             /* one a thread, zeros at first */
+    place *_Atomic *places;  /* one a thread, as a team before had them, or NULL; NULL itself: none is moved */
+    int32_t spins;           /* of a thread that waits, before it sleeps; see openmp.py */
     _Alignas(64) _Atomic int32_t meeting; /* how many there were */
     _Alignas(64) _Atomic int32_t arrived, asleep;
     _Atomic int32_t failed; /* of whoever wants to say so before a meeting */
@@ -33,65 +32,101 @@ typedef struct {
 
 typedef struct {
     team *team;
+    place *place;
     int thread, threads;
 } member;
 
-#ifdef __linux__
-static inline int32_t current_core(void) { return sched_getcpu() + 1; }
-
-static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
-}
-
-static inline void wake_all(_Atomic int32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
-#else
-static inline int32_t current_core(void) { return 0; }
-static inline void sleep_while(_Atomic int32_t *word, int32_t value) { (void)word, (void)value, sched_yield(); }
-static inline void wake_all(_Atomic int32_t *word) { (void)word; }
-#endif
-
-static inline void spin_once(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
+/* Of threads that are moved, for a team of whoever calls; NULL where it has too many, or one alone. */
+static inline place *_Atomic *movable_places(int threads) {
+    static _Thread_local place *_Atomic places[MOST_MOVED];
+    return threads > 1 && threads <= MOST_MOVED ? places : NULL;
 }
 
 /* Within a parallel region. The team has a seat for each of its threads. */
 static inline member join_team(team *t) {
-    member own = {t, omp_get_thread_num(), omp_get_num_threads()};
+    member own = {t, t->places ? own_place() : NULL, omp_get_thread_num(), omp_get_num_threads()};
+    begin_to_move(own.place);
+    be_free(own.place);
+    if (t->places) atomic_store(t->places + own.thread, own.place);
     atomic_store_explicit(&t->seats[own.thread].core, current_core(), memory_order_relaxed);
+    atomic_store_explicit(&t->seats[own.thread].presence, AT_WORK, memory_order_relaxed);
     return own;
 }
 
-/* Whether one that has not come cannot come, as it was seen last on this very core. */
-static inline int keeps_from_coming(const member *m, int32_t meeting) {
+/* Before the region ends, where a team moves its threads. */
+static inline void leave_team(const member *m) {
+    if (m->thread == 0) stay(m->place);
+    else be_free(m->place);
+}
+
+static inline int has_come(const member *m, int thread, int32_t meeting) {
+    return atomic_load_explicit(&m->team->seats[thread].meeting, memory_order_relaxed) == meeting;
+}
+
+/* One that has not come and cannot come, as it was seen last on this very core; -1 where there is none. */
+static inline int kept_from_coming(const member *m, int32_t meeting) {
     int32_t here = current_core();
-    for (int thread = 0; thread < m->threads && here > 0; thread++) {
-        const seat *other = m->team->seats + thread;
-        if (thread != m->thread && atomic_load_explicit(&other->core, memory_order_relaxed) == here &&
-            atomic_load_explicit(&other->meeting, memory_order_relaxed) != meeting)
-            return 1;
+    for (int thread = 0; thread < m->threads && here > 0; thread++)
+        if (thread != m->thread && !has_come(m, thread, meeting) &&
+            atomic_load_explicit(&m->team->seats[thread].core, memory_order_relaxed) == here)
+            return thread;
+    return -1;
+}
+
+/* This thread and another one are on one core, and one of them is to go to an idle one; not the first of the team, which
+ * nobody but its members moves: it would have to wait for a helper that is kept from running. */
+static void part(const member *m, int other) {
+    place *own = m->place, *its = m->team->places ? atomic_load(m->team->places + other) : NULL;
+    if (!own || !its) return;
+    if (other) ask_for_core(its, own, m->team->places, m->threads);
+    else ask_for_core(own, its, m->team->places, m->threads);
+}
+
+/* One that has not come, and does not run, comes to this core. Of those that sleep or have not begun it is not asked
+ * unless `all`: they may be about to wake up elsewhere. Returns whether there was one. */
+static int fetch_one(const member *m, int32_t meeting, int all) {
+    for (int thread = 0; m->place && thread < m->threads; thread++) {
+        if (thread == m->thread || has_come(m, thread, meeting)) continue;
+        place *its = atomic_load(m->team->places + thread);
+        if (!its || !(all || atomic_load(&m->team->seats[thread].presence) == AT_WORK)) continue;
+        if (!is_kept_from_running(its) || has_come(m, thread, meeting) || !move_to(its, current_core())) continue;
+        part(m, thread);
+        return 1;
     }
     return 0;
 }
 
 static inline int is_over(team *t, int32_t before) { return atomic_load_explicit(&t->meeting, memory_order_acquire) != before; }
 
-static void wait_for_others(const member *m, int32_t before) {
-    team *t = m->team;
-    for (int32_t spin = 0; spin < t->spins; spin++) {
-        if (is_over(t, before)) return;
-        if (spin % SPINS_BETWEEN_LOOKS == 0 && keeps_from_coming(m, before + 1)) break;
+/* Returns whether the meeting was over before it was time to sleep. */
+static int spin_until_over(const member *m, int32_t before) {
+    for (int32_t spin = 0; spin < m->team->spins; spin++) {
+        if (is_over(m->team, before)) return 1;
+        int other = spin % SPINS_BETWEEN_LOOKS ? -1 : kept_from_coming(m, before + 1);
+        if (other >= 0) {
+            part(m, other);
+            return 0;
+        }
+        if (spin % SPINS_BETWEEN_CHECKS == SPINS_BETWEEN_CHECKS - 1 && fetch_one(m, before + 1, 0)) return 0;
         spin_once();
     }
+    if (!is_over(m->team, before)) fetch_one(m, before + 1, 1);
+    return 0;
+}
+
+static void wait_for_others(const member *m, int32_t before) {
+    team *t = m->team;
+    seat *own = t->seats + m->thread;
+    if (spin_until_over(m, before)) return;
+    atomic_store_explicit(&own->presence, ASLEEP, memory_order_relaxed);
     while (!is_over(t, before)) {
         atomic_fetch_add(&t->asleep, 1);
         sleep_while(&t->meeting, before);
         atomic_fetch_sub(&t->asleep, 1);
     }
-    atomic_store_explicit(&t->seats[m->thread].core, current_core(), memory_order_relaxed);
+    be_free(m->place);
+    atomic_store_explicit(&own->presence, AT_WORK, memory_order_relaxed);
+    atomic_store_explicit(&own->core, current_core(), memory_order_relaxed);
 }
 
 /* Until all members have come. What each wrote before is then seen by all. */
@@ -102,6 +137,7 @@ static inline void meet(const member *m) {
         return;
     }
     seat *own = t->seats + m->thread;
+    be_free(m->place);
     int32_t before = atomic_load_explicit(&t->meeting, memory_order_relaxed); /* which cannot change without this one */
     atomic_store_explicit(&own->core, current_core(), memory_order_relaxed);
     atomic_store_explicit(&own->meeting, before + 1, memory_order_relaxed);

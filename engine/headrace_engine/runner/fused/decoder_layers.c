@@ -8,6 +8,7 @@
  * others move to the front for the rest of the layer and back to their places in the end.
  */
 #include "../vectors.h"
+#include "../cores.h"
 #include "../team.h"
 #include "../attention/attention.h"
 #include "linear.h"
@@ -205,11 +206,14 @@ int headrace_decoder_layers(const decoder_step *s) {
     float *room = s->kernels->room(most_room(s));
     if (!room) return -1;
     seat seats[s->threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = s->layers->qkv.spins};
+    team all = {.seats = memset(seats, 0, sizeof seats),
+                .places = movable_places(s->threads),
+                .spins = s->layers->qkv.spins};
 #pragma omp parallel num_threads(s->threads)
     {
         const computation own = {s, room, join_team(&all)};
         compute_layers(&own, &list);
+        leave_team(&own.m);
     }
     return all.failed ? -1 : 0;
 }

@@ -18,6 +18,7 @@
 
 #include "../vectors.h"
 #include "../matrix_tiles.h"
+#include "../cores.h"
 #include "../team.h"
 #include "linear.h"
 

@@ -75,6 +75,7 @@ class DoorbellPoller(MultiChannelPoller):
     def read_by(self, reader: Any, readers: Mapping[int, tuple[Any, ...]]) -> None:
         """`readers` are the event loop's, by descriptor, of which ours call `reader`."""
         self._reader, self._readers = reader, readers
+        self._look_at = -math.inf
 
     @property
     def fds(self) -> dict[int, Any]:
@@ -86,7 +87,7 @@ class DoorbellPoller(MultiChannelPoller):
         """Before each wait: call kombu's `look`, which goes through all connections, where that can change anything.
 
         An engine wakes the loop up for each of its steps, and they change nothing here. What neither a connection nor
-        a channel's credit tells waits for a second at most.
+        a channel's credit tells waits for two seconds at most, as the loop wakes up once a second.
         """
         can_consume = [channel.qos.can_consume() for channel in self._channels]
         now = time.monotonic()

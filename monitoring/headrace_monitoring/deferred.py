@@ -5,6 +5,7 @@ touches comes from memory. An observation touches a handful, and a step has fift
 told at a fraction of the cost.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,11 +14,15 @@ from typing import Any, Final
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from headrace_monitoring.logging import frames
+
+logger = logging.getLogger(__name__)
+
 
 class DeferredObservations(Collector):
     """Register it before all families: a registry collects in that order, so whoever reads it misses nothing.
 
-    One thread adds; any thread may settle.
+    Any thread may add and settle.
     """
 
     def __init__(self) -> None:
@@ -33,11 +38,14 @@ class DeferredObservations(Collector):
         self._waiting.append((observe, args))
 
     def settle(self) -> None:
-        """Call everything that was added before."""
+        """Call everything that was added before. One that fails is logged: whoever looks has other things to do."""
         with self._settling:
             while self._waiting:
                 observe, args = self._waiting.popleft()
-                observe(*args)
+                try:
+                    observe(*args)
+                except Exception as error:  # noqa: BLE001  # whatever it is, it must not hold up an engine's restart
+                    logger.error("an observation failed: %s", frames(error))
 
     def describe(self) -> Iterable[Metric]:
         """It has no family of its own."""

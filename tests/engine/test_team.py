@@ -18,12 +18,25 @@ _MEMBERS_MEET = """
 #include <string.h>
 #include <sys/resource.h>
 
+static int may_run_on(const cpu_set_t *cores) {
+    cpu_set_t now;
+    return !sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(cores, &now);
+}
+
+/* Within 20 seconds: whoever moves it may be kept from running meanwhile. */
+static int is_free_at_last(const cpu_set_t *cores) {
+    for (int turn = 0; turn < 20000 && !may_run_on(cores); turn++) usleep(1000);
+    return may_run_on(cores);
+}
+
 /* Each member writes the round's number and takes pieces of its work. Returns how often somebody saw after a meeting
- * that another one had not written it, or that not all pieces were taken. */
-int failures(int threads, int spins, int rounds, int pieces) {
+ * that another one had not written it, or that not all pieces were taken, or was left bound to other cores than before. */
+int failures(int threads, int spins, int rounds, int pieces, int moved) {
     seat seats[threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = spins};
+    team all = {.seats = memset(seats, 0, sizeof seats), .places = moved ? movable_places(threads) : NULL, .spins = spins};
     int written[threads], taken[threads], wrong = 0;
+    cpu_set_t cores;
+    sched_getaffinity(0, sizeof cores, &cores);
 #pragma omp parallel num_threads(threads) reduction(+ : wrong)
     {
         const member own = join_team(&all);
@@ -42,6 +55,8 @@ int failures(int threads, int spins, int rounds, int pieces) {
             wrong += sum != pieces;
             meet(&own);
         }
+        leave_team(&own);
+        wrong += !is_free_at_last(&cores);
     }
     return wrong;
 }
@@ -70,10 +85,11 @@ long times_asleep(int rounds, int spins) {
 }
 
 /* Does not run, but for moments, until it is moved. Returns the core where it is then, from 1; 0 after 20 seconds. */
-static int32_t wait_until_moved(place *p) {
-    for (int turn = 0; turn < 20000; turn++) {
+static int32_t wait_until_moved(place *p, _Atomic int *waits) {
+    atomic_store(waits, 1);
+    for (int turn = 0; turn < 1000; turn++) {
         if (atomic_load(&p->state) == MOVED) return current_core();
-        usleep(1000);
+        usleep(20000);
     }
     return 0;
 }
@@ -86,40 +102,39 @@ static int32_t stay_on_core(void) {
     return sched_setaffinity(0, sizeof one, &one) ? -1 : core;
 }
 
-static int may_run_on(const cpu_set_t *cores) {
-    cpu_set_t now;
-    return !sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(cores, &now);
-}
-
 /* The second of two threads does not run when the first one waits for it, before it has joined the team or later.
  * Returns whether it was taken to the first one's core, and both may run anywhere in the end. */
 int takes_the_missing_one(int before_it_joins) {
     cpu_set_t cores;
     sched_getaffinity(0, sizeof cores, &cores);
     int32_t waiting = 0, found = 0, free = 0;
-    for (int round = 0; round < 2; round++) { /* in the first one they become known */
+    _Atomic int waits = 0;
+    for (int round = 0; round < 2; round++) { /* in the first one they become known, and ask no helper */
         seat seats[2];
-        team all = {.seats = memset(seats, 0, sizeof seats), .places = movable_places(2), .spins = 5000};
+        team all = {.seats = memset(seats, 0, sizeof seats), .places = movable_places(2), .spins = round ? 5000 : 0};
 #pragma omp parallel num_threads(2) reduction(+ : free)
         {
             int missing = round == 1 && omp_get_thread_num() == 1;
-            if (missing && before_it_joins) found = wait_until_moved(own_place());
+            if (missing && before_it_joins) found = wait_until_moved(own_place(), &waits);
             const member own = join_team(&all);
+            if (missing) atomic_store(&all.seats[1].core, 0); /* or a helper is asked, where both are on one core */
+            if (missing && !before_it_joins) found = wait_until_moved(own.place, &waits);
+            while (round == 1 && own.thread == 0 && !atomic_load(&waits)) usleep(1000);
             if (round == 1 && own.thread == 0) waiting = stay_on_core();
-            if (missing && !before_it_joins) found = wait_until_moved(own.place);
             meet(&own);
             if (round == 1 && own.thread == 0) sched_setaffinity(0, sizeof cores, &cores);
             leave_team(&own);
-            free += may_run_on(&cores);
+            free += is_free_at_last(&cores);
         }
     }
-    return found > 0 && found == waiting && free == 4 && !move_to(own_place(), waiting);
+    return found > 0 && found == waiting && free == 4 && !move_to(own_place(), waiting, 1);
 }
 
 typedef struct {
     place *_Atomic place;
     int32_t core, found;
     int free;
+    _Atomic int waits;
     cpu_set_t cores;
 } sharer;
 
@@ -128,9 +143,9 @@ static void *share(void *argument) {
     place *own = own_place();
     begin_to_move(own);
     atomic_store(&s->place, own);
-    s->found = wait_until_moved(own);
-    be_free(own);
-    s->free = may_run_on(&s->cores);
+    s->found = wait_until_moved(own, &s->waits);
+    stay(own);
+    s->free = is_free_at_last(&s->cores);
     return NULL;
 }
 
@@ -167,12 +182,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("spins", [0, 100, 5000])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_after_a_meeting_everything_that_others_did_before_is_done(
-    library: ctypes.CDLL, threads: int, spins: int
+    library: ctypes.CDLL, threads: int, spins: int, moved: bool
 ) -> None:
-    assert library.failures(threads, spins, 2000, 10) == 0
+    assert library.failures(threads, spins, 2000, 10, moved) == 0
 
 
 def test_a_thread_sleeps_at_once_where_the_one_that_it_waits_for_needs_its_core(library: ctypes.CDLL) -> None:

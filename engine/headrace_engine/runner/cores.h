@@ -6,7 +6,7 @@
  *
  *   - whoever waits for a thread that is kept from running takes it to its own core, and sleeps;
  *   - where two are on one core, a helper on another core, which runs only when that has nothing else to do
- *     (SCHED_IDLE), fetches one of them.
+ *     (SCHED_IDLE; beside processes of other control groups it may run sooner), fetches one of them.
  *
  * To move a thread is to narrow the set of its cores; as soon as it runs it widens it again by itself. Where any of this
  * is refused, threads stay where they are.
@@ -39,7 +39,10 @@ static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
 
 static inline void wake_all(_Atomic int32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
 
-enum { STAYS, MOVABLE, MOVING, MOVED };
+/* A place's state. From MOVABLE or MOVED somebody claims it as MOVING, and only who has claimed it changes its cores. Where
+ * its thread wants to stay meanwhile, it says UNWANTED, and whoever moves it gives its cores back: nobody waits for another one
+ * that may be kept from running. */
+enum { STAYS, MOVABLE, MOVING, MOVED, UNWANTED };
 
 /* A thread, for those who move it. */
 typedef struct {
@@ -55,57 +58,68 @@ static place *own_place(void) {
     return own;
 }
 
-/* Returns whether it was moved. */
-static int move_to(place *p, int32_t core) {
-    int32_t expected = MOVABLE;
-    if (!atomic_compare_exchange_strong(&p->state, &expected, MOVING)) return 0;
+static inline int changes(place *p, int32_t from, int32_t to) { return atomic_compare_exchange_strong(&p->state, &from, to); }
+
+/* `again`: also where it was moved before, and has not run since. Returns whether it was moved. */
+static int move_to(place *p, int32_t core, int again) {
+    int before = changes(p, MOVABLE, MOVING) ? MOVABLE : again && changes(p, MOVED, MOVING) ? MOVED : STAYS;
+    if (before == STAYS) return 0;
     cpu_set_t only;
     CPU_ZERO(&only);
     CPU_SET(core - 1, &only);
-    int moved = !sched_getaffinity(p->thread, sizeof p->allowed, &p->allowed) && CPU_ISSET(core - 1, &p->allowed) &&
-                !sched_setaffinity(p->thread, sizeof only, &only);
-    atomic_store(&p->state, moved ? MOVED : MOVABLE);
-    return moved;
+    int known = before == MOVED || !sched_getaffinity(p->thread, sizeof p->allowed, &p->allowed);
+    int moved = known && CPU_ISSET(core - 1, &p->allowed) && !sched_setaffinity(p->thread, sizeof only, &only);
+    if (changes(p, MOVING, moved ? MOVED : before)) return moved;
+    if (known) sched_setaffinity(p->thread, sizeof p->allowed, &p->allowed);
+    atomic_store(&p->state, STAYS);
+    return 0;
 }
 
-/* The caller may be moved from now on. */
+/* It may be moved from now on. */
 static inline void begin_to_move(place *p) {
-    int32_t expected = STAYS;
-    if (p) atomic_compare_exchange_strong(&p->state, &expected, MOVABLE);
+    if (p) changes(p, STAYS, MOVABLE);
 }
 
-/* The caller runs where it was moved to, and may run anywhere again. */
+/* The caller says where it runs, and may run anywhere again where it was moved there. */
 static inline void be_free(place *p) {
     if (!p) return;
     atomic_store_explicit(&p->core, current_core(), memory_order_relaxed);
-    if (atomic_load_explicit(&p->state, memory_order_acquire) != MOVED) return;
+    if (atomic_load_explicit(&p->state, memory_order_relaxed) != MOVED || !changes(p, MOVED, MOVING)) return;
     sched_setaffinity(0, sizeof p->allowed, &p->allowed);
     atomic_store(&p->state, MOVABLE);
 }
 
-/* The caller is moved no more: threads that it makes would inherit what it was narrowed to. */
+/* The caller is not moved any more: outside of a team nobody would give its cores back, and threads that it makes inherit
+ * them. */
 static void stay(place *p) {
-    for (int32_t expected = MOVABLE; p && !atomic_compare_exchange_weak(&p->state, &expected, STAYS); expected = MOVABLE)
-        be_free(p);
+    while (p && !changes(p, MOVABLE, STAYS) && !changes(p, MOVING, UNWANTED)) {
+        int32_t state = atomic_load(&p->state);
+        if (state == STAYS || state == UNWANTED) return;
+        if (state == MOVED) be_free(p);
+    }
 }
 
-/* Processor time of a thread of this process, -1 where it is none. */
-static int64_t used_ns(int32_t thread) {
+/* Processor time by a clock, -1 where there is no such clock. */
+static int64_t used_ns(clockid_t clock) {
     struct timespec used;
-    clockid_t clock = (clockid_t)((~(unsigned)thread << 3) | 6); /* as pthread_getcpuclockid makes it */
     return clock_gettime(clock, &used) ? -1 : used.tv_sec * 1000000000LL + used.tv_nsec;
 }
 
-/* Whether it does not run at this moment; of a thread that has ended, no. */
+/* Of a thread of this process alone, as pthread_getcpuclockid makes it. */
+static inline clockid_t clock_of(const place *p) { return (clockid_t)((~(unsigned)p->thread << 3) | 6); }
+
+/* Whether it does not run at this moment. It is not known, and then no, of a thread that has ended, and where clocks are so
+ * coarse that the caller seems not to run either. */
 static int is_kept_from_running(const place *p) {
-    int64_t before = used_ns(p->thread);
+    int64_t own = used_ns(CLOCK_THREAD_CPUTIME_ID), its = used_ns(clock_of(p));
     for (int spin = 0; spin < 40; spin++) spin_once();
-    return before >= 0 && used_ns(p->thread) == before;
+    return its >= 0 && used_ns(clock_of(p)) == its && used_ns(CLOCK_THREAD_CPUTIME_ID) > own;
 }
 
 /* What a core's helper is asked for. */
+enum { NOTHING, BEING_ASKED, ASKED };
 static struct {
-    _Atomic int32_t pending, begun, shared;
+    _Atomic int32_t request, begun, shared;
     place *_Atomic fetched, *_Atomic other;
 } helpers[CPU_SETSIZE];
 
@@ -116,14 +130,14 @@ static void *help(void *argument) {
     CPU_ZERO(&only);
     CPU_SET(core - 1, &only);
     if (sched_setaffinity(0, sizeof only, &only) || sched_setscheduler(0, SCHED_IDLE, &none)) return NULL;
-    _Atomic int32_t *pending = &helpers[core - 1].pending;
+    _Atomic int32_t *request = &helpers[core - 1].request;
     for (;;) {
-        while (!atomic_load(pending)) sleep_while(pending, 0);
+        for (int32_t now; (now = atomic_load(request)) != ASKED;) sleep_while(request, now);
         place *fetched = atomic_load(&helpers[core - 1].fetched), *other = atomic_load(&helpers[core - 1].other);
         int32_t shared = atomic_load(&helpers[core - 1].shared);
-        atomic_store(pending, 0);
-        if (atomic_load(&fetched->core) == shared && atomic_load(&other->core) == shared && used_ns(fetched->thread) >= 0)
-            move_to(fetched, core);
+        atomic_store(request, NOTHING);
+        if (atomic_load(&fetched->core) == shared && atomic_load(&other->core) == shared && used_ns(clock_of(fetched)) >= 0)
+            move_to(fetched, core, 0);
     }
 }
 
@@ -151,14 +165,19 @@ static void ask_for_core(place *fetched, place *other, place *const _Atomic *pla
         int32_t taken = p ? atomic_load(&p->core) : 0;
         if (taken) CPU_CLR(taken - 1, &cores);
     }
-    int32_t core = 1;
-    while (core <= CPU_SETSIZE && !CPU_ISSET(core - 1, &cores)) core++;
-    if (core > CPU_SETSIZE || atomic_load(&helpers[core - 1].pending) || !has_helper(core)) return;
-    atomic_store(&helpers[core - 1].fetched, fetched);
-    atomic_store(&helpers[core - 1].other, other);
-    atomic_store(&helpers[core - 1].shared, here);
-    atomic_store(&helpers[core - 1].pending, 1);
-    wake_all(&helpers[core - 1].pending);
+    for (int32_t core = 1; core <= CPU_SETSIZE; core++) {
+        if (!CPU_ISSET(core - 1, &cores)) continue;
+        int32_t nothing = NOTHING;
+        _Atomic int32_t *request = &helpers[core - 1].request;
+        /* One that has not come to what it was asked before has something else on its core. */
+        if (!atomic_compare_exchange_strong(request, &nothing, BEING_ASKED) || !has_helper(core)) continue;
+        atomic_store(&helpers[core - 1].fetched, fetched);
+        atomic_store(&helpers[core - 1].other, other);
+        atomic_store(&helpers[core - 1].shared, here);
+        atomic_store(request, ASKED);
+        wake_all(request);
+        return;
+    }
 }
 #else
 typedef struct place place;
@@ -166,7 +185,7 @@ static inline int32_t current_core(void) { return 0; }
 static inline void sleep_while(_Atomic int32_t *word, int32_t value) { (void)word, (void)value, sched_yield(); }
 static inline void wake_all(_Atomic int32_t *word) { (void)word; }
 static inline place *own_place(void) { return 0; }
-static inline int move_to(place *p, int32_t core) { return (void)p, (void)core, 0; }
+static inline int move_to(place *p, int32_t core, int again) { return (void)p, (void)core, (void)again, 0; }
 static inline void begin_to_move(place *p) { (void)p; }
 static inline void be_free(place *p) { (void)p; }
 static inline void stay(place *p) { (void)p; }

@@ -36,9 +36,11 @@ typedef struct {
     int thread, threads;
 } member;
 
-/* Of threads that are moved, for a team of whoever calls; NULL where it has too many, or one alone. */
+/* Of the threads of a team that whoever calls is about to begin; NULL where it has too many to move them, or one alone. From now
+ * on they may be moved, those that have not joined among them, as far as they were in one before. */
 static inline place *_Atomic *movable_places(int threads) {
     static _Thread_local place *_Atomic places[MOST_MOVED];
+    for (int thread = 0; thread < threads && threads <= MOST_MOVED; thread++) begin_to_move(atomic_load(places + thread));
     return threads > 1 && threads <= MOST_MOVED ? places : NULL;
 }
 
@@ -54,13 +56,11 @@ static inline member join_team(team *t) {
 }
 
 /* Before the region ends, where a team moves its threads. */
-static inline void leave_team(const member *m) {
-    if (m->thread == 0) stay(m->place);
-    else be_free(m->place);
-}
+static inline void leave_team(const member *m) { stay(m->place); }
 
 static inline int has_come(const member *m, int thread, int32_t meeting) {
-    return atomic_load_explicit(&m->team->seats[thread].meeting, memory_order_relaxed) == meeting;
+    /* or to a later one, where this thread was long kept from looking */
+    return atomic_load_explicit(&m->team->seats[thread].meeting, memory_order_relaxed) - meeting >= 0;
 }
 
 /* One that has not come and cannot come, as it was seen last on this very core; -1 where there is none. */
@@ -73,8 +73,8 @@ static inline int kept_from_coming(const member *m, int32_t meeting) {
     return -1;
 }
 
-/* This thread and another one are on one core, and one of them is to go to an idle one; not the first of the team, which
- * nobody but its members moves: it would have to wait for a helper that is kept from running. */
+/* This thread and another one are on one core, and one of them is to go to an idle one: not the first of the team, which may
+ * be about to go on without a team. */
 static void part(const member *m, int other) {
     place *own = m->place, *its = m->team->places ? atomic_load(m->team->places + other) : NULL;
     if (!own || !its) return;
@@ -82,21 +82,19 @@ static void part(const member *m, int other) {
     else ask_for_core(own, its, m->team->places, m->threads);
 }
 
+static inline int is_over(team *t, int32_t before) { return atomic_load_explicit(&t->meeting, memory_order_acquire) != before; }
+
 /* One that has not come, and does not run, comes to this core. Of those that sleep or have not begun it is not asked
  * unless `all`: they may be about to wake up elsewhere. Returns whether there was one. */
-static int fetch_one(const member *m, int32_t meeting, int all) {
-    for (int thread = 0; m->place && thread < m->threads; thread++) {
-        if (thread == m->thread || has_come(m, thread, meeting)) continue;
+static int fetch_one(const member *m, int32_t before, int all) {
+    for (int thread = 0; m->place && thread < m->threads && !is_over(m->team, before); thread++) {
+        if (thread == m->thread || has_come(m, thread, before + 1)) continue;
         place *its = atomic_load(m->team->places + thread);
         if (!its || !(all || atomic_load(&m->team->seats[thread].presence) == AT_WORK)) continue;
-        if (!is_kept_from_running(its) || has_come(m, thread, meeting) || !move_to(its, current_core())) continue;
-        part(m, thread);
-        return 1;
+        if (is_kept_from_running(its) && !has_come(m, thread, before + 1) && move_to(its, current_core(), 1)) return 1;
     }
     return 0;
 }
-
-static inline int is_over(team *t, int32_t before) { return atomic_load_explicit(&t->meeting, memory_order_acquire) != before; }
 
 /* Returns whether the meeting was over before it was time to sleep. */
 static int spin_until_over(const member *m, int32_t before) {
@@ -107,10 +105,10 @@ static int spin_until_over(const member *m, int32_t before) {
             part(m, other);
             return 0;
         }
-        if (spin % SPINS_BETWEEN_CHECKS == SPINS_BETWEEN_CHECKS - 1 && fetch_one(m, before + 1, 0)) return 0;
+        if (spin % SPINS_BETWEEN_CHECKS == SPINS_BETWEEN_CHECKS - 1 && fetch_one(m, before, 0)) return 0;
         spin_once();
     }
-    if (!is_over(m->team, before)) fetch_one(m, before + 1, 1);
+    fetch_one(m, before, 1);
     return 0;
 }
 

@@ -30,10 +30,11 @@ static int is_free_at_last(const cpu_set_t *cores) {
 }
 
 /* Each member writes the round's number and takes pieces of its work. Returns how often somebody saw after a meeting
- * that another one had not written it, or that not all pieces were taken, or was left bound to other cores than before. */
+ * that another one had not written it, or that not all pieces were taken, or was left bound to other cores. */
 int failures(int threads, int spins, int rounds, int pieces, int moved) {
     seat seats[threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .places = moved ? movable_places(threads) : NULL, .spins = spins};
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = spins};
+    if (moved) all.places = movable_places(threads);
     int written[threads], taken[threads], wrong = 0;
     cpu_set_t cores;
     sched_getaffinity(0, sizeof cores, &cores);

@@ -34,7 +34,7 @@ static int is_free_at_last(const cpu_set_t *cores) {
 int failures(int threads, int spins, int rounds, int pieces, int moved) {
     seat seats[threads];
     team all = {.seats = memset(seats, 0, sizeof seats), .spins = spins};
-    if (moved) all.places = movable_places(threads);
+    if (moved) all.movable = movable_threads(threads);
     int written[threads], taken[threads], wrong = 0;
     cpu_set_t cores;
     sched_getaffinity(0, sizeof cores, &cores);
@@ -86,10 +86,10 @@ long times_asleep(int rounds, int spins) {
 }
 
 /* Does not run, but for moments, until it is moved. Returns the core where it is then, from 1; 0 after 20 seconds. */
-static int32_t wait_until_moved(place *p, _Atomic int *waits) {
+static int32_t wait_until_moved(movable_thread *p, _Atomic int *waits) {
     atomic_store(waits, 1);
     for (int turn = 0; turn < 1000; turn++) {
-        if (atomic_load(&p->state) == MOVED) return current_core();
+        if (atomic_load(&p->state) == MIGRATED) return current_core();
         usleep(20000);
     }
     return 0;
@@ -112,14 +112,14 @@ int takes_the_missing_one(int before_it_joins) {
     _Atomic int waits = 0;
     for (int round = 0; round < 2; round++) { /* in the first one they become known, and ask no helper */
         seat seats[2];
-        team all = {.seats = memset(seats, 0, sizeof seats), .places = movable_places(2), .spins = round ? 5000 : 0};
+        team all = {.seats = memset(seats, 0, sizeof seats), .movable = movable_threads(2), .spins = round ? 5000 : 0};
 #pragma omp parallel num_threads(2) reduction(+ : free)
         {
             int missing = round == 1 && omp_get_thread_num() == 1;
-            if (missing && before_it_joins) found = wait_until_moved(own_place(), &waits);
+            if (missing && before_it_joins) found = wait_until_moved(own_thread(), &waits);
             const member own = join_team(&all);
             if (missing) atomic_store(&all.seats[1].core, 0); /* or a helper is asked, where both are on one core */
-            if (missing && !before_it_joins) found = wait_until_moved(own.place, &waits);
+            if (missing && !before_it_joins) found = wait_until_moved(own.self, &waits);
             while (round == 1 && own.thread == 0 && !atomic_load(&waits)) usleep(1000);
             if (round == 1 && own.thread == 0) waiting = stay_on_core();
             meet(&own);
@@ -128,11 +128,11 @@ int takes_the_missing_one(int before_it_joins) {
             free += is_free_at_last(&cores);
         }
     }
-    return found > 0 && found == waiting && free == 4 && !move_to(own_place(), waiting, 1);
+    return found > 0 && found == waiting && free == 4 && !migrate_to(own_thread(), waiting, 1);
 }
 
 typedef struct {
-    place *_Atomic place;
+    movable_thread *_Atomic self;
     int32_t core, found;
     int free;
     _Atomic int waits;
@@ -141,11 +141,11 @@ typedef struct {
 
 static void *share(void *argument) {
     sharer *s = argument;
-    place *own = own_place();
-    begin_to_move(own);
-    atomic_store(&s->place, own);
+    movable_thread *own = own_thread();
+    allow_migration(own);
+    atomic_store(&s->self, own);
     s->found = wait_until_moved(own, &s->waits);
-    stay(own);
+    forbid_migration(own);
     s->free = is_free_at_last(&s->cores);
     return NULL;
 }
@@ -155,15 +155,15 @@ int leaves_the_shared_core(void) {
     pthread_t thread;
     sharer s = {0};
     sched_getaffinity(0, sizeof s.cores, &s.cores);
-    place *own = own_place();
+    movable_thread *own = own_thread();
     pthread_create(&thread, NULL, share, &s); /* before this one is bound, which it would inherit */
     s.core = stay_on_core();
     atomic_store(&own->core, s.core);
-    while (!atomic_load(&s.place)) usleep(1000);
-    atomic_store(&s.place->core, s.core);
-    place *_Atomic places[] = {own, s.place};
+    while (!atomic_load(&s.self)) usleep(1000);
+    atomic_store(&s.self->core, s.core);
+    movable_thread *_Atomic movable[] = {own, s.self};
     for (int turn = 0; turn < 20000 && !s.found; turn++) {
-        ask_for_core(s.place, own, places, 2);
+        ask_idle_core(s.self, own, movable, 2);
         usleep(1000);
     }
     pthread_join(thread, NULL);

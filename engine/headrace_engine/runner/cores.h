@@ -39,63 +39,63 @@ static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
 
 static inline void wake_all(_Atomic int32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
 
-/* A place's state. From MOVABLE or MOVED somebody claims it as MOVING, and only who has claimed it changes its cores. Where
+/* A thread's state. From MOVABLE or MIGRATED somebody claims it as MIGRATING, and only who has claimed it changes its cores. Where
  * its thread wants to stay meanwhile, it says UNWANTED, and whoever moves it gives its cores back: nobody waits for another one
  * that may be kept from running. */
-enum { STAYS, MOVABLE, MOVING, MOVED, UNWANTED };
+enum { FIXED, MOVABLE, MIGRATING, MIGRATED, UNWANTED };
 
 /* A thread, for those who move it. */
 typedef struct {
     int32_t thread;
     _Atomic int32_t core, state; /* core: where it was seen last */
     cpu_set_t allowed;           /* before it was moved */
-} place;
+} movable_thread;
 
 /* The caller's, or NULL. It is kept behind the thread's end, as helpers may look at it. */
-static place *own_place(void) {
-    static _Thread_local place *own;
+static movable_thread *own_thread(void) {
+    static _Thread_local movable_thread *own;
     if (!own && (own = calloc(1, sizeof *own))) own->thread = (int32_t)syscall(SYS_gettid);
     return own;
 }
 
-static inline int changes(place *p, int32_t from, int32_t to) { return atomic_compare_exchange_strong(&p->state, &from, to); }
+static inline int changes(movable_thread *p, int32_t from, int32_t to) {
+    return atomic_compare_exchange_strong(&p->state, &from, to);
+}
 
 /* `again`: also where it was moved before, and has not run since. Returns whether it was moved. */
-static int move_to(place *p, int32_t core, int again) {
-    int before = changes(p, MOVABLE, MOVING) ? MOVABLE : again && changes(p, MOVED, MOVING) ? MOVED : STAYS;
-    if (before == STAYS) return 0;
+static int migrate_to(movable_thread *p, int32_t core, int again) {
+    int before = changes(p, MOVABLE, MIGRATING) ? MOVABLE : again && changes(p, MIGRATED, MIGRATING) ? MIGRATED : FIXED;
+    if (before == FIXED) return 0;
     cpu_set_t only;
     CPU_ZERO(&only);
     CPU_SET(core - 1, &only);
-    int known = before == MOVED || !sched_getaffinity(p->thread, sizeof p->allowed, &p->allowed);
+    int known = before == MIGRATED || !sched_getaffinity(p->thread, sizeof p->allowed, &p->allowed);
     int moved = known && CPU_ISSET(core - 1, &p->allowed) && !sched_setaffinity(p->thread, sizeof only, &only);
-    if (changes(p, MOVING, moved ? MOVED : before)) return moved;
+    if (changes(p, MIGRATING, moved ? MIGRATED : before)) return moved;
     if (known) sched_setaffinity(p->thread, sizeof p->allowed, &p->allowed);
-    atomic_store(&p->state, STAYS);
+    atomic_store(&p->state, FIXED);
     return 0;
 }
 
 /* It may be moved from now on. */
-static inline void begin_to_move(place *p) {
-    if (p) changes(p, STAYS, MOVABLE);
+static inline void allow_migration(movable_thread *p) {
+    if (p) changes(p, FIXED, MOVABLE);
 }
 
-/* The caller says where it runs, and may run anywhere again where it was moved there. */
-static inline void be_free(place *p) {
-    if (!p) return;
-    atomic_store_explicit(&p->core, current_core(), memory_order_relaxed);
-    if (atomic_load_explicit(&p->state, memory_order_relaxed) != MOVED || !changes(p, MOVED, MOVING)) return;
+/* The caller may run anywhere again where it was moved. */
+static inline void restore_affinity(movable_thread *p) {
+    if (!p || atomic_load_explicit(&p->state, memory_order_relaxed) != MIGRATED || !changes(p, MIGRATED, MIGRATING)) return;
     sched_setaffinity(0, sizeof p->allowed, &p->allowed);
     atomic_store(&p->state, MOVABLE);
 }
 
 /* The caller is not moved any more: outside of a team nobody would give its cores back, and threads that it makes inherit
  * them. */
-static void stay(place *p) {
-    while (p && !changes(p, MOVABLE, STAYS) && !changes(p, MOVING, UNWANTED)) {
+static void forbid_migration(movable_thread *p) {
+    while (p && !changes(p, MOVABLE, FIXED) && !changes(p, MIGRATING, UNWANTED)) {
         int32_t state = atomic_load(&p->state);
-        if (state == STAYS || state == UNWANTED) return;
-        if (state == MOVED) be_free(p);
+        if (state == FIXED || state == UNWANTED) return;
+        if (state == MIGRATED) restore_affinity(p);
     }
 }
 
@@ -106,11 +106,11 @@ static int64_t used_ns(clockid_t clock) {
 }
 
 /* Of a thread of this process alone, as pthread_getcpuclockid makes it. */
-static inline clockid_t clock_of(const place *p) { return (clockid_t)((~(unsigned)p->thread << 3) | 6); }
+static inline clockid_t clock_of(const movable_thread *p) { return (clockid_t)((~(unsigned)p->thread << 3) | 6); }
 
 /* Whether it does not run at this moment. It is not known, and then no, of a thread that has ended, and where clocks are so
  * coarse that the caller seems not to run either. */
-static int is_kept_from_running(const place *p) {
+static int is_kept_from_running(const movable_thread *p) {
     int64_t own = used_ns(CLOCK_THREAD_CPUTIME_ID), its = used_ns(clock_of(p));
     for (int spin = 0; spin < 40; spin++) spin_once();
     return its >= 0 && used_ns(clock_of(p)) == its && used_ns(CLOCK_THREAD_CPUTIME_ID) > own;
@@ -120,7 +120,7 @@ static int is_kept_from_running(const place *p) {
 enum { NOTHING, BEING_ASKED, ASKED };
 static struct {
     _Atomic int32_t request, begun, shared;
-    place *_Atomic fetched, *_Atomic other;
+    movable_thread *_Atomic fetched, *_Atomic other;
 } helpers[CPU_SETSIZE];
 
 static void *help(void *argument) {
@@ -133,11 +133,11 @@ static void *help(void *argument) {
     _Atomic int32_t *request = &helpers[core - 1].request;
     for (;;) {
         for (int32_t now; (now = atomic_load(request)) != ASKED;) sleep_while(request, now);
-        place *fetched = atomic_load(&helpers[core - 1].fetched), *other = atomic_load(&helpers[core - 1].other);
+        movable_thread *fetched = atomic_load(&helpers[core - 1].fetched), *other = atomic_load(&helpers[core - 1].other);
         int32_t shared = atomic_load(&helpers[core - 1].shared);
         atomic_store(request, NOTHING);
         if (atomic_load(&fetched->core) == shared && atomic_load(&other->core) == shared && used_ns(clock_of(fetched)) >= 0)
-            move_to(fetched, core, 0);
+            migrate_to(fetched, core, 0);
     }
 }
 
@@ -155,13 +155,14 @@ static int has_helper(int32_t core) {
 
 /* `fetched` and `other` are both on the caller's core: the first is to be fetched from there to one that is idle, and that no
  * thread of the team is on. */
-static void ask_for_core(place *fetched, place *other, place *const _Atomic *places, int num_places) {
+static void ask_idle_core(movable_thread *fetched, movable_thread *other, movable_thread *const _Atomic *movable,
+                          int num_threads) {
     int32_t here = current_core();
     cpu_set_t cores;
     if (here <= 0 || sched_getaffinity(fetched->thread, sizeof cores, &cores)) return;
     CPU_CLR(here - 1, &cores);
-    for (int i = 0; i < num_places; i++) {
-        const place *p = atomic_load(places + i);
+    for (int i = 0; i < num_threads; i++) {
+        const movable_thread *p = atomic_load(movable + i);
         int32_t taken = p ? atomic_load(&p->core) : 0;
         if (taken) CPU_CLR(taken - 1, &cores);
     }
@@ -180,17 +181,20 @@ static void ask_for_core(place *fetched, place *other, place *const _Atomic *pla
     }
 }
 #else
-typedef struct place place;
+typedef struct {
+    _Atomic int32_t core;
+} movable_thread;
 static inline int32_t current_core(void) { return 0; }
 static inline void sleep_while(_Atomic int32_t *word, int32_t value) { (void)word, (void)value, sched_yield(); }
 static inline void wake_all(_Atomic int32_t *word) { (void)word; }
-static inline place *own_place(void) { return 0; }
-static inline int move_to(place *p, int32_t core, int again) { return (void)p, (void)core, (void)again, 0; }
-static inline void begin_to_move(place *p) { (void)p; }
-static inline void be_free(place *p) { (void)p; }
-static inline void stay(place *p) { (void)p; }
-static inline int is_kept_from_running(const place *p) { return (void)p, 0; }
-static inline void ask_for_core(place *fetched, place *other, place *const _Atomic *places, int num_places) {
-    (void)fetched, (void)other, (void)places, (void)num_places;
+static inline movable_thread *own_thread(void) { return 0; }
+static inline int migrate_to(movable_thread *p, int32_t core, int again) { return (void)p, (void)core, (void)again, 0; }
+static inline void allow_migration(movable_thread *p) { (void)p; }
+static inline void restore_affinity(movable_thread *p) { (void)p; }
+static inline void forbid_migration(movable_thread *p) { (void)p; }
+static inline int is_kept_from_running(const movable_thread *p) { return (void)p, 0; }
+static inline void ask_idle_core(movable_thread *fetched, movable_thread *other, movable_thread *const _Atomic *movable,
+                                 int num_threads) {
+    (void)fetched, (void)other, (void)movable, (void)num_threads;
 }
 #endif

@@ -9,7 +9,7 @@
 #include <omp.h>
 
 #define SPINS_BETWEEN_LOOKS 64    /* at where the others are */
-#define SPINS_BETWEEN_CHECKS 512  /* of whether they run: two system calls each */
+#define SPINS_BETWEEN_CHECKS 512  /* of whether they run, by system calls */
 #define MOST_MOVED 64             /* threads of a team that are moved; of more none is */
 
 enum { ABSENT, AT_WORK, ASLEEP };
@@ -22,7 +22,7 @@ typedef struct {
 
 typedef struct {
     seat *seats;             /* one a thread, zeros at first */
-    place *_Atomic *places;  /* one a thread, as a team before had them, or NULL; NULL itself: none is moved */
+    movable_thread *_Atomic *movable;  /* one a thread, as a team before had them, or NULL; NULL itself: none is moved */
     int32_t spins;           /* of a thread that waits, before it sleeps; see openmp.py */
     _Alignas(64) _Atomic int32_t meeting; /* how many there were */
     _Alignas(64) _Atomic int32_t arrived, asleep;
@@ -32,31 +32,40 @@ typedef struct {
 
 typedef struct {
     team *team;
-    place *place;
+    movable_thread *self;
     int thread, threads;
 } member;
 
 /* Of the threads of a team that whoever calls is about to begin; NULL where it has too many to move them, or one alone. From now
  * on they may be moved, those that have not joined among them, as far as they were in one before. */
-static inline place *_Atomic *movable_places(int threads) {
-    static _Thread_local place *_Atomic places[MOST_MOVED];
-    for (int thread = 0; thread < threads && threads <= MOST_MOVED; thread++) begin_to_move(atomic_load(places + thread));
-    return threads > 1 && threads <= MOST_MOVED ? places : NULL;
+static inline movable_thread *_Atomic *movable_threads(int threads) {
+    static _Thread_local movable_thread *_Atomic movable[MOST_MOVED];
+    if (threads < 2 || threads > MOST_MOVED) return NULL;
+    for (int thread = 0; thread < threads; thread++) allow_migration(atomic_load(movable + thread));
+    return movable;
+}
+
+/* This member is at work, on this core, and may run on any other, too. */
+static inline void be_seen(const member *m) {
+    seat *own = m->team->seats + m->thread;
+    restore_affinity(m->self);
+    int32_t core = current_core();
+    if (m->self) atomic_store_explicit(&m->self->core, core, memory_order_relaxed);
+    atomic_store_explicit(&own->core, core, memory_order_relaxed);
+    atomic_store_explicit(&own->presence, AT_WORK, memory_order_relaxed);
 }
 
 /* Within a parallel region. The team has a seat for each of its threads. */
 static inline member join_team(team *t) {
-    member own = {t, t->places ? own_place() : NULL, omp_get_thread_num(), omp_get_num_threads()};
-    begin_to_move(own.place);
-    be_free(own.place);
-    if (t->places) atomic_store(t->places + own.thread, own.place);
-    atomic_store_explicit(&t->seats[own.thread].core, current_core(), memory_order_relaxed);
-    atomic_store_explicit(&t->seats[own.thread].presence, AT_WORK, memory_order_relaxed);
+    member own = {t, t->movable ? own_thread() : NULL, omp_get_thread_num(), omp_get_num_threads()};
+    allow_migration(own.self);
+    be_seen(&own);
+    if (t->movable) atomic_store(t->movable + own.thread, own.self);
     return own;
 }
 
 /* Before the region ends, where a team moves its threads. */
-static inline void leave_team(const member *m) { stay(m->place); }
+static inline void leave_team(const member *m) { forbid_migration(m->self); }
 
 static inline int has_come(const member *m, int thread, int32_t meeting) {
     /* or to a later one, where this thread was long kept from looking */
@@ -76,22 +85,21 @@ static inline int kept_from_coming(const member *m, int32_t meeting) {
 /* This thread and another one are on one core, and one of them is to go to an idle one: not the first of the team, which may
  * be about to go on without a team. */
 static void part(const member *m, int other) {
-    place *own = m->place, *its = m->team->places ? atomic_load(m->team->places + other) : NULL;
+    movable_thread *own = m->self, *its = m->team->movable ? atomic_load(m->team->movable + other) : NULL;
     if (!own || !its) return;
-    if (other) ask_for_core(its, own, m->team->places, m->threads);
-    else ask_for_core(own, its, m->team->places, m->threads);
+    ask_idle_core(other ? its : own, other ? own : its, m->team->movable, m->threads);
 }
 
 static inline int is_over(team *t, int32_t before) { return atomic_load_explicit(&t->meeting, memory_order_acquire) != before; }
 
 /* One that has not come, and does not run, comes to this core. Of those that sleep or have not begun it is not asked
  * unless `all`: they may be about to wake up elsewhere. Returns whether there was one. */
-static int fetch_one(const member *m, int32_t before, int all) {
-    for (int thread = 0; m->place && thread < m->threads && !is_over(m->team, before); thread++) {
+static int pull_one(const member *m, int32_t before, int all) {
+    for (int thread = 0; m->self && thread < m->threads && !is_over(m->team, before); thread++) {
         if (thread == m->thread || has_come(m, thread, before + 1)) continue;
-        place *its = atomic_load(m->team->places + thread);
+        movable_thread *its = atomic_load(m->team->movable + thread);
         if (!its || !(all || atomic_load(&m->team->seats[thread].presence) == AT_WORK)) continue;
-        if (is_kept_from_running(its) && !has_come(m, thread, before + 1) && move_to(its, current_core(), 1)) return 1;
+        if (is_kept_from_running(its) && !has_come(m, thread, before + 1) && migrate_to(its, current_core(), 1)) return 1;
     }
     return 0;
 }
@@ -105,26 +113,23 @@ static int spin_until_over(const member *m, int32_t before) {
             part(m, other);
             return 0;
         }
-        if (spin % SPINS_BETWEEN_CHECKS == SPINS_BETWEEN_CHECKS - 1 && fetch_one(m, before, 0)) return 0;
+        if (spin % SPINS_BETWEEN_CHECKS == SPINS_BETWEEN_CHECKS - 1 && pull_one(m, before, 0)) return 0;
         spin_once();
     }
-    fetch_one(m, before, 1);
+    pull_one(m, before, 1);
     return 0;
 }
 
 static void wait_for_others(const member *m, int32_t before) {
     team *t = m->team;
-    seat *own = t->seats + m->thread;
     if (spin_until_over(m, before)) return;
-    atomic_store_explicit(&own->presence, ASLEEP, memory_order_relaxed);
+    atomic_store_explicit(&t->seats[m->thread].presence, ASLEEP, memory_order_relaxed);
     while (!is_over(t, before)) {
         atomic_fetch_add(&t->asleep, 1);
         sleep_while(&t->meeting, before);
         atomic_fetch_sub(&t->asleep, 1);
     }
-    be_free(m->place);
-    atomic_store_explicit(&own->presence, AT_WORK, memory_order_relaxed);
-    atomic_store_explicit(&own->core, current_core(), memory_order_relaxed);
+    be_seen(m);
 }
 
 /* Until all members have come. What each wrote before is then seen by all. */
@@ -134,11 +139,9 @@ static inline void meet(const member *m) {
         t->claimed = 0;
         return;
     }
-    seat *own = t->seats + m->thread;
-    be_free(m->place);
+    be_seen(m);
     int32_t before = atomic_load_explicit(&t->meeting, memory_order_relaxed); /* which cannot change without this one */
-    atomic_store_explicit(&own->core, current_core(), memory_order_relaxed);
-    atomic_store_explicit(&own->meeting, before + 1, memory_order_relaxed);
+    atomic_store_explicit(&t->seats[m->thread].meeting, before + 1, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) < m->threads - 1) {
         wait_for_others(m, before);
         return;

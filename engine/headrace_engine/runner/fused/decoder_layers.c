@@ -207,7 +207,7 @@ int headrace_decoder_layers(const decoder_step *s) {
     if (!room) return -1;
     seat seats[s->threads];
     team all = {.seats = memset(seats, 0, sizeof seats),
-                .places = movable_places(s->threads),
+                .movable = movable_threads(s->threads),
                 .spins = s->layers->qkv.spins};
 #pragma omp parallel num_threads(s->threads)
     {

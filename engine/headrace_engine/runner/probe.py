@@ -292,5 +292,6 @@ def _check_positions_are_taken(calls: list[_Call]) -> None:
             rows = tensor[0].transpose(0, 1).float()
             apart = (rows[_SAME[0]] - rows[_SAME[1]]).abs().max()
             moved = (rows[_SAME[0]] - rows[_OTHER]).abs().max()
-            if apart > 0.02 * rows[_SAME[0]].abs().max() and apart > 0.5 * moved:
+            # by row instead of position they are one apart where the other one is three: 0.44 and more of what that moves
+            if apart > 0.02 * rows[_SAME[0]].abs().max() and apart > 0.2 * moved:
                 raise _RefusedError("takes a token's place in the row for its position and ignores position_ids")

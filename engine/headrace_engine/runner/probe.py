@@ -292,6 +292,6 @@ def _check_positions_are_taken(calls: list[_Call]) -> None:
             rows = tensor[0].transpose(0, 1).float()
             apart = (rows[_SAME[0]] - rows[_SAME[1]]).abs().max()
             moved = (rows[_SAME[0]] - rows[_OTHER]).abs().max()
-            # by row instead of position they are one apart where the other one is three: 0.44 and more of what that moves
+            # by rows they are one apart, the other one three: at least 0.44 of what that moves, with random weights
             if apart > 0.02 * rows[_SAME[0]].abs().max() and apart > 0.2 * moved:
                 raise _RefusedError("takes a token's place in the row for its position and ignores position_ids")

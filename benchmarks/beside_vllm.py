@@ -2,9 +2,10 @@
 
     python benchmarks/beside_vllm.py --vllm PYTHON [--dtype float32] [--workloads mixed] [--turns 3] [--json FILE]
 
-Output tokens a second of each turn, without prefix caching; each workload runs once before what is counted. Both have
-the same weights and requests. vLLM gets all cores, 64 sequences and steps of 2,048 tokens, Headrace what it has by
-default; `--quantization` and `--kv-cache-dtype` are for Headrace alone.
+Output tokens a second of each turn, without prefix caching; each workload runs once before what is counted. Whichever
+has no turn is stopped: vLLM looks for work when it has none. Both have the same weights and requests. vLLM gets all
+cores, 64 sequences and steps of 2,048 tokens, Headrace what it has by default; `--quantization` and `--kv-cache-dtype`
+are for Headrace alone.
 """
 
 import argparse

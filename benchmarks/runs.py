@@ -38,7 +38,8 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
 class Loaded:
     """A measurement that goes on until its input ends: it prints one line of figures for each line that it reads.
 
-    Whatever happens, none of its processes outlives the block that it is used in.
+    Between two lines its processes are stopped, so that others that are loaded have the machine for themselves: some
+    engines look for work all the time. Whatever happens, none of them outlives the block that it is used in.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -55,6 +56,7 @@ class Loaded:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(timeout=_END_SECONDS)
         self._process.kill()
@@ -65,20 +67,26 @@ class Loaded:
         """Raises CalledProcessError where the measurement ends instead; its error output has been seen."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):  # it has ended, and so has its output
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         for answer in self._process.stdout:
             if answer.startswith('{"seconds"'):  # not what a library has to say
                 figures: dict[str, Any] = json.loads(answer)
+                self._signal(signal.SIGSTOP)
                 return figures
         raise subprocess.CalledProcessError(self._process.wait(), self._command)
 
     def _end_group(self) -> None:
         """A child that outlives the first process would keep the output open, and `ask` waiting."""
         self._process.wait()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all its processes, as far as there are any."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
 
     @property
     def peak_rss_mib(self) -> float:

@@ -159,6 +159,16 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit(
         assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:])
 
 
+@pytest.mark.parametrize(("spread", "seed"), [(2.0, 0), (6.0, 2)])
+def test_where_a_window_begins_changes_no_bit_of_a_softmax_in_bfloat16(spread: float, seed: int) -> None:
+    whole = Problem(((0, 500),), 6, 3, k_dim=64, v_dim=64, block_size=32, window=200, spread=spread, seed=seed)
+    case = Case(whole, torch.bfloat16)
+    output = case.compute(NativeBackend(case.spec()))
+    for past in (1, 63, 64, 77, 149, 300, 401):
+        case = Case(replace(whole, sequences=((past, 500 - past),)), torch.bfloat16)
+        assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:]), past
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 def test_how_a_prompt_is_cut_into_steps_changes_no_bit_without_avx512(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +190,20 @@ def test_scores_far_beyond_the_range_of_exp_are_still_a_softmax(backend_type: An
     # One key outweighs all others: the output is its value.
     best = (case.query[0][-1, 0] @ case.key[0][:, 0].T).argmax()
     torch.testing.assert_close(output[-1, 0], case.value[0][best, 0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
+@pytest.mark.parametrize("growth", [0.01, 0.03, 0.2, -0.03])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_softmax_whose_scores_rise_from_key_to_key_is_as_exact(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, growth: float, sinks: bool
+) -> None:
+    case = Case(Problem(((590, 10),), group=3, k_dim=8, sinks=sinks), dtype, cache_dtype=cache_dtype)
+    case.key[0][..., 0] = (growth * torch.arange(600))[:, None].to(cache_dtype or dtype).to(dtype)
+    case.query[0][..., 0] = 1 / case.scale
+    output = case.compute(NativeBackend(case.spec()))
+    tolerance = 2e-5 if dtype is torch.float32 else 8e-3
+    torch.testing.assert_close(output.double(), case.expected(), atol=tolerance, rtol=max(tolerance, 2**-17))
 
 
 @both_backends

@@ -78,6 +78,18 @@ def test_gate_and_up_are_one_product(dtype: torch.dtype, rows: int, width: int) 
 
 
 @dtypes
+def test_a_gate_of_any_size_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
+    sizes = (0.0, 1e-30, 0.3, 5.0, 20.0, 80.0, 88.0, 200.0, 1e30)
+    gate = torch.tensor([*sizes, *(-size for size in sizes)]).to(dtype)
+    weight = torch.cat((gate, torch.ones(len(gate), dtype=dtype)))[:, None]
+    output = NativeGatedLinear(weight, None)(torch.ones(3, 1, dtype=dtype)).double()
+    expected = torch.nn.functional.silu(gate.double()).expand(3, -1)
+    torch.testing.assert_close(output, expected, rtol=2**-7 if dtype is torch.bfloat16 else 2e-6, atol=1e-25)
+    unknown = torch.full((2, 1), float("nan"), dtype=dtype)
+    assert NativeGatedLinear(unknown, None)(torch.ones(3, 1, dtype=dtype)).isnan().all()
+
+
+@dtypes
 @pytest.mark.parametrize("features", [5, 64, 1100])
 def test_a_norm_in_front_is_part_of_the_product(dtype: torch.dtype, features: int) -> None:
     weight, x, delta = (random(n, features, dtype=dtype) for n in (90, 10, 10))

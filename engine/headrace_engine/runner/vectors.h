@@ -93,46 +93,41 @@ static inline float sum_lanes(f32x v) {
     return sum;
 }
 
-/* value * 2^n for whole n >= -127; the power of -127 is zero. A NaN stays one. */
-static inline f32x scale_by_power(f32x value, f32x n) {
-#ifdef __AVX512F__ /* two instructions for four */
-    __mmask16 normal = _mm512_cmp_ps_mask((__m512)n, _mm512_set1_ps(-127.0f), _CMP_NLE_UQ);
-    return (f32x)_mm512_maskz_scalef_ps(normal, (__m512)value, (__m512)n);
-#endif
-    return value * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23);
-}
-
 static inline f32x nearest_integer(f32x x) {
     f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23 */
     return (x + shift) - shift;
 }
 
-/* exp of x <= 88 by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error about 2e-7. At the
- * lower bound n is -127: exp is exactly 0 below -87.7. A NaN stays one. */
-static inline f32x exp_vector(f32x x) {
-    x = max_vector(broadcast(-88.0f), x);
-    f32x n = nearest_integer(x * 1.44269504088896341f);
-    f32x r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    f32x p = r * 1.3888888888e-3f + 8.3333333333e-3f;
-    p = p * r + 4.1666666666e-2f;
-    p = p * r + 1.6666666666e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return scale_by_power(p, n);
+#define LOG2_E 1.44269504088896341f
+
+/* 2^x for x < 128: relative error 1.5e-7, but below 2^-126, where it may be zero. A NaN stays one. */
+static inline f32x power_of_two(f32x x) {
+#ifdef __AVX512DQ__
+    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9); /* what is above the integer below; of infinity zero */
+#else
+    x = max_vector(broadcast(-126.6f), x);
+    f32x n = nearest_integer(x - 0.5f), r = x - n;
+#endif
+    f32x p = r * 1.8775767e-3f + 8.98934002e-3f;
+    p = p * r + 5.58263181e-2f;
+    p = p * r + 2.40153617e-1f;
+    p = p * r + 6.93153073e-1f;
+    p = p * r + 9.99999925e-1f;
+#ifdef __AVX512DQ__
+    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x); /* by the integer below */
+#else
+    return p * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23); /* the power of -127 is zero */
+#endif
 }
 
 #ifdef __AVX512DQ__
-#define LOG2_E 1.44269504088896341f
-
-/* 2^x, for what is rounded to bfloat16 next: relative error 8e-5. Zero or infinite where it is none of float32's numbers. */
+/* The same for what is rounded to bfloat16 next: relative error 8e-5. */
 static inline f32x power_of_two_rough(f32x x) {
-    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9); /* what is above the integer below; of infinity zero */
+    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9);
     f32x p = r * 7.802452e-2f + 2.2606716e-1f;
     p = p * r + 6.9583356e-1f;
     p = p * r + 9.9992520e-1f;
-    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x); /* by the integer below */
+    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 #endif
 
@@ -203,8 +198,10 @@ static inline void copy_pair(void *target, const uint16_t *source, int index, in
 static inline __attribute__((always_inline)) void interleave(float *target, f32x *array, int rows) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(LANES / 2));
+#pragma GCC unroll 8
     for (int turn = 1; turn < MOST_INTERLEAVED; turn *= 2) {
         f32x turned[MOST_INTERLEAVED];
+#pragma GCC unroll 8
         for (int i = 0; i < MOST_INTERLEAVED / 2; i++) {
             __m512 first = (__m512)array[i], second = (__m512)array[i + MOST_INTERLEAVED / 2];
             turned[2 * i] = (f32x)_mm512_permutex2var_ps(first, low, second);
@@ -214,8 +211,9 @@ static inline __attribute__((always_inline)) void interleave(float *target, f32x
     }
     if (rows == MOST_INTERLEAVED) memcpy(target, array, sizeof(f32x) * MOST_INTERLEAVED);
     else
-        for (int lane = 0; lane < LANES; lane++)
-            _mm512_mask_storeu_ps(target + lane * rows, (1 << rows) - 1,
-                                  _mm512_castps256_ps512(_mm256_loadu_ps((float *)array + lane * MOST_INTERLEAVED)));
+        for (int i = 0; i < MOST_INTERLEAVED; i++) { /* each has two lanes now */
+            __m512 both = _mm512_maskz_compress_ps(((1 << rows) - 1) * 0x101, (__m512)array[i]);
+            _mm512_mask_storeu_ps(target + 2 * i * rows, (1 << 2 * rows) - 1, both);
+        }
 }
 #endif

@@ -163,12 +163,6 @@ static const char *copy_tail(const attention_args *a, const chunk *now, int num_
     return tail;
 }
 
-static inline float largest_score(const float *scores, int num_columns) {
-    f32x most[2] = {*(f32x *)scores, *(f32x *)(scores + LANES)};
-    for (int c = 2; c < num_columns; c++) most[c % 2] = max_vector(*(f32x *)(scores + c * LANES), most[c % 2]);
-    return max_lanes(max_vector(most[0], most[1]));
-}
-
 /* Rows of a unit that are multiplied at once, and their place in a thread's memory. */
 typedef struct {
     int first, rows, tiles;
@@ -182,22 +176,6 @@ static inline subunit subunit_of(const attention_args *a, const unit *u, const t
     return (subunit){number * step, rows, (rows + TILE_ROWS - 1) / TILE_ROWS,
                      s->queries + (int64_t)number * TILED_ROWS * a->layer.k_dim * 2,
                      s->mixed + (int64_t)number * TILED_ROWS * padded(a->layer.v_dim)};
-}
-
-/* Scores of a chunk become weights. */
-static void weigh_rows(const attention_args *a, const unit *u, const tiled_scratch *s, const subunit *part, const chunk *now) {
-    int group = group_of(a), v_stride = padded(a->layer.v_dim), first_key = now->first_column * LANES;
-    int last_key = first_key + now->num_columns * LANES - 1, position = first_position(a, u) + part->first / group;
-    int whole = first_key >= oldest_key(a, position + (part->rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
-    float *most = s->most + part->first;
-    f32x *total = s->total + part->first;
-    for (int row = 0; row < part->rows; row++) {
-        float *scores = s->scores + row * CHUNK * LANES;
-        float found = whole ? largest_score(scores, now->num_columns) * a->layer.scale
-                            : finish_scores(a, scores, now->num_columns, first_key, position + row / group, PAIRS);
-        raise_most(found, most + row, total + row, part->mixed + row * v_stride, v_stride);
-    }
-    soften(a, s->scores, now->num_columns, most, total, part->rows, PAIRS);
 }
 
 static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, const tiled_scratch *s) {
@@ -218,7 +196,8 @@ static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const
             const subunit part = subunit_of(a, u, s, number);
             const chunk *asked = number == first ? &next : NULL;
             score_chunk_by_tiles(a, part.queries, &now, asked, s->scores, part.tiles);
-            weigh_rows(a, u, s, &part, &now);
+            weigh_rows(a, s->scores, first_key, now.num_columns, position + part.first / group, part.rows, s->most + part.first,
+                       s->total + part.first, part.mixed, PAIRS);
             mix_chunk_by_tiles(a, s->scores, &now, tail, asked, part.mixed, part.tiles);
         }
     }

@@ -35,9 +35,13 @@ static inline f32x silu(f32x x, int dtype) {
     if (dtype == BFLOAT16) /* a quotient in full would take as long as all else, and is rounded next */
         return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
 #endif
-    i32x negative = x < 0.0f;
-    f32x e = exp_vector(select_vector(negative, x, -x)); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
-    return x * select_vector(negative, e, broadcast(1.0f)) / (1.0f + e);
+    x = max_vector(broadcast(-87.3f), x); /* below it the result is nothing, and the divisor has no reciprocal */
+    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
+#ifdef __AVX512F__
+    f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
+    return x * (inverse * (2.0f - divisor * inverse)); /* Newton's step doubles its bits */
+#endif
+    return x / divisor;
 }
 
 /* out[row][column..] = the sums of one row, with what belongs to them; `up` are the sums of the gate's other half. */

@@ -135,6 +135,7 @@ static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_
     for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
     if (pairs) done = 2 * pack_vectors(a, target, begin, rows, scales, BFLOAT16, 1);
     else if (dtype == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16, 0);
+    else if (rows == TILE) done = pack_vectors(a, target, begin, TILE, scales, FLOAT32, 0); /* without a loop over rows */
     else done = pack_vectors(a, target, begin, rows, scales, FLOAT32, 0);
     if (a->in_features % 2 && dtype == BFLOAT16) /* the last pair has no second */
         memset(target + (row_floats(a) - 1) * rows, 0, sizeof(float) * rows);
@@ -177,48 +178,62 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
     return own;
 }
 
-/* sums[rows][PANEL] of the rows of tiles first..last and one panel. */
-static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int panel, float *sums) {
-    float wide[WIDE_BYTES / 4] __attribute__((aligned(64)));
+/* Rows of a tile as they stand in `out`, for it to be in L1 when they are summed: to ask for it takes memory's time. */
+static void ask_for_results(const linear_args *a, int64_t row, int64_t rows, int column) {
+    int element = a->dtype == FLOAT32 ? 4 : 2;
+    for (int64_t i = 0; i < rows; i++)
+        for (int at = 0; at < PANEL * element; at += LINE)
+            __builtin_prefetch((const char *)a->out + ((row + i) * a->out_stride + column) * element + at, 1, 3);
+}
+
+/* Rows of a tile go out as soon as they are summed: while memory takes them, the next tile is multiplied. */
+static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
+    int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features;
+    int left = width - column < PANEL ? width - column : PANEL;
+    for (int64_t i = 0; i < rows; i++) {
+        const float *other = up ? up + i * PANEL : NULL;
+        if (a->dtype == FLOAT32) finish_row(a, row + i, column, left, sums + i * PANEL, other, FLOAT32);
+        else finish_row(a, row + i, column, left, sums + i * PANEL, other, BFLOAT16);
+    }
+}
+
+/* All rows of tiles first..last times a panel or, where the result is gated, two of them. */
+static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int index) {
+    float sums[2][BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
+    float wide[2][WIDE_BYTES / 8] __attribute__((aligned(64)));
     int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
+    int halves = a->result == SILU_MUL ? 2 : 1;
     int widens = kind == WIDENED && last - first > 2; /* else each tile does it, while it waits for memory */
-    int most = widens ? WIDE_BYTES / (2 * bytes) : MOST_DEPTH, chunks = (steps + most - 1) / most;
+    int most = widens ? WIDE_BYTES / 2 / (2 * bytes) : MOST_DEPTH, chunks = (steps + most - 1) / most;
     int64_t top = tile_begin(a->rows, tiles, first);
     for (int chunk = 0; chunk < chunks; chunk++) {
         int from = (int)((int64_t)steps * chunk / chunks);
         int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
-        const char *weight = (const char *)a->weight + ((int64_t)panel * steps + from) * bytes;
-        int64_t size = (int64_t)depth * bytes;
-        if (widens) widen(wide, weight, depth);
+        int64_t size = (int64_t)depth * bytes, panel_bytes = (int64_t)steps * bytes;
+        const char *weight = (const char *)a->weight + halves * index * panel_bytes + (int64_t)from * bytes;
+        int64_t behind = chunk < chunks - 1 ? size : halves * panel_bytes - (int64_t)from * bytes;
+        for (int half = 0; half < halves && widens; half++) widen(wide[half], weight + half * panel_bytes, depth);
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
             const float *tile = tiled + (row - top) * row_floats(a) + from * rows * floats_of_step(kind);
-            float *own = sums + (row - top) * PANEL;
-            requests ahead = plan_requests(a, weight + size, size, widens ? 2 * depth : depth, t - first, last - first);
-            if (kind == PAIRS) multiply_pairs((int)rows, tile, weight, depth, own, chunk > 0, ahead);
-            else if (kind == FLOAT32) multiply_float32((int)rows, tile, weight, depth, own, chunk > 0, ahead);
-            else if (widens) multiply_float32((int)rows, tile, wide, 2 * depth, own, chunk > 0, ahead);
-            else multiply_widened((int)rows, tile, weight, depth, own, chunk > 0, ahead);
+            int64_t place = (row - top) * PANEL;
+            if (chunk == chunks - 1) ask_for_results(a, row, rows, index * PANEL);
+            for (int half = 0; half < halves; half++) {
+                const char *own = weight + half * panel_bytes;
+                requests ahead = plan_requests(a, own + behind, size, widens ? 2 * depth : depth, t - first, last - first);
+                if (kind == PAIRS) multiply_pairs((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
+                else if (kind == FLOAT32) multiply_float32((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
+                else if (widens) multiply_float32((int)rows, tile, wide[half], 2 * depth, sums[half] + place, chunk > 0, ahead);
+                else multiply_widened((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
+            }
+            if (chunk == chunks - 1) finish_tile(a, row, rows, index * PANEL, sums[0] + place, halves > 1 ? sums[1] + place : NULL);
         }
     }
 }
 
-/* All rows of tiles first..last times the panels begin..end; where the result is gated, times as many pairs of them. */
+/* The same of the panels begin..end, or as many pairs of them. */
 static void multiply_block_by_vectors(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int begin, int end) {
-    float sums[BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
-    float up[BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
-    int gated = a->result == SILU_MUL, width = gated ? a->out_features / 2 : a->out_features;
-    int64_t top = tile_begin(a->rows, tiles, first), bottom = tile_begin(a->rows, tiles, last);
-    for (int index = begin; index < end; index++) {
-        multiply_panel(a, tiled, tiles, first, last, gated ? 2 * index : index, sums);
-        if (gated) multiply_panel(a, tiled, tiles, first, last, 2 * index + 1, up);
-        int column = index * PANEL, left = width - column < PANEL ? width - column : PANEL;
-        for (int64_t row = top; row < bottom; row++) {
-            float *own = sums + (row - top) * PANEL, *other = gated ? up + (row - top) * PANEL : NULL;
-            if (a->dtype == FLOAT32) finish_row(a, row, column, left, own, other, FLOAT32);
-            else finish_row(a, row, column, left, own, other, BFLOAT16);
-        }
-    }
+    for (int index = begin; index < end; index++) multiply_panel(a, tiled, tiles, first, last, index);
 }
 
 /* Tile `tile` to its place among those of a block that begins with tile `first`. */

@@ -10,6 +10,8 @@ are for Headrace alone.
 
 import argparse
 import os
+import signal
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,6 +34,8 @@ def main() -> None:
     parser.add_argument("--turns", type=command_line.count, default=3)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an engine that is stopped would stay
+        signal.signal(number, lambda *_: sys.exit(1))
     measured: dict[str, Figures] = {chosen: {"vLLM": [], "Headrace": []} for chosen in args.workloads}
     with ExitStack() as stack, Console(stderr=True).status("") as status:
         engines: dict[str, runs.Loaded] = {}

@@ -39,7 +39,8 @@ class Loaded:
     """A measurement that goes on until its input ends: it prints one line of figures for each line that it reads.
 
     Between two lines its processes are stopped, so that others that are loaded have the machine for themselves: some
-    engines look for work all the time. Whatever happens, none of them outlives the block that it is used in.
+    engines look for work all the time. None of them outlives the block that it is used in, unless this process is
+    killed.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
@@ -57,11 +58,13 @@ class Loaded:
 
     def __exit__(self, *_: object) -> None:
         self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.communicate(timeout=_END_SECONDS)
-        self._process.kill()
-        self._ending.join()
-        self._memory.stop()
+        try:
+            with suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                self._process.communicate(timeout=_END_SECONDS)
+        finally:
+            self._process.kill()
+            self._ending.join()
+            self._memory.stop()
 
     def ask(self, line: str) -> dict[str, Any]:
         """Raises CalledProcessError where the measurement ends instead; its error output has been seen."""

@@ -175,8 +175,8 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit_without_avx512(
 ) -> None:
     other = native.declared(build("paged_attention.c", "attention", "-mno-avx512f", tmp_path))
     monkeypatch.setattr(native, "_library", lambda: other)
-    for group in (1, 2, 4, 5, 7):
-        whole = Problem(((0, 40),), group=group, k_dim=64, v_dim=64, window=None)
+    for group, window in ((1, None), (2, None), (4, None), (5, None), (7, None), (2, 12)):
+        whole = Problem(((0, 40),), group=group, k_dim=64, v_dim=64, window=window)
         output = (case := Case(whole, torch.float32)).compute(NativeBackend(case.spec()))
         for past in range(1, 40):
             case = Case(replace(whole, sequences=((past, 40 - past),)), torch.float32)
@@ -203,7 +203,15 @@ def test_a_softmax_whose_scores_rise_from_key_to_key_is_as_exact(
     case.query[0][..., 0] = 1 / case.scale
     output = case.compute(NativeBackend(case.spec()))
     tolerance = 2e-5 if dtype is torch.float32 else 8e-3
-    torch.testing.assert_close(output.double(), case.expected(), atol=tolerance, rtol=max(tolerance, 2**-17))
+    torch.testing.assert_close(output.double(), case.expected(), atol=tolerance, rtol=tolerance)
+
+
+@both_backends
+def test_a_sink_of_minus_infinity_is_none(backend_type: Any) -> None:
+    case = Case(Problem(((0, 150),), window=16), torch.float32)
+    without = case.compute(backend_type(case.spec()))
+    case.sinks = torch.full((case.heads,), -torch.inf)
+    torch.testing.assert_close(case.compute(backend_type(case.spec())), without)
 
 
 @both_backends

@@ -78,6 +78,18 @@ def test_gate_and_up_are_one_product(dtype: torch.dtype, rows: int, width: int) 
 
 
 @dtypes
+@pytest.mark.parametrize("features", [600, 2100])
+def test_a_row_of_gate_and_up_depends_on_nothing_but_itself(dtype: torch.dtype, features: int) -> None:
+    weight, x = random(2 * 100, features, dtype=dtype) / features**0.5, random(150, features, dtype=dtype)
+    gate, up = torch.nn.functional.linear(x.double(), weight.double()).chunk(2, dim=-1)
+    layer = NativeGatedLinear(weight, None)
+    together = layer(x)
+    close(together, torch.nn.functional.silu(gate) * up)
+    for begin, end in ((0, 1), (3, 12), (40, 104), (149, 150)):
+        assert torch.equal(layer(x[begin:end]), together[begin:end])
+
+
+@dtypes
 def test_a_gate_of_any_size_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
     sizes = (0.0, 1e-30, 0.3, 5.0, 20.0, 80.0, 88.0, 200.0, 1e30)
     gate = torch.tensor([*sizes, *(-size for size in sizes)]).to(dtype)

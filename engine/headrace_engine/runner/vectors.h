@@ -93,11 +93,6 @@ static inline float sum_lanes(f32x v) {
     return sum;
 }
 
-static inline f32x nearest_integer(f32x x) {
-    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23 */
-    return (x + shift) - shift;
-}
-
 #define LOG2_E 1.44269504088896341f
 
 /* 2^x for x < 128: relative error 1.5e-7, but below 2^-126, where it may be zero. A NaN stays one. */
@@ -106,7 +101,8 @@ static inline f32x power_of_two(f32x x) {
     f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9); /* what is above the integer below; of infinity zero */
 #else
     x = max_vector(broadcast(-126.6f), x);
-    f32x n = nearest_integer(x - 0.5f), r = x - n;
+    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23: behind it there are whole numbers only */
+    f32x n = (x - 0.5f + shift) - shift, r = x - n;
 #endif
     f32x p = r * 1.8775767e-3f + 8.98934002e-3f;
     p = p * r + 5.58263181e-2f;

@@ -35,7 +35,7 @@ static inline f32x silu(f32x x, int dtype) {
     if (dtype == BFLOAT16) /* a quotient in full would take as long as all else, and is rounded next */
         return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
 #endif
-    x = max_vector(broadcast(-87.3f), x); /* below it the result is nothing, and the divisor has no reciprocal */
+    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is nothing, and its divisor has no reciprocal */
     f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
 #ifdef __AVX512F__
     f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);

@@ -5,10 +5,10 @@
 #else
 #define TILE 8 /* 24 sums, 3 vectors of weights and a broadcast: 28 of 32 registers */
 #endif
-#define MOST_DEPTH 1024 /* steps that are summed before sums are put aside: a panel's part of them stays in L2 */
+#define MOST_DEPTH 1024 /* steps of a panel, or of two, that are summed before sums are put aside: they stay in L2 */
 #define SOON 16         /* steps between asking for weights and multiplying with them */
 #define WIDE_BYTES (24 << 10) /* of weights that are widened at once, and stay in L1 */
-/* At most: tiles that are multiplied with one panel before the next, and stay in L2. */
+/* At most: tiles that are multiplied with a panel, or two, before the next, and stay in L2. */
 #define BLOCK_TILES (144 / TILE)
 #define BLOCK_BYTES (512 << 10)
 
@@ -154,17 +154,17 @@ static void widen(float *wide, const void *weight, int depth) {
             for (int j = 0; j < PANEL; j += LANES) *(f32x *)(wide + j) = load_step(weight, k * PANEL + j, WIDENED, second);
 }
 
-/* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes behind it next. Where fewer
- * tiles can ask for these, a line a step, the others ask for what attention reads. */
-static requests plan_requests(const linear_args *a, const char *behind, int64_t size, int depth, int64_t tile, int64_t tiles) {
+/* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes at `next` afterwards. Where
+ * fewer tiles can ask for these, a line a step, the others ask for what attention reads. */
+static requests plan_requests(const linear_args *a, const char *next, int64_t size, int depth, int64_t tile, int64_t tiles) {
     int64_t step = size / depth, needed = (step + LINE - 1) / LINE;
     if (!a->upcoming || tiles <= needed)
-        return (requests){.line = behind + size * tile / tiles, .stride = (int)((step + tiles - 1) / tiles), .lines = INT32_MAX};
-    if (tile < needed) return (requests){.line = behind + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
+        return (requests){.line = next + size * tile / tiles, .stride = (int)((step + tiles - 1) / tiles), .lines = INT32_MAX};
+    if (tile < needed) return (requests){.line = next + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
     /* Of a piece with more lines than the tile has steps the rest is left. */
     upcoming_blocks *u = a->upcoming;
     int64_t pieces = 2 * depth * LINE / (u->bytes[0] + u->bytes[1]), claimed;
-    requests own = {.line = behind, .upcoming = u, .lines = INT32_MAX};
+    requests own = {.line = next, .upcoming = u, .lines = INT32_MAX};
 #pragma omp atomic read
     claimed = u->claimed;
     if (claimed >= 2 * u->count) return own;
@@ -178,7 +178,8 @@ static requests plan_requests(const linear_args *a, const char *behind, int64_t 
     return own;
 }
 
-/* Rows of a tile as they stand in `out`, for it to be in L1 when they are summed: to ask for it takes memory's time. */
+/* Lines that a tile's results go to are asked for before its products, and come while these are computed. The number is a
+ * constant: of a narrow last panel some are asked for in vain. */
 static void ask_for_results(const linear_args *a, int64_t row, int64_t rows, int column) {
     int element = a->dtype == FLOAT32 ? 4 : 2;
     for (int64_t i = 0; i < rows; i++)
@@ -200,19 +201,19 @@ static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int col
 /* All rows of tiles first..last times a panel or, where the result is gated, two of them. */
 static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int index) {
     float sums[2][BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
-    float wide[2][WIDE_BYTES / 8] __attribute__((aligned(64)));
+    float wide[WIDE_BYTES / 4] __attribute__((aligned(64)));
     int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
     int halves = a->result == SILU_MUL ? 2 : 1;
     int widens = kind == WIDENED && last - first > 2; /* else each tile does it, while it waits for memory */
-    int most = widens ? WIDE_BYTES / 2 / (2 * bytes) : MOST_DEPTH, chunks = (steps + most - 1) / most;
+    int most = widens ? WIDE_BYTES / (2 * bytes) / halves : MOST_DEPTH, chunks = (steps + most - 1) / most;
     int64_t top = tile_begin(a->rows, tiles, first);
     for (int chunk = 0; chunk < chunks; chunk++) {
         int from = (int)((int64_t)steps * chunk / chunks);
         int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
         int64_t size = (int64_t)depth * bytes, panel_bytes = (int64_t)steps * bytes;
         const char *weight = (const char *)a->weight + halves * index * panel_bytes + (int64_t)from * bytes;
-        int64_t behind = chunk < chunks - 1 ? size : halves * panel_bytes - (int64_t)from * bytes;
-        for (int half = 0; half < halves && widens; half++) widen(wide[half], weight + half * panel_bytes, depth);
+        int64_t to_next = chunk < chunks - 1 ? size : halves * panel_bytes - (int64_t)from * bytes;
+        for (int half = 0; half < halves && widens; half++) widen(wide + half * WIDE_BYTES / 8, weight + half * panel_bytes, depth);
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
             const float *tile = tiled + (row - top) * row_floats(a) + from * rows * floats_of_step(kind);
@@ -220,10 +221,10 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
             if (chunk == chunks - 1) ask_for_results(a, row, rows, index * PANEL);
             for (int half = 0; half < halves; half++) {
                 const char *own = weight + half * panel_bytes;
-                requests ahead = plan_requests(a, own + behind, size, widens ? 2 * depth : depth, t - first, last - first);
+                requests ahead = plan_requests(a, own + to_next, size, widens ? 2 * depth : depth, t - first, last - first);
                 if (kind == PAIRS) multiply_pairs((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
                 else if (kind == FLOAT32) multiply_float32((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
-                else if (widens) multiply_float32((int)rows, tile, wide[half], 2 * depth, sums[half] + place, chunk > 0, ahead);
+                else if (widens) multiply_float32((int)rows, tile, wide + half * WIDE_BYTES / 8, 2 * depth, sums[half] + place, chunk > 0, ahead);
                 else multiply_widened((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
             }
             if (chunk == chunks - 1) finish_tile(a, row, rows, index * PANEL, sums[0] + place, halves > 1 ? sums[1] + place : NULL);

@@ -85,16 +85,13 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
     int oldest = oldest_key(a, position);
-    int whole = first_key >= oldest && first_key + num_columns * LANES - 1 <= position;
     f32x most = broadcast(MASKED);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
         if (a->layer.softcap > 0) s = tanh_vector((kind == PAIRS ? s * a->layer.scale : s) / a->layer.softcap) * (a->layer.softcap * LOG2_E);
-        if (!whole) {
-            i32x key = lanes + (first_key + c * LANES);
-            s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
-        }
-        if (!whole || a->layer.softcap > 0) *(f32x *)(scores + c * LANES) = s;
+        i32x key = lanes + (first_key + c * LANES);
+        s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
+        *(f32x *)(scores + c * LANES) = s;
         most = max_vector(s, most);
     }
     return most;

@@ -105,13 +105,13 @@ def test_1_a_live_request_is_received_again_and_again__stock_kombu(stock: tuple[
 
 
 def test_1_a_live_request_is_received_once_however_long_it_runs(service: Service) -> None:
-    handles = start(service)
     pid = service.workers[0].engine_pid()
     os.kill(pid, signal.SIGSTOP)  # the requests last as long as is wanted; their worker is well
     try:
-        before = renewals(service)
-        assert len(before) == len(handles)
-        service.wait_until(lambda: min(renewals(service).values()) > max(before.values()) + 3 * LEASE_SECONDS)
+        handles = send(service)
+        service.wait_until(lambda: len(renewals(service)) == len(handles))
+        before = max(renewals(service).values())
+        service.wait_until(lambda: min(renewals(service).values()) > before + 3 * LEASE_SECONDS)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert_each_ran_once(service, handles)

@@ -83,6 +83,30 @@ static inline float load_input(const linear_args *a, int64_t from, int k, float 
     return a->norm_weight ? x * (load_scalar(a->norm_weight, k, a->dtype) * scale) : x;
 }
 
+static inline int by_tiles(const linear_args *a) { return matrix_tiles_lent && a->dtype == BFLOAT16; }
+
+/* As weights lie: those of bfloat16 always in pairs, two inputs of which are widened with one instruction each. */
+static inline int kind_of_weight(int dtype) { return kind_of(dtype) == BFLOAT16 ? WIDENED : kind_of(dtype); }
+
+static inline int64_t pairs_in_tiles(int in) { return (in + TILE_INPUTS - 1) / TILE_INPUTS * (TILE_INPUTS / 2); }
+
+/* Of a panel's column. */
+static inline int64_t steps_of(const linear_args *a) {
+    return by_tiles(a) ? pairs_in_tiles(a->in_features) : num_steps(kind_of_weight(a->dtype), a->in_features);
+}
+
+/* Outputs that are stored. */
+static inline int width_of(const linear_args *a) { return a->result == SILU_MUL ? a->out_features / 2 : a->out_features; }
+
+/* Of a gated product pairs of them. */
+static inline int num_panels(const linear_args *a) { return (width_of(a) + PANEL - 1) / PANEL; }
+
+static inline int64_t panel_bytes(const linear_args *a) { return steps_of(a) * PANEL * (int64_t)sizeof(float); }
+
+static inline const char *panel_of(const linear_args *a, int index) {
+    return (const char *)a->weight + (a->result == SILU_MUL ? 2 : 1) * index * panel_bytes(a);
+}
+
 #include "linear_vectors.h"
 #include "linear_matrix_tiles.h"
 
@@ -106,18 +130,6 @@ static int take_group(int *taken) {
 #pragma omp atomic capture
     group = (*taken)++;
     return group;
-}
-
-static inline int by_tiles(const linear_args *a) { return matrix_tiles_lent && a->dtype == BFLOAT16; }
-
-/* Of a panel's column. */
-static inline int64_t steps_of(const linear_args *a) {
-    return by_tiles(a) ? pairs_in_tiles(a->in_features) : num_steps(kind_of_weight(a->dtype), a->in_features);
-}
-
-static inline int num_panels(const linear_args *a) {
-    int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features;
-    return (width + PANEL - 1) / PANEL;
 }
 
 /* How a product is divided: tiles of rows into blocks, whose tiles stay in L2, panels into groups that are taken by one
@@ -161,8 +173,10 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
         filled = 1;
         int from = (int)(begin + (end - begin) * group / d->groups);
         int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
-        if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to);
-        else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to);
+        /* What lies behind a cell is another thread's: to ask memory for it would cost as much as to need it. */
+        const char *behind = to < end ? panel_of(a, to) : NULL;
+        if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to, behind);
+        else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to, behind);
     }
 }
 

@@ -6,8 +6,6 @@
 #define MOST_TILES 32 /* of rows, that are multiplied with one panel before the next, */
 #define MOST_TILES_BYTES (768 << 10) /* and stay in L2 */
 
-static inline int64_t pairs_in_tiles(int in) { return (in + TILE_INPUTS - 1) / TILE_INPUTS * (TILE_INPUTS / 2); }
-
 static inline int64_t most_matrix_tiles(int64_t pairs) {
     int64_t fit = MOST_TILES_BYTES / (pairs * 4 * TILE_ROWS);
     return fit > MOST_TILES ? MOST_TILES : fit < 2 ? 2 : fit / 2 * 2;
@@ -16,6 +14,7 @@ static inline int64_t most_matrix_tiles(int64_t pairs) {
 #if HAS_MATRIX_TILES
 #define ROW_BYTES (PANEL * 4) /* of a panel: of one pair */
 #define MOST_PART 6           /* steps of a panel: with as many of rows they stay in L1 */
+#define FEW_TILES 4           /* of rows, for which a panel is not taken in parts */
 
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) {
     int in = a->in_features;
@@ -37,10 +36,20 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
     }
 }
 
+/* What memory is asked for while products are computed, so many lines with each: in one go they would keep all else from
+ * coming. */
+typedef struct {
+    const char *line, *end;
+    int lines;
+} asked;
+
+static inline void ask(asked *a) {
+    for (int i = 0; i < a->lines; i++, a->line += LINE) __builtin_prefetch(a->line, 0, 2);
+}
+
 /* sums[32][PANEL] of two tiles of rows, or [16][PANEL] of one; `begun`: what stands there is added to. */
 static inline __attribute__((always_inline)) void
-multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, const char *ahead,
-               int lines, int two) {
+multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, asked *ahead, int two) {
     settle_memory();
     if (begun) {
         _tile_loadd(0, sums, ROW_BYTES);
@@ -61,23 +70,31 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
         _tile_zero(4);
         _tile_zero(5);
     }
+    asked own = *ahead;
+    if (own.line >= own.end) own.lines = 0;
     for (int k = 0; k < depth; k++, x += TILE_ROWS * TILE_BYTES, weight += TILE_ROWS * ROW_BYTES) {
-        for (int i = 0; i < lines; i++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
         _tile_loadd(6, x, TILE_BYTES);
         _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
         _tile_dpbf16ps(0, 6, WEIGHT_TILE);
+        ask(&own);
         _tile_loadd(WEIGHT_TILE, weight + TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(1, 6, WEIGHT_TILE);
+        ask(&own);
         _tile_loadd(WEIGHT_TILE, weight + 2 * TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(2, 6, WEIGHT_TILE);
+        ask(&own);
         if (!two) continue;
         _tile_loadd(6, x + x_bytes, TILE_BYTES);
         _tile_dpbf16ps(5, 6, WEIGHT_TILE);
+        ask(&own);
         _tile_loadd(WEIGHT_TILE, weight + TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(4, 6, WEIGHT_TILE);
+        ask(&own);
         _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
         _tile_dpbf16ps(3, 6, WEIGHT_TILE);
+        ask(&own);
     }
+    ahead->line = own.line;
     _tile_stored(0, sums, ROW_BYTES);
     _tile_stored(1, sums + TILE_ROWS, ROW_BYTES);
     _tile_stored(2, sums + 2 * TILE_ROWS, ROW_BYTES);
@@ -89,46 +106,61 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
     settle_memory();
 }
 
-/* sums[rows of tiles][PANEL] of one panel, by parts of it that stay in L1 for all rows. */
+/* Rows that are multiplied with one panel before the next, and their sums. */
+typedef struct {
+    const char *packed;
+    int64_t first_row, tiles;
+    float sums[2][MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* of the gate, and of up */
+} row_block;
+
+/* Of so many products of tiles, which take turns in asking. */
+static asked plan_asking(const char *next, int64_t bytes, int64_t products) {
+    if (!next) return (asked){0};
+    return (asked){next, next + bytes, (int)((bytes / LINE + products - 1) / products)};
+}
+
+/* Sums of one panel; of a gated product the gate's come first. Many rows go by parts of it that stay in L1 for all of
+ * them; of few, to put sums aside would take longer than to read the panel from L2 again. Results go out tile by tile, as
+ * soon as these are summed. `next` is what is multiplied afterwards, or NULL. */
 static __attribute__((noinline)) void
-multiply_panel_by_matrix_tiles(const char *packed, int64_t tiles, const char *weight, int depth, float *sums, const char *ahead) {
-    int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES, turns = (tiles + 1) / 2;
-    int lines = (int)((TILE_ROWS * ROW_BYTES / LINE + turns - 1) / turns);
-    int parts = turns > 1 ? (depth + MOST_PART - 1) / MOST_PART : 1;
+multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, int half, const char *next) {
+    int depth = (a->in_features + TILE_INPUTS - 1) / TILE_INPUTS, gated = a->result == SILU_MUL;
+    int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES;
+    const char *weight = panel_of(a, index) + half * panel_bytes(a);
+    int parts = b->tiles > FEW_TILES ? (depth + MOST_PART - 1) / MOST_PART : 1;
+    asked ahead = plan_asking(next, panel_bytes(a), b->tiles * VECTORS * depth);
     for (int part = 0; part < parts; part++) {
         int from = depth * part / parts, steps = depth * (part + 1) / parts - from;
-        for (int64_t tile = 0; tile < tiles; tile += 2, ahead += steps * lines * LINE) {
-            const char *x = packed + tile * tile_bytes + from * TILE_ROWS * TILE_BYTES;
-            const char *w = weight + from * TILE_ROWS * ROW_BYTES;
-            float *own = sums + tile * TILE_ROWS * PANEL;
-            if (tile + 1 < tiles) multiply_tiles(x, tile_bytes, w, steps, own, part > 0, ahead, lines, 1);
-            else multiply_tiles(x, tile_bytes, w, steps, own, part > 0, ahead, lines, 0);
+        const char *w = weight + from * TILE_ROWS * ROW_BYTES;
+        for (int64_t tile = 0; tile < b->tiles; tile += 2) {
+            const char *x = b->packed + tile * tile_bytes + from * TILE_ROWS * TILE_BYTES;
+            int64_t row = b->first_row + tile * TILE_ROWS, rows = tile + 1 < b->tiles ? 2 * TILE_ROWS : TILE_ROWS;
+            int64_t place = tile * TILE_ROWS * PANEL;
+            if (tile + 1 < b->tiles) multiply_tiles(x, tile_bytes, w, steps, b->sums[half] + place, part > 0, &ahead, 1);
+            else multiply_tiles(x, tile_bytes, w, steps, b->sums[half] + place, part > 0, &ahead, 0);
+            if (part < parts - 1 || half < gated) continue;
+            if (rows > a->rows - row) rows = a->rows - row;
+            finish_tile(a, row, rows, index * PANEL, b->sums[0] + place, gated ? b->sums[1] + place : NULL);
         }
     }
 }
 
-/* All rows of tiles first..last times the panels begin..end; where the result is gated, times as many pairs of them. */
-static void
-multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin, int end) {
-    float sums[2][MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* of the gate, and of up */
-    int gated = a->result == SILU_MUL, width = gated ? a->out_features / 2 : a->out_features;
-    int depth = (a->in_features + TILE_INPUTS - 1) / TILE_INPUTS;
-    int64_t panel_bytes = (int64_t)depth * TILE_ROWS * ROW_BYTES, top = first * TILE_ROWS;
-    int64_t bottom = last * TILE_ROWS < a->rows ? last * TILE_ROWS : a->rows;
+/* All rows of tiles first..last times the panels begin..end; where the result is gated, times as many pairs of them.
+ * `behind` are the weights that are multiplied next, or NULL. */
+static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin,
+                                           int end, const char *behind) {
+    row_block b; /* whose sums need no zeros */
+    b.packed = (const char *)packed, b.first_row = first * TILE_ROWS, b.tiles = last - first;
     for (int index = begin; index < end; index++) {
-        const char *weight = (const char *)a->weight + index * panel_bytes * (1 + gated);
-        int column = index * PANEL, left = width - column < PANEL ? width - column : PANEL;
-        for (int half = 0; half <= gated; half++)
-            multiply_panel_by_matrix_tiles((const char *)packed, last - first, weight + half * panel_bytes, depth, sums[half],
-                                           weight + (1 + gated + half) * panel_bytes);
-        for (int64_t row = top; row < bottom; row++)
-            finish_row(a, row, column, left, sums[0] + (row - top) * PANEL, gated ? sums[1] + (row - top) * PANEL : NULL,
-                       BFLOAT16);
+        const char *next = index + 1 < end ? panel_of(a, index + 1) : behind;
+        for (int half = 0; half <= (a->result == SILU_MUL); half++)
+            multiply_panel_by_matrix_tiles(a, &b, index, half, next ? next + half * panel_bytes(a) : NULL);
     }
 }
 #else
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) { (void)a, (void)packed, (void)tile; }
-static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin, int end) {
-    (void)a, (void)packed, (void)first, (void)last, (void)begin, (void)end;
+static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin,
+                                           int end, const char *behind) {
+    (void)a, (void)packed, (void)first, (void)last, (void)begin, (void)end, (void)behind;
 }
 #endif

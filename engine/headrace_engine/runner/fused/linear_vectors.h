@@ -12,9 +12,6 @@
 #define BLOCK_TILES (144 / TILE)
 #define BLOCK_BYTES (512 << 10)
 
-/* As weights lie: those of bfloat16 always in pairs, two inputs of which are widened with one instruction each. */
-static inline int kind_of_weight(int dtype) { return kind_of(dtype) == BFLOAT16 ? WIDENED : kind_of(dtype); }
-
 /* Of a row in its tile, a step: one input, or one pair in its place; of widened pairs both inputs. */
 static inline int floats_of_step(int kind) { return kind == WIDENED ? 2 : 1; }
 
@@ -154,17 +151,18 @@ static void widen(float *wide, const void *weight, int depth) {
             for (int j = 0; j < PANEL; j += LANES) *(f32x *)(wide + j) = load_step(weight, k * PANEL + j, WIDENED, second);
 }
 
-/* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes at `next` afterwards. Where
- * fewer tiles can ask for these, a line a step, the others ask for what attention reads. */
+/* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes at `next` afterwards, or
+ * nothing where that is NULL. Where fewer tiles can ask for these, a line a step, the others ask for what attention reads. */
 static requests plan_requests(const linear_args *a, const char *next, int64_t size, int depth, int64_t tile, int64_t tiles) {
-    int64_t step = size / depth, needed = (step + LINE - 1) / LINE;
+    int64_t step = size / depth, needed = next ? (step + LINE - 1) / LINE : 0;
+    if (!next && !a->upcoming) return (requests){.line = a->weight, .lines = INT32_MAX};
     if (!a->upcoming || tiles <= needed)
         return (requests){.line = next + size * tile / tiles, .stride = (int)((step + tiles - 1) / tiles), .lines = INT32_MAX};
     if (tile < needed) return (requests){.line = next + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
     /* Of a piece with more lines than the tile has steps the rest is left. */
     upcoming_blocks *u = a->upcoming;
     int64_t pieces = 2 * depth * LINE / (u->bytes[0] + u->bytes[1]), claimed;
-    requests own = {.line = next, .upcoming = u, .lines = INT32_MAX};
+    requests own = {.line = a->weight, .upcoming = u, .lines = INT32_MAX};
 #pragma omp atomic read
     claimed = u->claimed;
     if (claimed >= 2 * u->count) return own;
@@ -189,8 +187,7 @@ static void ask_for_results(const linear_args *a, int64_t row, int64_t rows, int
 
 /* Rows of a tile go out as soon as they are summed: while memory takes them, the next tile is multiplied. */
 static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
-    int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features;
-    int left = width - column < PANEL ? width - column : PANEL;
+    int left = width_of(a) - column < PANEL ? width_of(a) - column : PANEL;
     for (int64_t i = 0; i < rows; i++) {
         const float *other = up ? up + i * PANEL : NULL;
         if (a->dtype == FLOAT32) finish_row(a, row + i, column, left, sums + i * PANEL, other, FLOAT32);
@@ -198,8 +195,10 @@ static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int col
     }
 }
 
-/* All rows of tiles first..last times a panel or, where the result is gated, two of them. */
-static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int index) {
+/* All rows of tiles first..last times a panel or, where the result is gated, two of them. `behind` are the weights that
+ * are multiplied next, or NULL. */
+static void multiply_panel(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int index,
+                           const char *behind) {
     float sums[2][BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
     float wide[WIDE_BYTES / 4] __attribute__((aligned(64)));
     int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
@@ -210,18 +209,18 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
     for (int chunk = 0; chunk < chunks; chunk++) {
         int from = (int)((int64_t)steps * chunk / chunks);
         int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
-        int64_t size = (int64_t)depth * bytes, panel_bytes = (int64_t)steps * bytes;
-        const char *weight = (const char *)a->weight + halves * index * panel_bytes + (int64_t)from * bytes;
-        int64_t to_next = chunk < chunks - 1 ? size : halves * panel_bytes - (int64_t)from * bytes;
-        for (int half = 0; half < halves && widens; half++) widen(wide + half * WIDE_BYTES / 8, weight + half * panel_bytes, depth);
+        int64_t size = (int64_t)depth * bytes, to_other = panel_bytes(a);
+        const char *weight = panel_of(a, index) + (int64_t)from * bytes;
+        const char *next = chunk < chunks - 1 ? weight + size : behind;
+        for (int half = 0; half < halves && widens; half++) widen(wide + half * WIDE_BYTES / 8, weight + half * to_other, depth);
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
             const float *tile = tiled + (row - top) * row_floats(a) + from * rows * floats_of_step(kind);
             int64_t place = (row - top) * PANEL;
             if (chunk == chunks - 1) ask_for_results(a, row, rows, index * PANEL);
             for (int half = 0; half < halves; half++) {
-                const char *own = weight + half * panel_bytes;
-                requests ahead = plan_requests(a, own + to_next, size, widens ? 2 * depth : depth, t - first, last - first);
+                const char *own = weight + half * to_other, *later = next ? next + half * to_other : NULL;
+                requests ahead = plan_requests(a, later, size, widens ? 2 * depth : depth, t - first, last - first);
                 if (kind == PAIRS) multiply_pairs((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
                 else if (kind == FLOAT32) multiply_float32((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
                 else if (widens) multiply_float32((int)rows, tile, wide + half * WIDE_BYTES / 8, 2 * depth, sums[half] + place, chunk > 0, ahead);
@@ -233,8 +232,10 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
 }
 
 /* The same of the panels begin..end, or as many pairs of them. */
-static void multiply_block_by_vectors(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last, int begin, int end) {
-    for (int index = begin; index < end; index++) multiply_panel(a, tiled, tiles, first, last, index);
+static void multiply_block_by_vectors(const linear_args *a, const float *tiled, int64_t tiles, int64_t first, int64_t last,
+                                      int begin, int end, const char *behind) {
+    for (int index = begin; index < end; index++)
+        multiply_panel(a, tiled, tiles, first, last, index, index + 1 < end ? panel_of(a, index + 1) : behind);
 }
 
 /* Tile `tile` to its place among those of a block that begins with tile `first`. */

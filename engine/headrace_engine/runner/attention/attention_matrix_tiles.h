@@ -11,6 +11,7 @@ typedef struct {
     f32x *total;
     float *most, *scores, *mixed;
     char *queries, *tail;
+    int tile_rows; /* as the registers are shaped at the moment; 0: not at all */
 } tiled_scratch;
 
 static inline int tokens_of_subunit(const attention_args *a) {
@@ -37,11 +38,20 @@ static int64_t divide_scratch(const attention_args *a, int subunits, float *memo
 }
 
 #if HAS_MATRIX_TILES
-/* [tiles of rows][k_dim / 32][16 rows][32], zeros behind the last row. */
+/* Of a unit's tiles: all that it has where one tile is enough, as in decoding, so that no time goes into others. */
+static inline int tile_rows_of(const attention_args *a, const unit *u) { return min(u->num_tokens * group_of(a), TILE_ROWS); }
+
+/* So many of the unit's rows, and what fills their tiles. */
+static inline int rows_in_tiles(const attention_args *a, const unit *u, int rows) {
+    int tile_rows = tile_rows_of(a, u);
+    return (rows + tile_rows - 1) / tile_rows * tile_rows;
+}
+
+/* [tiles of rows][k_dim / 32][16 rows][32], zeros behind the last row of several tiles. */
 static void pack_query_tiles(const attention_args *a, const unit *u, char *target, int first, int rows) {
     int group = group_of(a);
     int64_t tile_bytes = (int64_t)a->layer.k_dim * 2 * TILE_ROWS;
-    for (int row = 0; row < (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; row++) {
+    for (int row = 0; row < rows_in_tiles(a, u, rows); row++) {
         char *place = target + row / TILE_ROWS * tile_bytes + row % TILE_ROWS * TILE_BYTES;
         const uint16_t *query = (const uint16_t *)a->step.query + token_of(u, group, first + row) * a->step.query_token_stride +
                                 head_of(u, group, first + row) * a->step.query_head_stride;
@@ -57,10 +67,26 @@ typedef struct {
     int64_t row, tile, step; /* to the next of each */
 } tiled_rows;
 
+/* What memory is asked for with each step: 16 rows of two lines. */
+typedef struct {
+    const char *steps[MOST_STEPS]; /* NULL: nothing */
+    int64_t row;
+} asked_rows;
+
+/* A quarter of a step's. All at once would keep from coming what is multiplied next. */
+static inline __attribute__((always_inline)) void ask_for_rows(const asked_rows *ahead, int step, int quarter) {
+    const char *first = ahead->steps[step];
+    if (!first) return;
+    for (int row = quarter * TILE_ROWS / 4; row < (quarter + 1) * TILE_ROWS / 4; row++) {
+        __builtin_prefetch(first + row * ahead->row, 0, 2);
+        __builtin_prefetch(first + row * ahead->row + LINE, 0, 2);
+    }
+}
+
 /* sums[tiles of rows][columns * 16] (+)= x . w, both factors in steps of 32. A column of w lies right of the one before. */
 static inline __attribute__((always_inline)) void
 tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int steps, float *sums, int64_t sums_row, int adds,
-              int tiles, int columns) {
+              const asked_rows *ahead, int tiles, int columns) {
     float *second = sums + TILE_ROWS * sums_row / 4, *third = second + TILE_ROWS * sums_row / 4;
 #define EACH_SUM(DO)                                  \
     DO(0, sums);                                      \
@@ -79,11 +105,15 @@ tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int step
     const char *rows = x->first;
     for (int step = 0; step < steps; step++, rows += x->step) {
         _tile_loadd(6, rows, x->row);
+        ask_for_rows(ahead, step, 0);
         _tile_loadd(WEIGHT_TILE, w[step], w_row);
+        ask_for_rows(ahead, step, 1);
         _tile_dpbf16ps(0, 6, WEIGHT_TILE);
         if (columns > 1) {
             _tile_loadd(WEIGHT_TILE, w[step] + TILE_BYTES, w_row);
+            ask_for_rows(ahead, step, 2);
             _tile_dpbf16ps(1, 6, WEIGHT_TILE);
+            ask_for_rows(ahead, step, 3);
         }
         if (tiles > 1) {
             _tile_loadd(6, rows + x->tile, x->row);
@@ -118,12 +148,14 @@ score_chunk_by_tiles(const attention_args *a, const char *queries, const chunk *
     int pairs = a->layer.k_dim / 2, steps = pairs / TILE_ROWS;
     tiled_rows x = {queries, TILE_BYTES, (int64_t)steps * TILE_ROWS * TILE_BYTES, TILE_ROWS * TILE_BYTES};
     const char *keys[MOST_STEPS];
+    asked_rows ahead = {.row = key_row};
     settle_memory();
     for (int c = 0; c < now->num_columns; c += 2) {
-        for (int pair = 0; next && pair < 2 * pairs; pair++)
-            __builtin_prefetch(next->k[c] + pair / 2 * key_row + pair % 2 * LINE, 0, 2);
-        for (int step = 0; step < steps; step++) keys[step] = now->k[c] + step * TILE_ROWS * key_row;
-        TILE_PRODUCTS(2, &x, keys, key_row, steps, scores + c * LANES, CHUNK * LANES * 4, 0);
+        for (int step = 0; step < steps; step++) {
+            keys[step] = now->k[c] + step * TILE_ROWS * key_row;
+            if (next) ahead.steps[step] = next->k[c] + step * TILE_ROWS * key_row;
+        }
+        TILE_PRODUCTS(2, &x, keys, key_row, steps, scores + c * LANES, CHUNK * LANES * 4, 0, &ahead);
     }
     settle_memory();
 }
@@ -137,16 +169,16 @@ mix_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *n
     const int64_t row = CHUNK * LANES * 4;
     tiled_rows x = {(const char *)weights, row, TILE_ROWS * row, TILE_BYTES};
     const char *values[CHUNK / 2];
+    asked_rows ahead = {.row = 2 * LINE}; /* in the order of memory, so many as are multiplied */
     settle_memory();
     for (int at = 0, columns; at < value_row; at += columns * TILE_BYTES) {
         columns = at + TILE_BYTES < value_row ? 2 : 1;
         for (int group = 0; group < groups; group++) {
             values[group] = (tail && group == groups - 1 ? tail : now->v[2 * group]) + at;
-            for (int line = 0; next && line < columns * TILE_ROWS; line++)
-                __builtin_prefetch(next->v[2 * group] + at * TILE_ROWS + line * LINE, 0, 2);
+            if (next) ahead.steps[group] = next->v[2 * group] + at * TILE_ROWS;
         }
-        if (columns == 2) TILE_PRODUCTS(2, &x, values, value_row, groups, mixed + at / 4, value_row, 1);
-        else TILE_PRODUCTS(1, &x, values, value_row, groups, mixed + at / 4, value_row, 1);
+        if (columns == 2) TILE_PRODUCTS(2, &x, values, value_row, groups, mixed + at / 4, value_row, 1, &ahead);
+        else TILE_PRODUCTS(1, &x, values, value_row, groups, mixed + at / 4, value_row, 1, &ahead);
     }
     settle_memory();
 }
@@ -178,14 +210,15 @@ static inline subunit subunit_of(const attention_args *a, const unit *u, const t
                      s->mixed + (int64_t)number * TILED_ROWS * padded(a->layer.v_dim)};
 }
 
-static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, const tiled_scratch *s) {
+static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, tiled_scratch *s) {
     int group = group_of(a), v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
     int position = first_position(a, u), num_positions = position + u->num_tokens, count = (u->num_tokens + tokens - 1) / tokens;
     begin_rows(a, u, u->num_tokens * group, s->most, s->total);
+    if (s->tile_rows != tile_rows_of(a, u)) begin_matrix_tiles(s->tile_rows = tile_rows_of(a, u));
     for (int number = 0; number < count; number++) {
         const subunit part = subunit_of(a, u, s, number);
         pack_query_tiles(a, u, (char *)part.queries, part.first, part.rows);
-        memset(part.mixed, 0, sizeof(float) * part.tiles * TILE_ROWS * v_stride);
+        memset(part.mixed, 0, sizeof(float) * rows_in_tiles(a, u, part.rows) * v_stride);
     }
     for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
         const chunk now = next_chunk(a, &w, PAIRS), next = look_ahead(a, &now, ahead, &upcoming, PAIRS);
@@ -208,7 +241,7 @@ static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const
     }
 }
 #else
-static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, const tiled_scratch *s) {
+static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, tiled_scratch *s) {
     (void)a, (void)u, (void)upcoming, (void)ahead, (void)s;
 }
 #endif

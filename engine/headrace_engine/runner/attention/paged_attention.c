@@ -444,7 +444,6 @@ int headrace_attention_part(const layer_args *layer, const step_args *step, int6
     int64_t floats = tiled ? divide_scratch(a, run / subunit, NULL, &unused)
                            : (int64_t)run * group * (layer->k_dim + v_stride + CHUNK * LANES + LANES + 1) + v_stride;
     float *memory = aligned_alloc(LINE, (sizeof(float) * floats + LINE - 1) / LINE * LINE);
-    if (memory && tiled) begin_matrix_tiles(TILE_ROWS);
     if (memory) attend_units(a, first_unit, run, claimed, memory);
     if (memory && tiled) end_matrix_tiles();
     free(memory);

@@ -159,6 +159,24 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit(
         assert torch.equal(case.compute(NativeBackend(case.spec())), output[past:])
 
 
+@pytest.mark.parametrize(("dtype", "cache_dtype"), TYPES)
+def test_what_else_a_step_computes_changes_no_bit(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    # Decoding and prompts in turn: one thread goes from units of few rows to units of many, and back.
+    step = Problem(((40, 1), (0, 60), (20, 4), (70, 1)), kv_heads=2, group=3, k_dim=64, v_dim=64, block_size=32)
+    together, before = Case(step, dtype, cache_dtype=cache_dtype), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        outputs = together.compute(NativeBackend(together.spec())).split([new for _, new in step.sequences])
+        for number, output in enumerate(outputs):
+            alone = Case(replace(step, sequences=(step.sequences[number],)), dtype, cache_dtype=cache_dtype)
+            alone.query, alone.key, alone.value = (
+                [drawn[number]] for drawn in (together.query, together.key, together.value)
+            )
+            assert torch.equal(alone.compute(NativeBackend(alone.spec())), output)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("spread", "seed"), [(2.0, 0), (6.0, 2)])
 def test_where_a_window_begins_changes_no_bit_of_a_softmax_in_bfloat16(spread: float, seed: int) -> None:
     whole = Problem(((0, 500),), 6, 3, k_dim=64, v_dim=64, block_size=32, window=200, spread=spread, seed=seed)

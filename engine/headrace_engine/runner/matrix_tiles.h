@@ -32,7 +32,8 @@ __attribute__((constructor)) static void ask_for_matrix_tiles(void) {
 
 #define WEIGHT_TILE 7 /* the register for w, which is always whole */
 
-/* Of each thread, before its first tile: x and sums get so many rows, 16 at most. */
+/* Of each thread, before its first tile and whenever that changes: x and sums get so many rows, 16 at most. What the registers
+ * hold is lost. */
 static inline void begin_matrix_tiles(int rows) {
     struct {
         uint8_t palette, start_row, reserved[14];

@@ -6,7 +6,7 @@
 #define MOST_STEPS 16 /* of a key's components: 512 of them */
 #define MOST_SUBUNITS 8 /* of 48 rows: keys and values come from memory once for so many */
 
-/* Memory of a thread: of rows as many as a unit can have, but scores of one subunit. */
+/* Of a thread. Memory: of rows as many as a unit can have, but scores of one subunit. */
 typedef struct {
     f32x *total;
     float *most, *scores, *mixed;
@@ -38,20 +38,11 @@ static int64_t divide_scratch(const attention_args *a, int subunits, float *memo
 }
 
 #if HAS_MATRIX_TILES
-/* Of a unit's tiles: all that it has where one tile is enough, as in decoding, so that no time goes into others. */
-static inline int tile_rows_of(const attention_args *a, const unit *u) { return min(u->num_tokens * group_of(a), TILE_ROWS); }
-
-/* So many of the unit's rows, and what fills their tiles. */
-static inline int rows_in_tiles(const attention_args *a, const unit *u, int rows) {
-    int tile_rows = tile_rows_of(a, u);
-    return (rows + tile_rows - 1) / tile_rows * tile_rows;
-}
-
-/* [tiles of rows][k_dim / 32][16 rows][32], zeros behind the last row of several tiles. */
-static void pack_query_tiles(const attention_args *a, const unit *u, char *target, int first, int rows) {
+/* [tiles of rows][k_dim / 32][16 rows][32], zeros from row `rows` to row `filled`. */
+static void pack_query_tiles(const attention_args *a, const unit *u, char *target, int first, int rows, int filled) {
     int group = group_of(a);
     int64_t tile_bytes = (int64_t)a->layer.k_dim * 2 * TILE_ROWS;
-    for (int row = 0; row < rows_in_tiles(a, u, rows); row++) {
+    for (int row = 0; row < filled; row++) {
         char *place = target + row / TILE_ROWS * tile_bytes + row % TILE_ROWS * TILE_BYTES;
         const uint16_t *query = (const uint16_t *)a->step.query + token_of(u, group, first + row) * a->step.query_token_stride +
                                 head_of(u, group, first + row) * a->step.query_head_stride;
@@ -67,7 +58,7 @@ typedef struct {
     int64_t row, tile, step; /* to the next of each */
 } tiled_rows;
 
-/* What memory is asked for with each step: 16 rows of two lines. */
+/* What memory is asked for with each step: 16 rows of two lines; with one column half of them. */
 typedef struct {
     const char *steps[MOST_STEPS]; /* NULL: nothing */
     int64_t row;
@@ -214,11 +205,14 @@ static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const
     int group = group_of(a), v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
     int position = first_position(a, u), num_positions = position + u->num_tokens, count = (u->num_tokens + tokens - 1) / tokens;
     begin_rows(a, u, u->num_tokens * group, s->most, s->total);
-    if (s->tile_rows != tile_rows_of(a, u)) begin_matrix_tiles(s->tile_rows = tile_rows_of(a, u));
+    int tile_rows = min(u->num_tokens * group, TILE_ROWS); /* where one tile is enough, no time goes into rows that are none */
+    if (s->tile_rows != tile_rows) begin_matrix_tiles(tile_rows);
+    s->tile_rows = tile_rows;
     for (int number = 0; number < count; number++) {
         const subunit part = subunit_of(a, u, s, number);
-        pack_query_tiles(a, u, (char *)part.queries, part.first, part.rows);
-        memset(part.mixed, 0, sizeof(float) * rows_in_tiles(a, u, part.rows) * v_stride);
+        int filled = (part.rows + tile_rows - 1) / tile_rows * tile_rows;
+        pack_query_tiles(a, u, (char *)part.queries, part.first, part.rows, filled);
+        memset(part.mixed, 0, sizeof(float) * filled * v_stride);
     }
     for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
         const chunk now = next_chunk(a, &w, PAIRS), next = look_ahead(a, &now, ahead, &upcoming, PAIRS);

@@ -107,6 +107,16 @@ static inline const char *panel_of(const linear_args *a, int index) {
     return (const char *)a->weight + (a->result == SILU_MUL ? 2 : 1) * index * panel_bytes(a);
 }
 
+/* Rows of a tile, or of two, go out as soon as they are summed: while memory takes them, the next ones are multiplied. */
+static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
+    int left = width_of(a) - column < PANEL ? width_of(a) - column : PANEL;
+    for (int64_t i = 0; i < rows; i++) {
+        const float *other = up ? up + i * PANEL : NULL;
+        if (a->dtype == FLOAT32) finish_row(a, row + i, column, left, sums + i * PANEL, other, FLOAT32);
+        else finish_row(a, row + i, column, left, sums + i * PANEL, other, BFLOAT16);
+    }
+}
+
 #include "linear_vectors.h"
 #include "linear_matrix_tiles.h"
 
@@ -173,7 +183,8 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
         filled = 1;
         int from = (int)(begin + (end - begin) * group / d->groups);
         int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
-        /* What lies behind a cell is another thread's: to ask memory for it would cost as much as to need it. */
+        /* What lies behind a cell is another thread's, or nothing of this weight: to ask memory for it would cost as much
+         * as to need it. */
         const char *behind = to < end ? panel_of(a, to) : NULL;
         if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to, behind);
         else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to, behind);
@@ -241,18 +252,18 @@ static linear_args weight_args(int dtype, int gated, int in, int out) {
 /* Elements of a packed weight. */
 int64_t headrace_packed_size(int dtype, int gated, int in, int out) {
     linear_args a = weight_args(dtype, gated, in, out);
-    return num_panels(&a) * (gated + 1) * steps_of(&a) * PANEL * (dtype == BFLOAT16 ? 2 : 1);
+    return num_panels(&a) * (gated + 1) * panel_bytes(&a) / (dtype == BFLOAT16 ? 2 : 4);
 }
 
 /* [out][in] -> [panels][steps of in][PANEL], zeros behind the last output and the last input. With gated, the first half
  * of the outputs is gate and the second up, and their panels alternate. */
 void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, const void *weight, void *packed) {
     linear_args a = weight_args(dtype, gated, in, out);
-    int width = gated ? out / 2 : out, steps = (int)steps_of(&a), per_step = dtype == BFLOAT16 ? 2 : 1;
+    int width = width_of(&a), steps = (int)steps_of(&a), per_step = dtype == BFLOAT16 ? 2 : 1;
 #pragma omp parallel for num_threads(threads)
     for (int panel = 0; panel < num_panels(&a) * (gated + 1); panel++) {
         int index = gated ? panel / 2 : panel, half = gated ? panel % 2 : 0;
-        char *target = (char *)packed + (int64_t)panel * steps * PANEL * sizeof(float);
+        char *target = (char *)packed + panel * panel_bytes(&a);
         for (int column = 0; column < PANEL; column++) {
             int64_t row = (int64_t)index * PANEL + column + half * width;
             for (int k = 0; k < steps * per_step; k++) {

@@ -1,8 +1,8 @@
 /* Products by matrix tiles, where the processor has them: bfloat16 in pairs, 32 inputs a step.
  *
  * A panel lies as for PAIRS, [steps][PANEL][2], zeros behind the last input; the input is copied into tiles of 16 rows,
- * [tiles][in / 32][16 rows][32], zeros behind the last row and input. Two tiles of rows and a panel are multiplied at a
- * time, their six tiles of sums in registers from the first input to the last. */
+ * [tiles][in / 32][16 rows][32], zeros behind the last row and input. Two tiles of rows and a panel, or a part of it, are
+ * multiplied at a time, their six tiles of sums in registers. */
 #define MOST_TILES 32 /* of rows, that are multiplied with one panel before the next, */
 #define MOST_TILES_BYTES (768 << 10) /* and stay in L2 */
 
@@ -41,15 +41,16 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
 typedef struct {
     const char *line, *end;
     int lines;
-} asked;
+} tile_requests;
 
-static inline void ask(asked *a) {
-    for (int i = 0; i < a->lines; i++, a->line += LINE) __builtin_prefetch(a->line, 0, 2);
+static inline void ask(tile_requests *r) {
+    for (int i = 0; i < r->lines && r->line < r->end; i++, r->line += LINE) __builtin_prefetch(r->line, 0, 2);
 }
 
 /* sums[32][PANEL] of two tiles of rows, or [16][PANEL] of one; `begun`: what stands there is added to. */
 static inline __attribute__((always_inline)) void
-multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, asked *ahead, int two) {
+multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, tile_requests *ahead,
+               int two) {
     settle_memory();
     if (begun) {
         _tile_loadd(0, sums, ROW_BYTES);
@@ -70,8 +71,7 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
         _tile_zero(4);
         _tile_zero(5);
     }
-    asked own = *ahead;
-    if (own.line >= own.end) own.lines = 0;
+    tile_requests own = *ahead;
     for (int k = 0; k < depth; k++, x += TILE_ROWS * TILE_BYTES, weight += TILE_ROWS * ROW_BYTES) {
         _tile_loadd(6, x, TILE_BYTES);
         _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
@@ -114,9 +114,9 @@ typedef struct {
 } row_block;
 
 /* Of so many products of tiles, which take turns in asking. */
-static asked plan_asking(const char *next, int64_t bytes, int64_t products) {
-    if (!next) return (asked){0};
-    return (asked){next, next + bytes, (int)((bytes / LINE + products - 1) / products)};
+static tile_requests plan_tile_requests(const char *next, int64_t bytes, int64_t products) {
+    if (!next) return (tile_requests){0};
+    return (tile_requests){next, next + bytes, (int)((bytes / LINE + products - 1) / products)};
 }
 
 /* Sums of one panel; of a gated product the gate's come first. Many rows go by parts of it that stay in L1 for all of
@@ -124,11 +124,11 @@ static asked plan_asking(const char *next, int64_t bytes, int64_t products) {
  * soon as these are summed. `next` is what is multiplied afterwards, or NULL. */
 static __attribute__((noinline)) void
 multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, int half, const char *next) {
-    int depth = (a->in_features + TILE_INPUTS - 1) / TILE_INPUTS, gated = a->result == SILU_MUL;
+    int depth = (int)steps_of(a) / TILE_ROWS, gated = a->result == SILU_MUL;
     int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES;
     const char *weight = panel_of(a, index) + half * panel_bytes(a);
     int parts = b->tiles > FEW_TILES ? (depth + MOST_PART - 1) / MOST_PART : 1;
-    asked ahead = plan_asking(next, panel_bytes(a), b->tiles * VECTORS * depth);
+    tile_requests ahead = plan_tile_requests(next, panel_bytes(a), b->tiles * VECTORS * depth);
     for (int part = 0; part < parts; part++) {
         int from = depth * part / parts, steps = depth * (part + 1) / parts - from;
         const char *w = weight + from * TILE_ROWS * ROW_BYTES;

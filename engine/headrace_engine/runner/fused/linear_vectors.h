@@ -154,15 +154,15 @@ static void widen(float *wide, const void *weight, int depth) {
 /* For one of the tiles that are multiplied with a part of a panel. All need the `size` bytes at `next` afterwards, or
  * nothing where that is NULL. Where fewer tiles can ask for these, a line a step, the others ask for what attention reads. */
 static requests plan_requests(const linear_args *a, const char *next, int64_t size, int depth, int64_t tile, int64_t tiles) {
-    int64_t step = size / depth, needed = next ? (step + LINE - 1) / LINE : 0;
-    if (!next && !a->upcoming) return (requests){.line = a->weight, .lines = INT32_MAX};
+    int64_t step = size / depth, needed = (step + LINE - 1) / LINE;
+    requests own = {.line = a->weight, .lines = INT32_MAX}; /* of what is there already: costs nothing */
+    if (!next && (!a->upcoming || tiles <= needed)) return own;
     if (!a->upcoming || tiles <= needed)
         return (requests){.line = next + size * tile / tiles, .stride = (int)((step + tiles - 1) / tiles), .lines = INT32_MAX};
-    if (tile < needed) return (requests){.line = next + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
+    if (next && tile < needed) return (requests){.line = next + size * tile / needed, .stride = LINE, .lines = INT32_MAX};
     /* Of a piece with more lines than the tile has steps the rest is left. */
     upcoming_blocks *u = a->upcoming;
     int64_t pieces = 2 * depth * LINE / (u->bytes[0] + u->bytes[1]), claimed;
-    requests own = {.line = a->weight, .upcoming = u, .lines = INT32_MAX};
 #pragma omp atomic read
     claimed = u->claimed;
     if (claimed >= 2 * u->count) return own;
@@ -171,7 +171,7 @@ static requests plan_requests(const linear_args *a, const char *next, int64_t si
         claimed = u->claimed;
         u->claimed += pieces ? pieces : 1;
     }
-    own.piece = claimed, own.stride = LINE;
+    own.upcoming = u, own.piece = claimed, own.stride = LINE;
     ask_for_piece(&own);
     return own;
 }
@@ -183,16 +183,6 @@ static void ask_for_results(const linear_args *a, int64_t row, int64_t rows, int
     for (int64_t i = 0; i < rows; i++)
         for (int at = 0; at < PANEL * element; at += LINE)
             __builtin_prefetch((const char *)a->out + ((row + i) * a->out_stride + column) * element + at, 1, 3);
-}
-
-/* Rows of a tile go out as soon as they are summed: while memory takes them, the next tile is multiplied. */
-static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
-    int left = width_of(a) - column < PANEL ? width_of(a) - column : PANEL;
-    for (int64_t i = 0; i < rows; i++) {
-        const float *other = up ? up + i * PANEL : NULL;
-        if (a->dtype == FLOAT32) finish_row(a, row + i, column, left, sums + i * PANEL, other, FLOAT32);
-        else finish_row(a, row + i, column, left, sums + i * PANEL, other, BFLOAT16);
-    }
 }
 
 /* All rows of tiles first..last times a panel or, where the result is gated, two of them. `behind` are the weights that

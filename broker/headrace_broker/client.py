@@ -26,7 +26,7 @@ from headrace_broker.errors import (
 )
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.idempotency import IdempotencyKeys
-from headrace_broker.keys import queue_name, result_key, stream_key
+from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue_levels import QueueLevelReader, read_tenant_level, retry_after
@@ -105,7 +105,7 @@ class Client:
         """Puts one request into its model's queue and returns its id.
 
         Where a request of the same `idempotency_key`, model and tenant was sent within a day, nothing is sent and its
-        id is returned, whatever became of it.
+        id is returned, whatever became of it. A `request_id` names one request: one that was used is refused.
 
         Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
         everything that is wrong, UnknownModelError for a model that nobody serves, QueueFullError where the settings
@@ -118,7 +118,7 @@ class Client:
         submission = prepare(request, default_model=self._model)
         with unavailable(self.settings, "submit a request"):
             self._require_served([submission])
-            [request_id], to_send = self._idempotency.bind([submission])
+            [request_id], to_send = self._idempotency.bind([submission], self._used_ids([submission]))
             self._require_room(to_send)
             self._begin_listening(to_send)
             with self._app.producer_pool.acquire(block=True) as producer:
@@ -135,7 +135,7 @@ class Client:
         submissions = prepare_all(requests, default_model=self._model)
         with unavailable(self.settings, "submit requests"):
             self._require_served(submissions)
-            request_ids, to_send = self._idempotency.bind(submissions)
+            request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
             self._require_room(to_send)
             self._begin_listening(to_send)
             with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
@@ -256,6 +256,20 @@ class Client:
             if known:
                 raise UnknownModelError(model, known)
         self._served.update(known)
+
+    def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
+        """The ids that callers chose and that a request has, or had a short while ago, as far as this client may see.
+
+        One that still waits is not seen: the queue puts the second message of an id aside.
+        """
+        given = [submission.request_id for submission in submissions if submission.has_given_id]
+        if not given:
+            return set()
+        with self._redis.pipeline(transaction=False) as pipe:
+            for request_id in given:
+                pipe.exists(stream_key(request_id), ended_key(request_id), result_key(request_id))
+            found = pipe.execute(raise_on_error=False)
+        return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
 
     def _require_room(self, submissions: Iterable[Submission]) -> None:
         """Clients that submit in the same moment may together exceed the bound by what each of them sends."""

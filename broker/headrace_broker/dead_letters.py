@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.envelope import is_request_id
+from headrace_broker.envelope import content_digest, is_request_id
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
+    LEASE_REQUESTS_KEY,
     PRIORITY_SEPARATOR,
     ended_key,
     engine_losses_key,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 DELIVERY_LIMIT: Final = "delivery limit"
 DUPLICATE: Final = "duplicate"  # a copy of a message that is being worked on
+DUPLICATE_ID: Final = "duplicate id"  # another message came first with its request id
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class DeadLetter:
     body: bytes = field(repr=False)
     at: float | None = None  # unix seconds by Redis's clock; None in the moment of burial
     packed: bytes = field(default=b"", repr=False)  # as it lies in Redis
+    bound_id: str | None = None
+    """In the moment of burial: the request id that was this message's own, not one that it only names."""
 
     @property
     def letter_id(self) -> str:
@@ -54,6 +58,15 @@ class DeadLetter:
         """The task id, where the message still shows one."""
         request_id = self.headers.get("id")
         return request_id if is_request_id(request_id) else None
+
+    @property
+    def content(self) -> str:
+        """See `envelope.content_digest`; of no message where it cannot be read."""
+        try:
+            payload = json.loads(self.body)
+            return content_digest(payload) if isinstance(payload, dict) else ""
+        except (ValueError, RecursionError):
+            return ""
 
     @cached_property
     def headers(self) -> dict[str, Any]:
@@ -87,16 +100,19 @@ def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:
 def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
     """Sends these messages again, to run from their beginning; the oldest first.
 
-    Returns those that were sent: others are no longer there, or are copies of messages that are alive.
+    Returns those that were sent: others are no longer there, are copies of messages that are alive, or have the request
+    id of another message, whose stream and result they would delete.
     """
     script = client.register_script(lua("dead_requeue", prelude=None))
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
     sent = []
     for letter in ordered:
+        if letter.reason == DUPLICATE_ID:
+            continue
         request_id = letter.request_id or ""
         forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key, listener_key)]
-        keys = [DEAD_LETTERS_KEY, letter.list_name, LEASE_BODIES_KEY, *forgotten]
-        if script(keys=keys, args=[letter.packed, letter.body]):
+        keys = [DEAD_LETTERS_KEY, letter.list_name, LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, *forgotten]
+        if script(keys=keys, args=[letter.packed, letter.body, request_id]):
             sent.append(letter)
     return sent
 

@@ -4,6 +4,8 @@ Celery decodes whatever a message names: it inflates a body that calls itself co
 runs it through any codec of Python. Nothing of that is needed here.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -25,6 +27,20 @@ def check_envelope(payload: Mapping[str, Any]) -> None:
         raise MalformedMessageError("it is compressed, which is not accepted")
     if payload.get("content-encoding") not in _ENCODINGS:
         raise MalformedMessageError(f"its content-encoding is none of {', '.join(_ENCODINGS)}")
+
+
+def content_digest(payload: Mapping[str, Any]) -> str:
+    """32 hex digits that say what a message asks for, and for whom: of its body as it is encoded, task and tenant.
+
+    A client that sends a request again writes another envelope (times, tags, priority) with the same content.
+    """
+    headers = payload.get("headers")
+    named = [headers.get(name) for name in ("task", "tenant")] if isinstance(headers, Mapping) else []
+    named += [payload.get(name) for name in ("content-type", "content-encoding")]
+    body = payload.get("body")
+    digest = hashlib.blake2b(json.dumps(named).encode(), digest_size=16)
+    digest.update((body if isinstance(body, str) else json.dumps(body)).encode(errors="replace"))
+    return digest.hexdigest()
 
 
 def is_request_id(value: object) -> bool:

@@ -6,7 +6,7 @@ marked sends the request once more under the same id: the queue may then hold it
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,21 +22,29 @@ KEPT_SECONDS: Final = 86_400
 
 
 class IdempotencyKeys:
-    """The keys of a Redis database; each belongs to one model and one tenant. Redis's errors pass through."""
+    """The keys of a Redis database; each belongs to one model, one tenant and one content. Redis's errors pass through."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
         self._claim: Final = client.register_script(lua("idempotency_claim", prelude=None))
 
-    def bind(self, submissions: Iterable[Submission]) -> tuple[list[str], list[Submission]]:
+    def bind(
+        self, submissions: Iterable[Submission], used_ids: Collection[str] = ()
+    ) -> tuple[list[str], list[Submission]]:
         """The request id of each submission, and those that are to be sent.
 
-        Raises InvalidRequestError for a key that was used with another prompt or other sampling parameters.
+        `used_ids` are the ids of these that a request has, or had, already. Raises InvalidRequestError for one of them,
+        unless an earlier submission of its key bound it; and for a key that was used with another prompt or other
+        sampling parameters.
         """
         request_ids: list[str] = []
         to_send: list[Submission] = []
         bound: set[str] = set()
         for submission in submissions:
+            if submission.request_id in used_ids and not self._is_known(submission):
+                raise InvalidRequestError(
+                    [f"request_id {submission.request_id!r} was used for a request that runs or has ended: choose a new id"]
+                )
             if "idempotency_key" not in submission.headers:
                 request_ids.append(submission.request_id)
                 to_send.append(submission)
@@ -57,20 +65,27 @@ class IdempotencyKeys:
                     pipe.hset(name, "sent", "1")
                 pipe.execute()
 
+    def _is_known(self, submission: Submission) -> bool:
+        return "idempotency_key" in submission.headers and bool(self._client.exists(_name(submission)))
+
     def _bind(self, submission: Submission) -> tuple[str, bool]:
         fingerprint = _fingerprint(submission)
         known: Any = self._claim(keys=[_name(submission)], args=[submission.request_id, fingerprint, KEPT_SECONDS])
         request_id, known_fingerprint, sent = (value.decode() for value in known)
         if known_fingerprint != fingerprint:
             key = submission.headers["idempotency_key"]
-            raise InvalidRequestError([f"idempotency_key {key!r} was used for another request: {request_id}"])
+            # whose request that is may be another's secret: who knows its id can read its stream
+            raise InvalidRequestError(
+                [f"idempotency_key {key!r} was used with another prompt or other sampling parameters: choose a new key"]
+            )
         return request_id, sent == "1"
 
 
 def _name(submission: Submission) -> str:
     """A digest, as keys and tenants are free text."""
     parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
-    return idempotency_key(hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())
+    tenant = submission.headers.get("tenant", "")
+    return idempotency_key(tenant, hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())
 
 
 def _fingerprint(submission: Submission) -> str:

@@ -1,6 +1,7 @@
 """Every Redis key of Headrace is built here, and nowhere else."""
 
 from typing import Final
+from urllib.parse import quote
 
 QUEUE_PREFIX: Final = "headrace."
 MODELS_KEY: Final = "headrace:models"
@@ -9,6 +10,7 @@ DEAD_LETTERS_KEY: Final = "headrace:dead"
 # The worker's lease transport; one set of keys serves all queues of a Redis database.
 LEASES_KEY: Final = "headrace:lease:leases"  # sorted set: lease id -> when it expires, by Redis's clock
 # :held:<list>, :delayed:<list>  the same, of one list's messages: in a worker's hands, and before their time
+LEASE_REQUESTS_KEY: Final = f"{LEASES_KEY}:request"  # hash: request id -> lease id of the message that came first with it
 LEASE_BODIES_KEY: Final = "headrace:lease:body"  # hash: lease id -> the message, byte for byte, sorted or leased
 LEASE_RECORDS_KEY: Final = "headrace:lease:record"  # hash: lease id -> its place and charge, msgpack
 LEASE_META_KEY: Final = "headrace:lease:meta"  # hash: lease id -> "<owner>|<list it came from>"
@@ -34,6 +36,8 @@ PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its ste
 # A request's id comes behind these; stream_publish.lua puts it there itself.
 STREAM_PREFIX: Final = "headrace:stream:"
 ENDED_PREFIX: Final = "headrace:ended:"
+
+PROBE_KEY: Final = "headrace:probe"  # written to see whether the server takes writes; it expires at once
 
 
 def queue_name(model: str) -> str:
@@ -106,6 +110,10 @@ def result_key(request_id: str) -> str:
     return f"celery-task-meta-{request_id}"
 
 
-def idempotency_key(digest: str) -> str:
-    """The hash that says which request a client's idempotency key belongs to."""
-    return f"headrace:idempotency:{digest}"
+def idempotency_key(tenant: str, digest: str) -> str:
+    """The hash that says which request a client's idempotency key belongs to.
+
+    The tenant's name is in it, so that a rule of Redis's ACL can keep a producer to the keys of its own tenant. It is
+    quoted: no name is the beginning of another one, or a pattern.
+    """
+    return f"headrace:idempotency:{quote(tenant, safe='')}:{digest}"

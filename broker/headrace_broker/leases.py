@@ -63,6 +63,8 @@ class LeasedMessage:
     deliveries: int  # 1 the first time
     over_quota: int = 0
     """The quota, where its tenant has too many messages in the queue and this one is only to be refused; else 0."""
+    bound_id: str | None = None
+    """The request id that is bound to it, as far as the scripts could read one."""
 
 
 class Leases:
@@ -106,6 +108,7 @@ class Leases:
         self._postpone: Final = script(_lease_lua("postpone"))
         self._reap: Final = script(_lease_lua("reap"))
         self._bury: Final = script(_lease_lua("bury"))
+        self._bind: Final = script(_lease_lua("bind"))
         self._purge: Final = script(_lease_lua("purge"))
 
     def __len__(self) -> int:
@@ -130,16 +133,27 @@ class Leases:
                 keys=[*_KEYS, *lists],
                 args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, int(is_to_sort)],
             )
-            for list_name, body, deliveries, reason in dead:
-                self._report_dead(DeadLetter(reason.decode(), list_name.decode(), deliveries, body))
+            for list_name, body, deliveries, reason, bound_id in dead:
+                letter = DeadLetter(reason.decode(), list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
+                self._report_dead(letter)
             messages += [
-                LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, over_quota)
-                for lease_id, list_name, body, deliveries, over_quota in leased
+                LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, over_quota, _id_of(bound_id))
+                for lease_id, list_name, body, deliveries, over_quota, bound_id in leased
             ]
         for message in messages:
             self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
             self._drop_lost(message.lease_id)
         return messages
+
+    def bind(self, message: LeasedMessage, request_id: object) -> bool:
+        """Makes the request id the message's own. False where it is another message's. Redis's errors pass through.
+
+        The scripts bind what they can read when they sort; this is for the others, and those that were sorted by a
+        worker of an earlier version. What the message itself says counts.
+        """
+        if not isinstance(request_id, str) or request_id == message.bound_id:
+            return True
+        return bool(self._bind(keys=_KEYS, args=[self.owner, message.lease_id, request_id]))
 
     def purge(self, lists: Sequence[str]) -> int:
         """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""
@@ -204,8 +218,9 @@ class Leases:
             buried = self._bury(keys=_KEYS, args=[self.owner, lease_id, reason])
             self._expect_owned(bool(buried), "bury")
             if buried:
-                list_name, body, deliveries = buried
-                self._report_dead(DeadLetter(reason, list_name.decode(), deliveries, body))
+                list_name, body, deliveries, bound_id = buried
+                letter = DeadLetter(reason, list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
+                self._report_dead(letter)
 
         self._settle(lease_id, bury)
 
@@ -288,6 +303,10 @@ class Leases:
     def _report_dead(self, letter: DeadLetter) -> None:
         logger.error("dead letter in %s after %d deliveries: %s", letter.queue, letter.deliveries, letter.reason)
         self.on_dead_letter(letter)
+
+
+def _id_of(bound_id: bytes) -> str | None:
+    return bound_id.decode(errors="replace") or None
 
 
 def _lease_lua(name: str) -> str:

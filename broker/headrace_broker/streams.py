@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 import msgpack
 
-from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.events import EndEvent, StreamEvent, pack, read_entry, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
-from headrace_broker.keys import ENDED_PREFIX, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
+from headrace_broker.keys import ENDED_PREFIX, PROBE_KEY, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage
 from headrace_broker.scripts import lua
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 ENDED_SECONDS: Final = 3600
 """So long after its stream has expired is it known that a request has ended."""
+
+_ENDED: Final = 1
+_ANOTHERS: Final = 2
+"""States of a claim, as `stream_claim.lua` says them."""
 
 Attempt: TypeAlias = tuple[str, int]
 """A request's id and the number of one attempt at it: the same worker may make more than one."""
@@ -38,6 +43,15 @@ class WriteOutcome(StrEnum):
     ROLLED_BACK = "rolled_back"
     """The server lost entries that it had accepted. This one would leave a gap; or the claim was lost, another worker
     has made it, too, and has written these tokens under the same attempt."""
+
+
+class Ending(StrEnum):
+    """What became of an end that was to be written to a stream from outside."""
+
+    WRITTEN = "written"
+    HAD_ENDED = "had ended"
+    ANOTHERS = "another's"
+    """The stream is that of another message with the same request id, and was left alone."""
 
 
 @dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
@@ -133,7 +147,8 @@ def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -
 class Claim:
     """The right to write to a stream as `attempt`, and everything that earlier attempts wrote.
 
-    Where `ended` is set the request was already over: nothing was claimed and nothing may be written.
+    Where `ended` is set the request was already over, where `is_anothers` the stream is that of another message with the
+    same request id: nothing was claimed and nothing may be written.
     """
 
     attempt: int
@@ -141,6 +156,9 @@ class Claim:
     ended: EndEvent | None
     engine_losses: int = 0
     """How many engine processes, of any worker, died with this request in them; see `engine_losses.py`."""
+    is_anothers: bool = False
+    has_replaced: bool = False
+    """What lay in the stream's place could not be gone on with, and was deleted: no worker of ours had written it."""
 
 
 class StreamWriter:
@@ -159,19 +177,32 @@ class StreamWriter:
         self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
 
     def claim(
-        self, request_id: str, worker_name: str, traceparent: str | None = None, abandon_after: float | None = None
+        self,
+        request_id: str,
+        worker_name: str,
+        traceparent: str | None = None,
+        abandon_after: float | None = None,
+        content: str | None = None,
     ) -> Claim:
-        """Takes the request over from whoever had it. A stream that has ended is left as it is."""
+        """Takes the request over from whoever had it. A stream that has ended is left as it is.
+
+        `content` is the digest of the message that asks. A stream that was begun by a message of other content is left
+        as it is, too.
+        """
         start: dict[str, Any] = {"worker": worker_name}
+        if content is not None:
+            start["content"] = content
         if traceparent is not None:
             start["traceparent"] = traceparent
         if abandon_after is not None:
             start["abandon_after"] = abandon_after
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
-        attempt, ended, raw, losses = self._claim(keys=keys, args=[pack(start), self._ttl_seconds])
+        args = [pack(start), self._ttl_seconds, content or ""]
+        attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)
         entries = [read_flat_entry(entry) for entry in raw]
-        last = entries[-1] if ended else None
-        return Claim(attempt, entries, last if isinstance(last, EndEvent) else None, losses)
+        last = entries[-1] if state == _ENDED else None
+        ended = last if isinstance(last, EndEvent) else None
+        return Claim(attempt, entries, ended, losses, state == _ANOTHERS, bool(replaced))
 
     def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
         """Appends all entries in one round trip and returns the attempts of which one was not accepted.
@@ -198,9 +229,29 @@ class StreamWriter:
         """Whether somebody has begun the request, or ended it. Redis's errors pass through."""
         return bool(self._client.exists(stream_key(request_id)))
 
-    def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None) -> bool:
-        """Ends a stream that this worker never claimed, or that is no longer its own. False where it had ended."""
-        data = pack(end_data(finish_reason, None, error))
+    def recorded(self, request_id: str) -> list[StreamEvent]:
+        """All that the stream holds. Redis's errors pass through."""
+        entries: Any = self._client.xrange(stream_key(request_id))
+        return [read_entry(entry_id, fields) for entry_id, fields in entries]
+
+    def takes_writes(self) -> bool:
+        """Whether the server takes a write now, whatever it says of a request's own keys."""
+        try:
+            return bool(self._client.set(PROBE_KEY, "1", px=1))
+        except REDIS_ERRORS:
+            return False
+
+    def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
+        """Ends a stream that this worker never claimed, or that is no longer its own.
+
+        `content` is the digest of the message that is over: only its own stream is ended.
+        """
+        data = end_data(finish_reason, None, error)
+        if content:
+            data["content"] = content
         keys = [stream_key(request_id), ended_key(request_id)]
-        found = self._end(keys=keys, args=[data, self._ttl_seconds, self._ttl_seconds, ENDED_SECONDS])
-        return found is None
+        args = [pack(data), self._ttl_seconds, self._ttl_seconds, ENDED_SECONDS, content]
+        found = self._end(keys=keys, args=args)
+        if found is None:
+            return Ending.WRITTEN
+        return Ending.HAD_ENDED if found else Ending.ANOTHERS

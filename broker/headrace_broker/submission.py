@@ -52,6 +52,8 @@ class Submission:
     priority: int
     expires: datetime | None
     headers: Mapping[str, Any] = field(repr=False)
+    has_given_id: bool = False
+    """The caller chose the request id, so it may have been used before."""
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -114,7 +116,7 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     deadline = _deadline(options.get("expires"), headers["enqueued_at"], problems)
     if problems or model is None:
         raise InvalidRequestError(problems)
-    return Submission(request, model, request_id, priority, deadline, headers)
+    return Submission(request, model, request_id, priority, deadline, headers, bool(options.get("request_id")))
 
 
 def prefix_of(request: GenerateRequest, model: object) -> str:

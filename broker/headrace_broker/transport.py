@@ -28,7 +28,8 @@ from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
-from headrace_broker.envelope import check_envelope
+from headrace_broker.dead_letters import DUPLICATE_ID
+from headrace_broker.envelope import check_envelope, content_digest
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
@@ -41,6 +42,9 @@ _REFUSED_SECONDS: Final = 1.0
 
 OVER_QUOTA: Final = "headrace_over_quota"
 """In a message's delivery_info: the quota, where the message is over it and only to be refused, or 0."""
+
+CONTENT: Final = "headrace_content"
+"""In a message's delivery_info: `envelope.content_digest` of it."""
 
 _COMMAND_TIMEOUT: Final = 5.0
 _DEFAULT_CREDIT: Final = 16
@@ -102,7 +106,7 @@ class QoS(virtual.QoS):
         if not self.channel.leased:
             super().reject(delivery_tag, requeue=requeue)
         elif requeue:
-            self.channel.leases.release(delivery_tag)
+            self.channel.leases.release(delivery_tag, strike=True)  # whoever rejects it does so because of the message
         else:
             self.channel.leases.bury(delivery_tag, "rejected")
 
@@ -322,6 +326,9 @@ class Channel(kombu_redis.Channel):
             self.leases.release(message.lease_id)
             return
         try:
+            if not self.leases.bind(message, payload["headers"].get("id")):
+                self.leases.bury(message.lease_id, DUPLICATE_ID)
+                return
             consume(payload)
         except (*CONNECTION_ERRORS, OperationalError):
             self.leases.release(message.lease_id, strike=True)
@@ -343,6 +350,7 @@ class Channel(kombu_redis.Channel):
         properties["delivery_tag"] = message.lease_id
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
+        properties["delivery_info"][CONTENT] = content_digest(payload)
         self.Message(payload, channel=self)
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload

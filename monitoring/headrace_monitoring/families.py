@@ -98,6 +98,15 @@ class QueueFamilies:
         self.redelivered = make.counter(
             "queue_redelivered_messages_total", "Messages received that an earlier worker had not finished."
         )
+        self.returned = make.counters(
+            "queue_returned_messages_total",
+            "Messages that this worker gave back to the queue.",
+            "reason",
+            labels.RETURN_REASONS,
+        )
+        self.streams_replaced = make.counter(
+            "streams_replaced_total", "Streams that no worker can have written, and that were deleted and begun anew."
+        )
         self.leases_lost = make.counter("leases_lost_total", "Messages that another worker took from this silent one.")
         self.dead_lettered = make.counters(
             "queue_dead_lettered_messages_total",

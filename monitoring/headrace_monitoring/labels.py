@@ -26,6 +26,18 @@ BLOCK_STATES = ("used", "cached", "free")
 SLOT_STATES = ("used", "free")
 PROMPT_SOURCES = ("computed", "cached")
 TENANT_TOKENS = ("prompt", "generated")
+RETURN_REASONS = (
+    "not_ready",
+    "redis",
+    "drain",
+    "cleared",
+    "engine_given_up",
+    "stream_refused",
+    "fenced",
+    "rolled_back",
+    "result_not_stored",
+)
+"""Why a worker gives a message back to the queue. The first four are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
 # where a value outside its set is counted: a new reason must not become a new series
@@ -50,6 +62,7 @@ class LabelSets:
         "undeliverable",
         "rejected",
         "duplicate",
+        "duplicate_id",
         "delivery_limit",
         "poison",
     )

@@ -131,6 +131,14 @@ class Metrics:
         """The message just received had been with a worker before."""
         self._queue.redelivered.inc()
 
+    def message_returned(self, reason: str) -> None:
+        """A message goes back to the queue; `reason` is one of `labels.RETURN_REASONS`."""
+        self._queue.returned[reason].inc()
+
+    def stream_replaced(self) -> None:
+        """What lay in a stream's place was deleted, as no worker can have written it."""
+        self._queue.streams_replaced.inc()
+
     def lease_lost(self) -> None:
         """Another worker has taken a message that this one held."""
         self._queue.leases_lost.inc()

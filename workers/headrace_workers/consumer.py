@@ -16,6 +16,14 @@ class EngineConsumer(Consumer):
         logger.error("a message could not be decoded: %s", type(exc).__name__)
         message.reject_log_error(logger, self.connection_errors)
 
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002  # Celery's signature
+        """Celery stores a failure under the id that the message names, which may be that of another's request.
+
+        Here it becomes a dead letter, and whoever waits is told where the id is the message's own.
+        """
+        logger.error("a message names a task that there is not")
+        message.reject_log_error(logger, self.connection_errors)
+
     def on_send_event_buffered(self) -> None:
         """Celery would send the events of each turn of its loop; here they wait for `flush_events`, or are 24."""
 

@@ -149,10 +149,14 @@ class Dispatcher:
             self._metrics.message_redelivered()
         known = self._in_flight.get(incoming.request_id) or self.settlement.ending(incoming.request_id)
         if known is not None:
-            self._adopt(known, celery_request, run_task)
+            if known.celery_request.content == celery_request.content:
+                self._adopt(known, celery_request, run_task)
+            else:
+                self.settlement.set_aside(incoming.request_id, celery_request)
             return
         # A message with an ETA passes through Celery's timer, and meanwhile there may be no room for it any more.
         if self._intake is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
+            self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return
         try:
@@ -170,9 +174,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
             self._forget(incoming.request_id)
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
-                logger.warning("request goes back to the queue", request_id=incoming.request_id, error=str(error))
-                self._redis_refuses = True
-                celery_request.hand_back()
+                self._redis_refuses = not self.settlement.give_back(celery_request, error)
                 return
             logger.error("request could not be taken in", request_id=incoming.request_id, raised=frames(error))
             failure = ErrorInfo("engine_error", f"the request could not be taken in: {type(error).__name__}")
@@ -189,9 +191,19 @@ class Dispatcher:
         started = time.perf_counter()
         span = self._tracing.begin(incoming)
         claim = self._writer.claim(
-            incoming.request_id, self._worker_name, self._tracing.traceparent(span), incoming.abandon_after
+            incoming.request_id,
+            self._worker_name,
+            self._tracing.traceparent(span),
+            incoming.abandon_after,
+            content=celery_request.content,
         )
         self._metrics.redis_command("claim", time.perf_counter() - started)
+        if claim.has_replaced:
+            logger.warning("deleted a stream that no worker can have written", request_id=incoming.request_id)
+            self._metrics.stream_replaced()
+        if claim.is_anothers:
+            self.settlement.set_aside(incoming.request_id, celery_request)
+            return
         if claim.ended is not None:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
@@ -352,6 +364,7 @@ class Dispatcher:
         jobs = list(self._in_flight)
         for job in reversed(jobs):  # the last first: they come out again in their order
             self._in_flight.drop(job)
+            self._metrics.message_returned("engine_given_up" if self._given_up else "drain")
             job.celery_request.hand_back(strike=self._given_up)
         return len(jobs)
 

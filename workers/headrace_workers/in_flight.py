@@ -235,6 +235,7 @@ class InFlight:
             logger.info("request does not kill the engine", **suspect.log_fields)
             self.drop(suspect)
             self._quarantine.acquit(suspect)
+            self._metrics.message_returned("cleared")
             suspect.celery_request.hand_back()
         self.send_chosen()
 

@@ -6,17 +6,19 @@ the end-of-task work of a request goes to the finisher's thread.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import redis
 import structlog
 from celery.worker.state import task_ready
 
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.dead_letters import DUPLICATE, DeadLetter
+from headrace_broker.dead_letters import DUPLICATE, DUPLICATE_ID, DeadLetter
+from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.results import ErrorInfo, GenerateResult
-from headrace_broker.streams import Attempt, Claim, StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams import Attempt, Claim, Ending, StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.labels import Outcome
 from headrace_monitoring.metrics import SERVED, Metrics
 from headrace_workers.finisher import Finisher
@@ -134,20 +136,15 @@ class Settlement:
     def refused(self, job: Job, outcome: WriteOutcome) -> None:
         """The stream takes nothing more from this job."""
         logger.info("stream refused a chunk", **job.log_fields, outcome=outcome.value)
-        if outcome is WriteOutcome.FENCED:
-            # Another worker has it under a message of its own; where this lease is lost too, the ack does nothing.
-            self._metrics.request_handed_back()
-            self._tracing.end(job, None)
-            task_ready(job.celery_request)
-            job.celery_request.cost(0)  # the other message pays
-            job.celery_request.acknowledge()
-            return
-        if outcome is WriteOutcome.ROLLED_BACK:
-            # more is lost than was kept here: the next attempt generates it again, from what the stream still holds
+        if outcome in (WriteOutcome.FENCED, WriteOutcome.ROLLED_BACK):
+            # Fenced: another worker has it. Then this lease is lost, too, and handing back does nothing; where it is not,
+            # somebody else wrote to the stream, and the next claim sees what is there. Rolled back: more is lost than was
+            # kept here, and the next attempt generates it again. Whose doing either is cannot be told, so it counts.
             self.forget(job)
             self._metrics.request_handed_back()
+            self._metrics.message_returned(outcome.value)
             self._tracing.end(job, None)
-            job.celery_request.hand_back()
+            job.celery_request.hand_back(strike=True)
             return
         gone = outcome is WriteOutcome.GONE
         result = job.result(_GONE if gone else _CANCELLED)
@@ -174,8 +171,9 @@ class Settlement:
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: Any, run_task: RunTask) -> None:
         """Answer a request that cannot be served: an end in its stream, an error in its result."""
         logger.info("request refused", request_id=incoming.request_id, code=error.code)
+        if not self._end_stream_of(celery_request, "rejected", error):
+            return
         self._metrics.request_refused("rejected", incoming.tenant)
-        self.end_stream(incoming.request_id, "rejected", error)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
         celery_request.cost(0)
 
@@ -188,37 +186,92 @@ class Settlement:
 
         self._finish(celery_request, finish)
 
-    def refuse_malformed(self, request_id: str) -> None:
+    def set_aside(self, request_id: str, celery_request: Any) -> None:
+        """The request id is another message's: this one becomes a dead letter, and changes nothing of the other's."""
+        logger.warning("request id is another message's", request_id=request_id)
+        celery_request.cost(0)
+        celery_request.set_aside()
+
+    def give_back(self, celery_request: Any, error: Exception) -> bool:
+        """Redis refused a request's stream. Returns whether that is the request's own doing, and counts against it.
+
+        It is where the server takes other writes.
+        """
+        is_own = isinstance(error, redis.ResponseError) and self._writer.takes_writes()
+        logger.warning("request goes back to the queue", request_id=celery_request.id, error=str(error))
+        self._metrics.message_returned("stream_refused" if is_own else "redis")
+        celery_request.hand_back(strike=is_own)
+        return is_own
+
+    def refuse_malformed(self, request_id: str, content: str) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
         self._metrics.request_refused("rejected")
-        if self.end_stream(request_id, "rejected", _MALFORMED):
-            self._store_error(request_id, _MALFORMED)
+        self._end_stream(request_id, "rejected", _MALFORMED, content)
 
     def dead_letter(self, letter: DeadLetter) -> None:
         """A message will not be delivered again: tell whoever waits for its stream or its result."""
         self._metrics.dead_lettered(letter.reason)
-        if letter.request_id is None or letter.reason == DUPLICATE:
+        if letter.reason in (DUPLICATE, DUPLICATE_ID):
+            return
+        if letter.bound_id is None or letter.bound_id != letter.request_id:  # it names the id of another message
             return
         after = f"after {letter.deliveries} deliveries" if letter.deliveries else "before its first delivery"
         error = ErrorInfo("dead_letter", f"given up {after}: {letter.reason}")
-        if self.end_stream(letter.request_id, "error", error):
-            self._store_error(letter.request_id, error)
+        self._end_stream(letter.bound_id, "error", error, letter.content)
 
     def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
-        expired = reason == "expired"
-        self._metrics.request_refused("expired" if expired else "cancelled", tenant_of(celery_request))
-        self.end_stream(celery_request.id, "expired" if expired else "cancelled", _EXPIRED if expired else _CANCELLED)
+        outcome: Outcome = "expired" if reason == "expired" else "cancelled"
+        if not self._end_stream_of(celery_request, outcome, _EXPIRED if outcome == "expired" else _CANCELLED):
+            return
+        self._metrics.request_refused(outcome, tenant_of(celery_request))
         celery_request.cost(0)
         self._finish(celery_request, announce)
 
-    def end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo) -> bool:
-        """End the stream of a request that this worker does not hold; False where it had ended, or Redis refuses."""
+    def _end_stream_of(self, celery_request: Any, finish_reason: str, error: ErrorInfo) -> bool:
+        """End the stream of a request that this worker does not run.
+
+        False where the end is not to be answered with `error`, and its message is settled here: the stream had ended,
+        is another message's, or Redis refuses.
+        """
+        request_id = celery_request.id
         try:
-            return self._writer.end_unclaimed(request_id, finish_reason, error)
+            ending = self._writer.end_unclaimed(request_id, finish_reason, error, celery_request.content)
+            entries = self._writer.recorded(request_id) if ending is Ending.HAD_ENDED else []
+        except REDIS_ERRORS as failure:
+            self.give_back(celery_request, failure)
+            return False
+        if ending is Ending.ANOTHERS:
+            self.set_aside(request_id, celery_request)
+        elif ending is Ending.HAD_ENDED:
+            self._finish_recorded(celery_request, entries)
+        return ending is Ending.WRITTEN
+
+    def _finish_recorded(self, celery_request: Any, entries: Sequence[StreamEvent]) -> None:
+        """The stream of a request that is not to run had ended: its result is what the stream says."""
+        ended = entries[-1] if entries else None
+        if not isinstance(ended, EndEvent):  # it has expired in this moment
+            self._metrics.message_returned("stream_refused")
+            celery_request.hand_back(strike=True)
+            return
+        result = recorded_result(celery_request.id, entries, ended).to_wire()
+        celery_request.cost(0)
+
+        def finish() -> None:
+            self._store_result(celery_request.id, result)
+            celery_request.on_success((False, "", 0.0))
+
+        self._finish(celery_request, finish)
+
+    def _end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo, content: str) -> None:
+        """End the stream of a message that Celery does not know, and store its result, unless it had ended."""
+        try:
+            ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
         except (*REDIS_ERRORS, UnicodeError) as failure:  # an id of a malformed message may be no text at all
             logger.warning("stream could not be ended", error=type(failure).__name__)
-            return False
+            return
+        if ending is Ending.WRITTEN:
+            self._store_error(request_id, error)
 
     def _store_error(self, request_id: str, error: ErrorInfo) -> None:
         result = GenerateResult(request_id, [], None, error).to_wire()
@@ -228,9 +281,14 @@ class Settlement:
 
     def _finish(self, celery_request: Any, finish: Callable[[], None], **about: Any) -> None:
         """Store, announce and acknowledge; a message whose result cannot be stored is delivered again."""
+
+        def let_go() -> None:
+            self._metrics.message_returned("result_not_stored")
+            celery_request.let_go()
+
         self._finisher.submit(
             finish,
-            on_failure=partial(self._hub.call_soon, celery_request.let_go),
+            on_failure=partial(self._hub.call_soon, let_go),
             request_id=celery_request.id,
             **about,
         )

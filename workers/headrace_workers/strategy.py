@@ -15,6 +15,7 @@ from celery.worker.strategy import default as default_strategy
 from kombu.exceptions import OperationalError
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.transport import CONTENT
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.task import OUTCOME, EngineRequest
 
@@ -93,7 +94,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
             request_id = message.headers.get("id")
             if isinstance(request_id, str):
-                dispatcher.settlement.refuse_malformed(request_id)
+                dispatcher.settlement.refuse_malformed(request_id, message.delivery_info.get(CONTENT, ""))
             # Celery answers this error by rejecting the message, and logs it: what the first one said may quote it.
             raise InvalidTaskError(f"malformed message: {type(error).__name__}") from None
 

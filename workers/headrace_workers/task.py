@@ -8,8 +8,9 @@ from celery import Task
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 
+from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.transport import OVER_QUOTA
+from headrace_broker.transport import CONTENT, OVER_QUOTA
 
 if TYPE_CHECKING:
     from headrace_workers.dispatcher import Dispatcher
@@ -51,6 +52,12 @@ class EngineRequest(Request):
         quota: int = self._message.delivery_info.get(OVER_QUOTA, 0)
         return quota
 
+    @property
+    def content(self) -> str:
+        """The digest of what the message asks for; see `envelope.content_digest`."""
+        content: str = self._message.delivery_info.get(CONTENT, "")
+        return content
+
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""
         if self.burial is None:
@@ -65,7 +72,11 @@ class EngineRequest(Request):
         self._message.channel.leases.cost(self.lease_id, tokens)
 
     def hand_back(self, *, strike: bool = False) -> None:
-        """Put the message back into its queue, to be taken next; a `strike` counts as a failed delivery."""
+        """Put the message back into its queue, to be taken next.
+
+        Its delivery counts where `strike` is set: wherever it is not the fleet's own doing. Otherwise a message that
+        cannot be served would come back for ever.
+        """
         self._settled()
         self._message.channel.leases.release(self.lease_id, strike=strike)
         self.send_event("task-rejected", requeue=True)
@@ -75,6 +86,12 @@ class EngineRequest(Request):
         self._settled()
         self._message.channel.leases.postpone(self.lease_id, seconds)
         self.send_event("task-rejected", requeue=True)
+
+    def set_aside(self) -> None:
+        """Make the message a dead letter, as its request id is another message's, whose result is not touched."""
+        self._settled()
+        self._message.channel.leases.bury(self.lease_id, DUPLICATE_ID)
+        self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
         """Hold the message no longer: it is delivered again when its lease has run out."""

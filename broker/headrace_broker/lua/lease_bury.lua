@@ -1,12 +1,14 @@
 -- Moves one message to the dead letters. KEYS: the lease keys. ARGV: owner, id, reason.
--- Returns {list, body, deliveries}, or nothing where the lease was no longer the owner's.
+-- Returns {list, body, deliveries, the request id that was bound to it or ''}, or nothing where the lease was no longer
+-- the owner's.
 local owner, id, reason = ARGV[1], ARGV[2], ARGV[3]
 local list = owned_list(id, owner)
 if not list then return false end
 local body = redis.call('HGET', BODIES, id)
 local deliveries = tonumber(redis.call('HGET', DELIVERIES, id)) or 0
+local record = record_of(id)
 revoke(id)
 forget(id)
 redis.call('HDEL', DELIVERIES, id)
 bury(body, list, deliveries, reason)
-return {list, body, deliveries}
+return {list, body, deliveries, record and record.request or ''}

@@ -2,9 +2,10 @@
 -- nobody's hands. KEYS: the lease keys, then the lists in the order in which they are served.
 -- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota,
 -- prefixes that this worker holds, or nothing), 1 to sort first.
--- Returns {{id, list, body, deliveries, the quota if it was over that or 0}, ...} of the leased, {{list, body,
--- deliveries, reason}, ...} of those that are dead now, and how many are unsorted: where it was to sort and there are
--- any, none was taken but those over their tenant's quota, which come beside those asked for.
+-- Returns {{id, list, body, deliveries, the quota if it was over that or 0, the request id that is bound to it or ''},
+-- ...} of the leased, {{list, body, deliveries, reason, the request id that was bound to it or ''}, ...} of those that are
+-- dead now, and how many are unsorted: where it was to sort and there are any, none was taken but those over their
+-- tenant's quota, which come beside those asked for.
 local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] == '1'
 local FIRST_LIST = 9
@@ -14,7 +15,7 @@ local ages_left = 100
 local STRAYS_LOOKED_AT = 10
 local reply_bytes_left = 32 * 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
-local LONGEST_MESSAGE, BYTES_KEPT, LONGEST_ID = 16 * 1024 * 1024, 4096, 2048
+local LONGEST_MESSAGE, BYTES_KEPT = 16 * 1024 * 1024, 4096
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
 local LOOKED_AT, MOST_SKIPS = 16, 8
 
@@ -22,13 +23,13 @@ local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
 local leased, dead, num_refused = {}, {}, 0
 
-local function give_up(body, list, deliveries, reason)
+local function give_up(body, list, deliveries, reason, request)
   bury(body, list, deliveries, reason)
-  dead[#dead + 1] = {list, body, deliveries, reason}
+  dead[#dead + 1] = {list, body, deliveries, reason, request or ''}
 end
 
 -- What is kept of a message that is too large: its headers, which most producers write behind the body and some before
--- it, so that whoever waits for the request can be told; where these cannot be read, its beginning.
+-- it, so that whoever waits for the request can be told; where these cannot be read, its beginning. And its request id.
 local function shortened(body)
   local tail = string.sub(body, -LONGEST_HEADERS)
   tail = string.sub(tail, string.find(tail, '"headers":', 1, true) or #tail + 1)
@@ -40,9 +41,54 @@ local function shortened(body)
     tail = tail and tail .. '}'
     headers = tail and headers_in(tail)
   end
-  local id = headers and headers.id
-  if type(id) ~= 'string' or #id > LONGEST_ID then return string.sub(body, 1, BYTES_KEPT) end
-  return #tail < BYTES_KEPT and '{' .. tail or cjson.encode({headers = {id = id}})
+  local request = headers and request_of(headers)
+  if not request then return string.sub(body, 1, BYTES_KEPT) end
+  return #tail < BYTES_KEPT and '{' .. tail or cjson.encode({headers = {id = request}}), request
+end
+
+local function bury_too_large(body, list)
+  local reason = string.format('too large: %d bytes of at most %d, not kept whole', #body, LONGEST_MESSAGE)
+  local kept, request = shortened(body)
+  give_up(kept, list, 0, reason, request and not holder_of(request) and request)
+end
+
+-- The body inside the message, as it is encoded there; nil where it is no text.
+local function content_of(message)
+  local _, before = string.find(message, '"body":%s*"')
+  local behind = before and string.find(message, '"', before + 1, true)
+  return behind and string.sub(message, before + 1, behind - 1)
+end
+
+local function is_base64(text)
+  return type(text) == 'string' and #string.gsub(text, '[^%w+/=]', '') % 4 == 0
+end
+
+-- Whether a worker can read the message, as far as its envelope shows.
+local function is_readable(message)
+  if #message > LONGEST_HEADERS then return true end
+  local decoded, envelope = pcall(cjson.decode, message)
+  local properties = decoded and envelope.properties
+  if type(properties) ~= 'table' or type(properties.delivery_info) ~= 'table' then return false end
+  local encoding = properties.body_encoding or cjson.null
+  return encoding == cjson.null or encoding == 'base64' and is_base64(envelope.body)
+end
+
+-- A second message of a request id changes nothing. One that says the same is dropped: its client could not know
+-- whether the first had arrived. One that says something else becomes a dead letter. False where the first cannot be
+-- read, so that the id is free.
+local function set_aside(body, list, tenant, first)
+  local known = redis.call('HGET', BODIES, first)
+  bytes_left = bytes_left - #known
+  if not is_readable(known) then
+    local record = record_of(first)
+    record.request = nil
+    keep(first, record)
+    return false
+  end
+  local content = content_of(body)
+  local is_same = content and content == content_of(known) and tenant == tenant_of(known)
+  if not is_same then give_up(body, list, 0, 'duplicate id') end
+  return true
 end
 
 -- Counts one more delivery. False if there were too many, and the message is buried.
@@ -54,7 +100,7 @@ local function deliver(id, record, body)
   end
   forget(id)
   redis.call('HDEL', DELIVERIES, id)
-  give_up(body, record.list, limit, 'delivery limit')
+  give_up(body, record.list, limit, 'delivery limit', record.request or select(3, tenant_of(body)))
   return false
 end
 
@@ -65,7 +111,7 @@ local function refuse(id, record, body)
   local deliveries = deliver(id, record, body)
   if not deliveries then return end
   num_refused = num_refused + 1
-  leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota}
+  leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota, record.request or ''}
 end
 
 local function sort(list)
@@ -76,23 +122,26 @@ local function sort(list)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
     local id = #body <= LONGEST_MESSAGE and redis.sha1hex(body)
+    local known = id and redis.call('HEXISTS', BODIES, id) == 1
+    local tenant, prefix, request
+    if id and not known then tenant, prefix, request = tenant_of(body) end
+    local first = request and holder_of(request)
     if not id then
-      local reason = string.format('too large: %d bytes of at most %d, not kept whole', #body, LONGEST_MESSAGE)
-      give_up(shortened(body), list, 0, reason)
-    elseif redis.call('HEXISTS', BODIES, id) == 1 then
+      bury_too_large(body, list)
+    elseif known then
       bury(body, list, 0, 'duplicate') -- a copy of a message that waits or is being worked on
-    else
+    elseif not first or not set_aside(body, list, tenant, first) then
       -- a clock that was set back must not turn the order round
       since = since and since + 1
         or math.max(microseconds, (redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2] or 0) + 1)
-      local tenant, prefix = tenant_of(body)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
       -- by its own name, also where it has to share a place with others
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
-      local record = {list = list, level = list, tenant = tenant, since = since, prefix = prefix}
+      local record = {list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request}
       redis.call('HSET', BODIES, id, body)
+      if request then redis.call('HSET', REQUESTS, request, id) end
       if is_over then
         refuse(id, record, body)
       else
@@ -172,7 +221,7 @@ local function take(id, record, start)
   if not deliveries then return end
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   charge(id, record, start, policy.weights[record.tenant] or 1)
-  leased[#leased + 1] = {id, record.list, body, deliveries, 0}
+  leased[#leased + 1] = {id, record.list, body, deliveries, 0, record.request or ''}
   reply_bytes_left = reply_bytes_left - #body
 end
 

@@ -2,6 +2,8 @@
 -- count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
 
 local LEASES, BODIES, META, DELIVERIES, DEAD, RECORDS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+-- Request id -> lease id of the first message that came with it. A second one, while the first is known, is a duplicate.
+local REQUESTS = LEASES .. ':request'
 local DEAD_LETTERS_KEPT = 1000
 
 local function now()
@@ -41,12 +43,29 @@ local function revoke(id)
   redis.call('HDEL', META, id)
 end
 
--- The message is known no more.
+-- What is known of a message; nil where nothing is.
+local function record_of(id)
+  local packed = redis.call('HGET', RECORDS, id)
+  return packed and cmsgpack.unpack(packed)
+end
+
+-- The lease id of the message that a request id is bound to, as long as that message is known; nil where there is none.
+local function holder_of(request)
+  local id = redis.call('HGET', REQUESTS, request)
+  return id and redis.call('HEXISTS', BODIES, id) == 1 and id or nil
+end
+
+-- The message is known no more, and its request id is free.
 local function forget(id)
+  local record = record_of(id)
+  if record and record.request and redis.call('HGET', REQUESTS, record.request) == id then
+    redis.call('HDEL', REQUESTS, record.request)
+  end
   redis.call('HDEL', BODIES, id)
   redis.call('HDEL', RECORDS, id)
 end
 
+-- The delivery does not count: it was ended by the fleet, or by the message's own ETA, and says nothing of the message.
 local function take_back_strike(id)
   if redis.call('HINCRBY', DELIVERIES, id, -1) <= 0 then redis.call('HDEL', DELIVERIES, id) end
 end

@@ -3,9 +3,10 @@
 -- A message counts at a level: the list it came by, or a better one of its queue once it has aged. Each level is served
 -- by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens by its weight, the one with the
 -- least is next, and who comes back from idleness begins at the level's clock, so that nobody can save up.
--- A record is what is known of a message, waiting or leased: list, level, tenant, since (microseconds: from when on it
--- counts at its level, which is its place), prefix (a hash of its prompt's beginning, where it says) and skipped (how
--- often affinity went before it), delayed (true before its time), and once it was taken charge and weight.
+-- A record is what is known of a message, waiting or leased: list, level, tenant, request (the id that is bound to it, or
+-- nil), since (microseconds: from when on it counts at its level, which is its place), prefix (a hash of its prompt's
+-- beginning, where it says) and skipped (how often affinity went before it), delayed (true before its time), and once it
+-- was taken charge and weight.
 
 local READY, SHARE = KEYS[7], KEYS[8]
 local SHARE_SECONDS = 86400
@@ -28,12 +29,6 @@ local function costs_in(queue) return SHARE .. 'costs:' .. queue end
 
 local function keep(id, record)
   redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
-end
-
--- What is known of a message; nil where nothing is.
-local function record_of(id)
-  local packed = redis.call('HGET', RECORDS, id)
-  return packed and cmsgpack.unpack(packed)
 end
 
 -- The message has a time of its own, until which it counts among its tenant's as if it waited.

@@ -1,8 +1,11 @@
 -- Ends a stream from outside: whoever writes to it is fenced, and a claim finds it ended.
 -- KEYS: stream, mark of its end. ARGV: data of the end entry, seconds to live, seconds to live of a stream that did not
--- exist, seconds that the mark outlives the stream.
--- Returns nothing, or the data of the end entry that was there already.
+-- exist, seconds that the mark outlives the stream; from a worker also the digest of its message's content.
+-- Returns nothing, or the data of the end entry that was there already, or '' where the stream is another message's.
+local content = ARGV[5]
+if content then drop_unusable(KEYS[1]) end
 local last, attempt, tokens = tail(KEYS[1])
+if last and content and is_of_another(KEYS[1], content) then return '' end
 if last and field(last, 'type') == 'end' then return field(last, 'data') end
 local seconds = last and ARGV[2] or ARGV[3]
 append(KEYS[1], attempt + 1, tokens + 1, 'end', ARGV[1])

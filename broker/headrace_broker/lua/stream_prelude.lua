@@ -31,6 +31,30 @@ local function tail(key)
   return last, attempt, offset
 end
 
+-- A stream belongs to the message whose content its first entry names; to any message of the request where that entry
+-- names none, as that of a worker of an earlier version, or of a cancellation.
+local function is_of_another(key, content)
+  local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
+  local readable, data = pcall(cmsgpack.unpack, first and field(first, 'data') or '')
+  return readable and type(data) == 'table' and type(data.content) == 'string' and data.content ~= content
+end
+
+-- No worker counts attempts or tokens so far. An id has 64 bits for each, and Lua counts exactly up to 2^53.
+local HIGHEST_COUNT = 1000000000
+
+-- Deletes what lies in the stream's place and cannot be gone on with: a key of another type, or entries with ids behind
+-- which there is no room for the next. Returns 1 where it did.
+local function drop_unusable(key)
+  local kind = redis.call('TYPE', key).ok
+  if kind == 'none' then return 0 end
+  if kind == 'stream' then
+    local _, attempt, tokens = tail(key)
+    if attempt < HIGHEST_COUNT and tokens < HIGHEST_COUNT then return 0 end
+  end
+  redis.call('DEL', key)
+  return 1
+end
+
 local function append(key, attempt, offset, kind, data)
   redis.call('XADD', key, string.format('%.0f-%.0f', attempt, offset), 'type', kind, 'data', data)
 end

@@ -1,4 +1,4 @@
-local LONGEST_HEADERS, LONGEST_TENANT, LONGEST_PREFIX = 256 * 1024, 800, 32
+local LONGEST_HEADERS, LONGEST_TENANT, LONGEST_PREFIX, LONGEST_ID = 256 * 1024, 800, 32, 2048
 
 local function text_of(value, longest)
   return type(value) == 'string' and #value <= longest and not string.find(value, '%c') and value or nil
@@ -10,13 +10,19 @@ local function headers_in(message)
   return readable and type(envelope.headers) == 'table' and envelope.headers or nil
 end
 
--- Who sent the message, '' where it does not say or says nonsense; and the hash of its prompt's beginning, or nil. Only
--- what begins with its headers is decoded: the pattern cannot match inside a string of the message, where its quotes
--- would be escaped.
+-- The request id in headers, where it can be one.
+local function request_of(headers)
+  local id = headers.id
+  return type(id) == 'string' and #id > 0 and #id <= LONGEST_ID and id or nil
+end
+
+-- Who sent the message, '' where it does not say or says nonsense; the hash of its prompt's beginning, or nil; and its
+-- request id, or nil. Only what begins with its headers is decoded: the pattern cannot match inside a string of the
+-- message, where its quotes would be escaped.
 local function tenant_of(body)
   local at = string.find(body, '"headers":', 1, true)
   if not at or #body - at > LONGEST_HEADERS then return '' end
   local headers = headers_in(string.sub(body, at))
   if not headers then return '' end
-  return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX)
+  return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX), request_of(headers)
 end

@@ -84,6 +84,18 @@ def _deliveries() -> list[Panel]:
             [(increase("leases_lost_total", "instance"), "{{instance}}")],
         ),
         graph(
+            "Messages given back (1 h)",
+            "By reason: not_ready, redis, drain and cleared are the fleet's own doing, the others count as a delivery.",
+            "none",
+            [(increase("queue_returned_messages_total", "reason"), "{{reason}}")],
+        ),
+        graph(
+            "Streams replaced (1 h)",
+            "What lay in a stream's place could not be gone on with; no worker had written it.",
+            "none",
+            [(increase("streams_replaced_total", "instance"), "{{instance}}")],
+        ),
+        graph(
             "Leases that ran out",
             "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
             "none",

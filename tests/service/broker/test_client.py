@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgpack
@@ -267,9 +268,58 @@ def test_the_same_idempotency_key_is_the_same_request(client: Client, redis_clie
 
 def test_an_idempotency_key_of_another_request_is_refused(client: Client, redis_client: "redis.Redis") -> None:
     first = client.submit("x", idempotency_key="k")
-    with pytest.raises(InvalidRequestError, match=f"'k' was used for another request: {first}"):
+    with pytest.raises(InvalidRequestError, match="'k' was used with another prompt") as refusal:
         client.submit("y", idempotency_key="k")
+    assert first not in str(refusal.value), "who knows the id can read the other's stream"
     assert len(queued(redis_client)) == 1
+
+
+def test_a_tenant_cannot_take_the_idempotency_key_of_another(client: Client, redis_client: "redis.Redis") -> None:
+    taken = client.submit("mine", idempotency_key="k", tenant="a:b")
+    ids = [client.submit("x", idempotency_key="k", tenant=tenant) for tenant in ("a", "a:", "a*", "b", "A:b")]
+    ids.append(client.submit("x", idempotency_key="k"))
+    assert len({taken, *ids}) == 7
+    keys = [key.decode() for key in redis_client.scan_iter("headrace:idempotency:*")]
+    # a rule of Redis's ACL for the tenant's own keys fits no other tenant's
+    assert len([key for key in keys if fnmatchcase(key, "headrace:idempotency:a:*")]) == 1
+    assert len([key for key in keys if fnmatchcase(key, "headrace:idempotency:a%3Ab:*")]) == 1
+
+
+def test_a_request_id_that_was_used_is_refused_and_its_result_not_touched(
+    client: Client, writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("running", "w")
+    writer.claim("ended", "w")
+    writer.publish([StreamWrite.end("ended", 1, 0, finish_reason="stop")])
+    redis_client.set("celery-task-meta-stored", b"x")
+    for used in ("running", "ended", "stored"):
+        with pytest.raises(InvalidRequestError, match=f"request_id '{used}' was used"):
+            client.submit("y", request_id=used)
+        with pytest.raises(InvalidRequestError, match=f"request_id '{used}' was used"):
+            client.submit_many([{"prompt": "y"}, {"prompt": "y", "request_id": used, "idempotency_key": "k"}])
+    assert queued(redis_client) == []
+    assert client.submit("y", request_id="fresh", idempotency_key="k") == "fresh"
+    writer.claim("fresh", "w")
+    assert client.submit("y", request_id="fresh", idempotency_key="k") == "fresh", "the key says that it is the same"
+    assert len(queued(redis_client)) == 1
+
+
+def test_a_client_that_may_not_look_at_streams_submits_all_the_same(
+    client: Client, redis_client: "redis.Redis"
+) -> None:
+    redis_client.acl_setuser(
+        "sender",
+        enabled=True,
+        passwords=["+word"],
+        keys=["headrace.*", "_kombu.*", "headrace:models"],
+        commands=["+@all", "-@dangerous", "+info"],
+    )
+    url = client.settings.redis_url.replace("redis://", "redis://sender:word@")
+    try:
+        with Client(url, model="m") as sender:
+            assert sender.submit("y", request_id="r") == "r"
+    finally:
+        redis_client.acl_deluser("sender")
 
 
 def test_many_requests_with_keys_are_sent_once_each(client: Client, redis_client: "redis.Redis") -> None:

@@ -8,7 +8,7 @@ from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.scripts import lua
-from headrace_broker.streams import ENDED_SECONDS, StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams import Ending, ENDED_SECONDS, StreamWrite, StreamWriter, WriteOutcome
 from headrace_broker.submission import cancel_call
 from headrace_broker.subscriber import read_stream, read_streams
 
@@ -139,8 +139,8 @@ def test_the_end_from_outside_counts_the_tokens_of_all_attempts(
 
 def test_ending_a_stream_that_was_never_claimed_happens_once(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     error = ErrorInfo("expired", "the deadline passed in the queue")
-    assert writer.end_unclaimed("r", "expired", error)
-    assert not writer.end_unclaimed("r", "rejected", None)
+    assert writer.end_unclaimed("r", "expired", error) is Ending.WRITTEN
+    assert writer.end_unclaimed("r", "rejected", None) is Ending.HAD_ENDED
     (event,) = read_stream(redis_client, "r")
     assert event == EndEvent("1-1", 1, 0, "expired", None, error)
     assert 0 < redis_client.ttl(stream_key("r")) <= TTL
@@ -148,7 +148,7 @@ def test_ending_a_stream_that_was_never_claimed_happens_once(writer: StreamWrite
 
 def test_ending_an_unclaimed_stream_fences_whoever_writes(writer: StreamWriter) -> None:
     writer.claim("r", "w")
-    assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x"))
+    assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x")) is Ending.WRITTEN
     assert writer.publish([chunk(1, 1)]) == {("r", 1): WriteOutcome.FENCED}
 
 

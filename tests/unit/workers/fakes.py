@@ -201,8 +201,17 @@ class FakeSupervisor:
 class FakeCeleryRequest:
     """A received message, and what became of it."""
 
-    def __init__(self, request_id: str = "r1", kwargs: Any = None, *, lease_id: str = "l1", **headers: Any) -> None:
+    def __init__(
+        self,
+        request_id: str = "r1",
+        kwargs: Any = None,
+        *,
+        lease_id: str = "l1",
+        content: str = "content",
+        **headers: Any,
+    ) -> None:
         self.id = request_id
+        self.content = content
         self.args: list[Any] = []
         self.kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
         self.request_dict = headers
@@ -228,6 +237,9 @@ class FakeCeleryRequest:
 
     def postpone(self, seconds: float) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s")
+
+    def set_aside(self) -> None:
+        self.fate.append("set aside")
 
     def let_go(self) -> None:
         self.fate.append("let go")
@@ -318,6 +330,8 @@ class FakeRedis:
         self.milliseconds_left: dict[str, int] = {}
         self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         self.error: Exception | None = None
+        self.refuses_all = True
+        """Whether the error is the answer to everything, or to the scripts alone."""
         self.publishes = 0
         self._scripts = {
             lua(f"stream_{name}", prelude="stream_prelude"): getattr(self, f"_{name}")
@@ -345,6 +359,18 @@ class FakeRedis:
 
     def hset(self, *_: Any) -> None:
         self.check()
+
+    def set(self, key: str, value: Any, px: int) -> bool:
+        if self.refuses_all:
+            self.check()
+        return True
+
+    def xrange(self, key: str) -> list[Any]:
+        self.check()
+        return [
+            (f"{attempt}-{offset}".encode(), {b"type": kind.encode(), b"data": msgpack.packb(data)})
+            for attempt, offset, kind, data in self.streams.get(key, [])
+        ]
 
     def exists(self, key: str) -> int:
         self.check()
@@ -380,10 +406,15 @@ class FakeRedis:
         ]
         last = entries[-1] if entries else (0, 0, "", {})
         losses = self.values.get(keys[1], 0)
+        if entries and self._is_of_another(entries, args[2]):
+            return last[0], 2, [], 0, 0
         if last[2] == "end":
-            return last[0], 1, raw, losses
+            return last[0], 1, raw, losses, 0
         entries.append((last[0] + 1, 0, "start", msgpack.unpackb(args[0])))
-        return last[0] + 1, 0, raw, losses
+        return last[0] + 1, 0, raw, losses, 0
+
+    def _is_of_another(self, entries: list[tuple[int, int, str, dict[str, Any]]], content: str) -> bool:
+        return entries[0][3].get("content", content) != content
 
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1
@@ -409,6 +440,8 @@ class FakeRedis:
     def _end(self, keys: list[str], args: list[Any]) -> Any:
         entries = self.streams.setdefault(keys[0], [])
         last = entries[-1] if entries else (0, 0, "", {})
+        if entries and self._is_of_another(entries, args[4]):
+            return b""
         if last[2] == "end":
             return msgpack.packb(last[3])
         tokens = max((offset for _, offset, kind, _ in entries if kind == "chunk"), default=0)

@@ -53,6 +53,7 @@ def exporter_of(models: int) -> ServiceExposition:
         memory_limit_bytes=0,
         connected_clients=4,
         persistence_ok=True,
+        may_evict=False,
         evicted_keys=0,
         rejected_connections=0,
     )

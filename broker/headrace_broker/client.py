@@ -29,7 +29,7 @@ from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.queue_levels import QueueLevelReader, read_tenant_level, retry_after
+from headrace_broker.queue_levels import read_backlog, read_tenant_level, retry_after
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
@@ -78,7 +78,6 @@ class Client:
         self._served: Final[set[str]] = set()
         self._app: Final = make_app(self.settings)
         self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
-        self._levels: Final = QueueLevelReader(self._redis)
         self._idempotency: Final = IdempotencyKeys(self._redis)
         self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
         self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
@@ -277,11 +276,10 @@ class Client:
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():
-                queue = queue_name(model)
-                levels = self._levels.read([queue], with_dead=False)[queue]
-                excess = levels.num_queued + count - limit
+                backlog = read_backlog(self._redis, queue_name(model))
+                excess = backlog.num_queued + count - limit
                 if excess > 0:
-                    raise QueueFullError(model, levels.num_queued, limit, retry_after(levels, excess))
+                    raise QueueFullError(model, backlog.num_queued, limit, retry_after(backlog, excess))
         if quota:
             tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
             for (model, tenant), count in tenants.items():

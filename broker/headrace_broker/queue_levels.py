@@ -56,18 +56,13 @@ class QueueLevels:
         return sum(self.ready.values())
 
     @property
-    def num_queued(self) -> int:
-        """What a bound on the queue counts: all that no worker holds."""
-        return self.num_ready + self.delayed
-
-    @property
     def num_dead(self) -> int:
         return sum(self.dead.values())
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLevel:
-    """One tenant's messages in one queue at one moment."""
+class Backlog:
+    """One queue's messages, or those of one tenant in it, at one moment."""
 
     num_ready: int
     oldest_age_seconds: float | None
@@ -77,7 +72,7 @@ class TenantLevel:
 
     @property
     def num_queued(self) -> int:
-        """What the tenant's quota counts."""
+        """What a bound on the queue and the tenant's quota count."""
         return self.num_ready + self.delayed
 
 
@@ -92,8 +87,8 @@ class QueueLevelReader:
         self._dead: dict[str, Counter[str]] = {}
         self._dead_mark = b""
 
-    def read(self, queues: Iterable[str], *, with_dead: bool = True) -> dict[str, QueueLevels]:
-        """The levels of these queues, by name; without dead letters where they are of no interest."""
+    def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
+        """The levels of these queues, by name."""
         queues = list(queues)
         lists = [name for queue in queues for name in queue_lists(queue)]
         keys_of = (str, sorted_ids_key, held_key, delayed_key)
@@ -101,7 +96,7 @@ class QueueLevelReader:
         # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
         reply: Any = self._client.eval_ro(lua("queue_levels", prelude=None), len(keys), *keys)
         now, mark, counts = reply
-        if with_dead and mark != self._dead_mark:
+        if mark != self._dead_mark:
             self._dead, self._dead_mark = self._count_dead(), mark
         levels = {}
         for position, queue in enumerate(queues):
@@ -111,7 +106,7 @@ class QueueLevelReader:
                 ready=dict(zip(PRIORITY_STEPS, map(sum, zip(arrived, is_sorted, strict=True)), strict=True)),
                 leased=sum(held) + sum(delayed),
                 run_out=sum(run_out),
-                dead=self._dead.get(queue, Counter()) if with_dead else Counter(),
+                dead=self._dead.get(queue, Counter()),
                 oldest_age_seconds=_oldest_age(float(now), chain.from_iterable(enqueue_times)),
                 delayed=sum(delayed),
             )
@@ -130,18 +125,38 @@ class QueueLevelReader:
         return by_queue
 
 
-def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> TenantLevel:
+def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> Backlog:
     """How many messages the tenant has in the queue; '' is that of those that name none. Redis's errors pass through.
 
-    Exact up to the count `of_interest`, as long as no more than a thousand messages are unsorted.
+    Exact up to the count `of_interest`, as long as no more than a thousand messages are unsorted. A Redis user that may
+    not read messages sees those that a worker has sorted.
     """
     lists = queue_lists(queue)
-    tenants = (waiting_key(queue), delayed_tenants_key(queue))
-    keys = [*tenants, *(key for name in lists for key in (name, tenant_ids_key(name, tenant)))]
+    keys = [waiting_key(queue), delayed_tenants_key(queue), *(tenant_ids_key(name, tenant) for name in lists)]
     script = lua("tenant_level", prelude="tenant_prelude")
-    reply: Any = client.eval_ro(script, len(keys), *keys, tenant, str(of_interest))
+    reply: Any = client.eval_ro(script, len(keys), *keys, tenant, str(of_interest), *lists)
     count, delayed, since, now = reply
-    return TenantLevel(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None, delayed)
+    return Backlog(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None, delayed)
+
+
+def read_backlog(client: "redis.Redis", queue: str) -> Backlog:
+    """How many messages of all tenants the queue holds. Redis's errors pass through.
+
+    Reads no message, so that a Redis user may ask who may not read them.
+    """
+    lists = queue_lists(queue)
+    with client.pipeline() as pipe:
+        pipe.time()
+        for name in lists:
+            pipe.llen(name)
+            pipe.zcard(sorted_ids_key(name))
+            pipe.zcard(delayed_key(name))
+            pipe.zrange(sorted_ids_key(name), 0, 0, withscores=True)
+        (seconds, microseconds), *replies = pipe.execute()
+    arrived, are_sorted, delayed, first = (replies[position::4] for position in range(4))
+    since = min((entries[0][1] for entries in first if entries), default=None)
+    age = None if since is None else max(0.0, seconds + (microseconds - since) / 1e6)
+    return Backlog(sum(arrived) + sum(are_sorted), age, sum(delayed))
 
 
 def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
@@ -164,7 +179,7 @@ def _oldest_age(now: float, enqueue_times: Iterable[bytes]) -> float | None:
     return max(ages, default=None)
 
 
-def retry_after(levels: "QueueLevels | TenantLevel", excess: int) -> float | None:
+def retry_after(levels: "QueueLevels | Backlog", excess: int) -> float | None:
     """Estimates in how many seconds `excess` requests will have left the queue; None where nothing tells.
 
     Little's law: a queue whose first request waited `oldest_age_seconds` behind as many as now wait behind it moves

@@ -108,7 +108,7 @@ class StaticConfig:
 def _made(folder: Path) -> Path:
     """The folder; it is told now if nothing can be kept in it, and not by a compilation at each start."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -46,6 +46,8 @@ class RedisLevels:
     connected_clients: int
     persistence_ok: bool
     """The last write of the append-only file and the last snapshot went well."""
+    may_evict: bool
+    """The policy allows to drop keys to make room."""
     evicted_keys: int
     rejected_connections: int
 
@@ -176,6 +178,11 @@ def _redis(redis: RedisLevels) -> Iterator[Metric]:
         "redis_persistence_ok",
         "1 while the last write of the append-only file and the last snapshot went well.",
         [({}, redis.persistence_ok)],
+    )
+    yield _gauge(
+        "redis_may_evict",
+        "1 while Redis may drop keys to make room: its maxmemory-policy is not noeviction.",
+        [({}, redis.may_evict)],
     )
     yield _counter("redis_evicted_keys", "Keys that Redis dropped to make room.", redis.evicted_keys)
     yield _counter("redis_rejected_connections", "Connections that Redis refused.", redis.rejected_connections)

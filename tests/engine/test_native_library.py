@@ -1,9 +1,12 @@
-"""Compiled kernels: built once, and again where what was kept is damaged or cannot be kept."""
+"""Compiled kernels: built once, again where what was kept is damaged, and kept where nobody else can write."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,15 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "headrace" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "headrace" / "kernels"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the kernels are kept when the cache will not do."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    return tmp_path / "runtime" / "headrace" / "kernels"
 
 
 def load() -> ctypes.CDLL:
@@ -45,14 +55,154 @@ def test_a_damaged_kernel_is_built_anew(cache: Path, damage: bytes | None, caplo
     assert "is damaged and built anew" in caplog.text
 
 
+def test_the_folder_and_the_file_are_for_this_user_alone(cache: Path) -> None:
+    before = os.umask(0)  # the most careless one
+    try:
+        load()
+    finally:
+        os.umask(before)
+    (kept,) = cache.iterdir()
+    for path in (kept, cache, cache.parent, cache.parent.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.fixture
+def another_user() -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file to somebody else")
+
+
+def foreign_link(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    cache.parent.parent.mkdir()
+    cache.parent.symlink_to(tmp_path / "real")
+    os.lchown(cache.parent, 65534, 65534)
+
+
+def broad_target(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "broad").mkdir()
+    (tmp_path / "broad" / "real").mkdir(mode=0o700)
+    (tmp_path / "broad").chmod(0o777)
+    cache.parent.parent.mkdir()
+    cache.parent.symlink_to(tmp_path / "broad" / "real")
+
+
+def folder_of(mode: int, owner: int | None = None, *, at: int) -> Callable[[Path, Path], None]:
+    """The folder of the kernels, or with `at` one so far above it, as somebody has prepared it."""
+
+    def prepare(cache: Path, _tmp_path: Path) -> None:
+        cache.mkdir(parents=True, mode=0o700)
+        folder = [cache, *cache.parents][at]
+        folder.chmod(mode)
+        if owner is not None:
+            os.chown(folder, owner, owner)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (folder_of(0o770, at=0), "others than its owner may write"),
+        (folder_of(0o707, at=0), "others than its owner may write"),
+        (folder_of(0o1777, at=0), "others than its owner may write"),
+        (folder_of(0o777, at=1), "others than its owner may write"),
+        (folder_of(0o720, at=2), "others than its owner may write"),
+        (folder_of(0o700, 65534, at=0), "belongs to user 65534"),
+        (folder_of(0o700, 65534, at=2), "belongs to user 65534"),
+        (foreign_link, "belongs to user 65534"),
+        (broad_target, "others than its owner may write"),
+    ],
+)
+def test_where_another_user_could_put_a_kernel_none_is_taken_and_another_folder_is_used(
+    cache: Path,
+    elsewhere: Path,
+    tmp_path: Path,
+    another_user: None,
+    prepare: Callable[[Path, Path], None],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prepare(cache, tmp_path)
+    load()
+    assert list(cache.iterdir() if cache.exists() else []) == []
+    assert [path.suffix for path in elsewhere.iterdir()] == [".so"]
+    assert f"compiled kernels are kept in {elsewhere} instead of {cache}" in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("prepare", [lambda kept: kept.chmod(0o770), lambda kept: os.chown(kept, 65534, 65534)])
+def test_a_kernel_that_another_user_could_have_written_is_built_anew(
+    cache: Path, another_user: None, prepare: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    load()
+    (kept,) = cache.iterdir()
+    before = kept.stat().st_ino
+    prepare(kept)
+    load()
+    (kept,) = cache.iterdir()
+    assert (kept.stat().st_uid, stat.S_IMODE(kept.stat().st_mode)) == (os.geteuid(), 0o700)
+    assert kept.stat().st_ino != before
+    assert "a compiled kernel is not loaded but built anew" in caplog.text
+
+
+def test_a_kernel_that_is_a_link_is_built_anew(cache: Path, tmp_path: Path) -> None:
+    load()
+    (kept,) = cache.iterdir()
+    kept.rename(tmp_path / "planted.so")
+    kept.symlink_to(tmp_path / "planted.so")
+    load()
+    assert not kept.is_symlink()
+
+
+def test_where_the_caches_disk_is_full_a_kernel_is_kept_elsewhere(
+    cache: Path,
+    elsewhere: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler = tmp_path / "cc"  # which finds no room in the cache
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *{cache}*) echo "ld: final link failed: No space left on device" >&2; exit 1;; esac\n'
+        'exec cc "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    load()
+    assert list(cache.iterdir()) == []
+    (kept,) = elsewhere.iterdir()
+    assert f"compiled kernels are kept in {elsewhere} instead of {cache}: {cache}: [Errno 28] No space" in caplog.text
+    monkeypatch.setattr(native_library, "_build", None)
+    load()  # the next start takes it from there
+    assert list(elsewhere.iterdir()) == [kept]
+
+
 def test_where_nothing_can_be_kept_a_kernel_is_built_for_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(native_library, "candidates", lambda name: iter([tmp_path / "file" / name]))
     with caplog.at_level(logging.WARNING):
         load()
-    assert "compiled kernels cannot be kept" in caplog.text
+    assert "compiled kernels cannot be kept, so every start builds them" in caplog.text
+
+
+def test_where_files_must_not_run_a_kernel_is_loaded_from_memory(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[str] = []
+
+    def refuse_files(path: str) -> ctypes.CDLL:  # as a file system that is mounted noexec does
+        paths.append(path)
+        if not path.startswith("/proc/self/fd/"):
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return whole(path)
+
+    whole = ctypes.CDLL
+    monkeypatch.setattr(native_library.ctypes, "CDLL", refuse_files)
+    assert load()
+    assert len(paths) == 2
 
 
 @pytest.mark.parametrize(
@@ -65,4 +215,4 @@ def test_without_a_compiler_the_reason_is_said(
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(OSError, match=reason):
         load()
-    assert not list(cache.glob("*")) if cache.exists() else True
+    assert not list(cache.glob("*")) if cache.exists() else True  # and nowhere else: it would fail there, too

@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured there")
     plan = Plan(**{name: value for name, value in vars(parser.parse_args()).items() if name != "json"})
     file = parser.parse_args().json
-    with tempfile.TemporaryDirectory() as temporary, EmbeddedServer(environ={}) as server:
+    with tempfile.TemporaryDirectory() as temporary, EmbeddedServer(environ={}, password=False) as server:
         service = Service(server, save_chaos_model(Path(temporary) / "tiny"), Path(temporary))
         try:
             report = Harness(service, plan, Path(temporary), os.environ.__setitem__).run()

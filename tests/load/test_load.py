@@ -20,7 +20,7 @@ PLAN = Plan(requests=150, tokens=12, subscribers=60, step_seconds=0.005, slots=1
 def test_many_subscribers_of_a_long_queue_are_all_served_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with EmbeddedServer(environ={}) as server:
+    with EmbeddedServer(environ={}, password=False) as server:
         service = Service(server, save_chaos_model(tmp_path / "tiny"), tmp_path)
         try:
             report = Harness(service, PLAN, tmp_path, monkeypatch.setenv).run()

@@ -34,5 +34,8 @@ EVERY_PROGRAM: Final = (
 
 
 def make_server(*, program: str = PROGRAM, **options: Any) -> EmbeddedServer:
-    """A server that is never one of the user's, since tests empty it; to be started."""
-    return EmbeddedServer(program=program, environ={}, **options)
+    """A server that is never one of the user's, since tests empty it; to be started.
+
+    Without a password, as proxies, Sentinels and users with rights of their own are put before it.
+    """
+    return EmbeddedServer(program=program, environ={}, password=False, **options)

@@ -73,6 +73,20 @@ def test_the_queues_of_every_registered_model_are_shown_without_any_worker(
     assert value(exporter, "headrace_redis_persistence_ok") == 1
 
 
+def test_a_server_that_may_drop_keys_is_warned_of_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with make_server() as server, connect(server.url) as client:
+        exporter = Exporter(client, port=0)
+        exporter.poll()
+        assert value(exporter, "headrace_redis_may_evict") == 0
+        assert "maxmemory-policy" not in caplog.text
+        client.config_set("maxmemory-policy", "volatile-lru")
+        exporter.poll()
+        exporter.poll()
+        assert value(exporter, "headrace_redis_may_evict") == 1
+        assert caplog.text.count("Redis has maxmemory-policy volatile-lru") == 1
+        assert "set it to noeviction" in caplog.text
+
+
 def test_a_model_that_nobody_has_served_yet_can_be_named(redis_client: "redis.Redis") -> None:
     exporter = Exporter(redis_client, models=["new"], port=0)
     exporter.poll()

@@ -14,7 +14,8 @@ from typing import Any
 from celery import bootsteps
 from celery.worker import state as worker_state
 
-from headrace_broker.connections import connect
+from headrace_broker.connections import REDIS_ERRORS, connect
+from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
 from headrace_engine.tokenizer import import_chat_templates
@@ -71,7 +72,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._tracer_provider = (
             make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
         )
-        client = connect(broker.redis_url)
+        self._client = client = connect(broker.redis_url)
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
@@ -128,6 +129,17 @@ class EngineStep(bootsteps.StartStopStep):
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
+        self._check_eviction()
+
+    def _check_eviction(self) -> None:
+        """At each connection, as a failover may lead to a server of another policy."""
+        try:
+            warning = eviction_warning(self._client.info("memory"))
+        except REDIS_ERRORS as error:  # a user without the right to ask, or the next outage
+            logger.warning("Redis's maxmemory-policy is not known: %s", error)
+            return
+        if warning is not None:
+            logger.warning("%s", warning)
 
     def stats(self) -> dict[str, Any]:
         """Of the dispatcher and the leases, for an operator."""

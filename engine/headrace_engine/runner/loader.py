@@ -22,9 +22,10 @@ def create_runner(config: EngineConfig) -> ModelRunner:
 
         return create_static_runner(config)
     if device == "cuda":
-        from headrace_engine.runner.cuda.device import find_device
+        from headrace_engine.runner.cuda.device import find_device, keep_kernels_private
         from headrace_engine.runner.cuda.runner import CUDARunner
 
+        keep_kernels_private()
         return CUDARunner(config, find_device())
     if device not in ("auto", "cpu"):
         raise ConfigError(f"device {device!r} is not supported; allowed are {', '.join(DEVICES)}")

@@ -1,9 +1,11 @@
 """Compiled kernels: C sources of this package, built once a machine and loaded through ctypes.
 
-A library is built with the C compiler at hand and kept in the user's cache, keyed by source, compiler and processor.
+A library is built with the C compiler at hand and kept in the user's cache, keyed by source, compiler and processor. What
+is loaded runs with all rights of this process, so it is kept and taken only where nobody else can write.
 """
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import torch  # before any library of ours, see `load`
 
+from headrace_engine.private_folder import candidates, make_private, read_private
+
 logger = logging.getLogger(__name__)
 
 # The kernels' numbers for the types that they take, as in vectors.h.
@@ -24,6 +28,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
 _FLAGS += ["-D_GNU_SOURCE"]  # for the C library's functions that only Linux has
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
@@ -33,22 +38,63 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise OSError("no C compiler was found (tried $CC, then cc)")
-    kept = _cache() / f"{Path(source_name).stem}-{_identity(source, compiler)}.so"
+    name = f"{Path(source_name).stem}-{_identity(source, compiler)}.so"
+    places = list(candidates("kernels"))
+    refused: dict[Path, OSError] = {}
+    to_build: list[Path] = []
+    for folder in places:
+        try:
+            if os.path.lexists(folder / name) and _intact(make_private(folder) / name):
+                return _reported(_open(folder / name), folder, places, refused)
+        except OSError as error:
+            refused[folder] = error
+        else:
+            to_build.append(folder)
+    for folder in to_build:
+        try:
+            kept = make_private(folder) / name
+            with tempfile.TemporaryDirectory(dir=folder) as room:
+                _build(source_name, source, compiler, Path(room) / name).replace(kept)
+            logger.info("built %s into %s", source_name, kept)
+            return _reported(_open(kept), folder, places, refused)
+        except CompilerError:
+            raise
+        except OSError as error:
+            refused[folder] = error
+    logger.warning("compiled kernels cannot be kept, so every start builds them: %s", _reasons(refused))
+    with tempfile.TemporaryDirectory() as room:
+        return _open(_build(source_name, source, compiler, Path(room) / name))
+
+
+def _reported(library: ctypes.CDLL, folder: Path, places: list[Path], refused: dict[Path, OSError]) -> ctypes.CDLL:
+    if folder != places[0]:
+        reasons = _reasons(refused) or f"{places[0]} does not hold them"
+        logger.warning("compiled kernels are kept in %s instead of %s: %s", folder, places[0], reasons)
+    return library
+
+
+def _reasons(refused: dict[Path, OSError]) -> str:
+    return "; ".join(f"{folder}: {error}" for folder, error in refused.items())
+
+
+def _open(library: Path) -> ctypes.CDLL:
+    """Load a library. From memory where its file system forbids to run what lies there, as /dev/shm in a container."""
     # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
     # one thread pool and not two that fight for the cores.
-    if _intact(kept):
-        return ctypes.CDLL(str(kept))
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        room = tempfile.TemporaryDirectory(dir=kept.parent)
-    except OSError as error:
-        logger.warning("compiled kernels cannot be kept, so every start builds them: %s", error)
-        with tempfile.TemporaryDirectory() as folder:
-            return ctypes.CDLL(str(_build(source_name, source, compiler, Path(folder) / kept.name)))
-    with room as folder:
-        _build(source_name, source, compiler, Path(folder) / kept.name).replace(kept)
-    logger.info("built %s into %s", source_name, kept)
-    return ctypes.CDLL(str(kept))
+        return ctypes.CDLL(str(library))
+    except OSError:
+        copy = os.memfd_create(library.stem)
+        try:
+            with open(copy, "wb", closefd=False) as memory:
+                memory.write(library.read_bytes())
+            return ctypes.CDLL(f"/proc/self/fd/{copy}")
+        finally:
+            os.close(copy)
+
+
+class CompilerError(OSError):
+    """The compiler refused the source, as it would anywhere."""
 
 
 def source_text(package: str, source_name: str) -> str:
@@ -62,10 +108,6 @@ def source_text(package: str, source_name: str) -> str:
     )
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "kernels"
-
-
 def _identity(source: str, compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [source, version, " ".join(_FLAGS), platform.machine(), _processor_flags(), "digest at the end"]
@@ -73,10 +115,13 @@ def _identity(source: str, compiler: str) -> str:
 
 
 def _intact(library: Path) -> bool:
-    """Whether it is there and whole: the process that loads what a crash cut short ends by a signal."""
+    """Whether it is there, this user's own, and whole: the process that loads what a crash cut short ends by a signal."""
     try:
-        content = library.read_bytes()
-    except OSError:
+        content = read_private(library)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("a compiled kernel is not loaded but built anew: %s", error)
         return False
     if hashlib.sha256(content[:-_DIGEST_SIZE]).digest() == content[-_DIGEST_SIZE:]:
         return True
@@ -85,18 +130,23 @@ def _intact(library: Path) -> bool:
 
 
 def _build(source_name: str, source: str, compiler: str, target: Path) -> Path:
-    """Compile into a file that nobody else knows yet. Raises OSError."""
+    """Compile into a file that nobody else knows yet. Raises CompilerError, or OSError where there is no room for it."""
     done = subprocess.run(
         [compiler, *_FLAGS, "-x", "c", "-", "-o", str(target), "-lm"],
         input=source,
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "LC_ALL": "C", "TMPDIR": str(target.parent)},  # its own files beside ours, on one disk
     )
     if done.returncode:
-        raise OSError(f"{compiler} cannot build {source_name}: {done.stderr.strip()[:500]}")
+        for reason in _NO_ROOM:
+            if os.strerror(reason) in done.stderr:
+                raise OSError(reason, os.strerror(reason), str(target.parent))
+        raise CompilerError(f"{compiler} cannot build {source_name}: {done.stderr.strip()[:500]}")
     # Behind a library's end the loader does not look.
     target.write_bytes((content := target.read_bytes()) + hashlib.sha256(content).digest())
+    target.chmod(0o700)
     return target
 
 

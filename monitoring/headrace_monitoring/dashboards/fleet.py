@@ -149,7 +149,10 @@ def _redis() -> list[Panel]:
             "Keys dropped by Redis (1 h)",
             "Each is a message, a stream or a result lost: the eviction policy must be noeviction. From the exporter.",
             "none",
-            [("increase(headrace_redis_evicted_keys_total[1h])", "dropped")],
+            [
+                ("increase(headrace_redis_evicted_keys_total[1h])", "dropped"),
+                ("headrace_redis_may_evict", "allowed by the policy (1) or not (0)"),
+            ],
         ),
         states(
             "Redis persistence",

@@ -360,12 +360,17 @@ def test_a_full_queue_takes_no_more_and_says_when_to_come_again(
     bounded.submit_many([{"prompt": "x", "priority": priority} for priority in (0, 5, 9)])
     with pytest.raises(QueueFullError, match="the queue of m is full: it holds 3 of at most 3") as full:
         bounded.submit("x")
+    assert full.value.retry_after_seconds is None  # no worker has looked at the queue yet
+    Leases(redis_client, lease_seconds=60, delivery_limit=5).fetch(queue_lists("headrace.m"), 0)
+    with pytest.raises(QueueFullError) as full:
+        bounded.submit("x")
     assert full.value.retry_after_seconds is not None
     assert full.value.retry_after_seconds >= 1
     bounded.submit("x", model="other")
     client.submit("x")  # the bound is the client's own
     with pytest.raises(QueueFullError):
         bounded.submit("x", idempotency_key="k", request_id="first")
+    Leases(redis_client, lease_seconds=60, delivery_limit=5).purge(queue_lists("headrace.m"))
     redis_client.delete(*queue_lists("headrace.m"))
     assert bounded.submit("x", idempotency_key="k") == "first"
 

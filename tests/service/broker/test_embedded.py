@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+import redis
 
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import EmbeddedServerError
+from service.servers import EVERY_PROGRAM
 
 pytestmark = pytest.mark.redis
 
@@ -34,6 +37,28 @@ def test_it_lives_in_a_private_folder_and_leaves_nothing_behind() -> None:
     assert not is_running(pid)
     assert not folder.exists()
     assert server.pid is None
+
+
+@pytest.mark.parametrize("program", EVERY_PROGRAM)
+def test_nobody_gets_in_without_the_password_which_no_other_user_can_read(program: str) -> None:
+    with EmbeddedServer(environ={}, program=program) as server, connect(server.url) as client:
+        assert client.ping()
+        password = urlsplit(server.url).password
+        assert password is not None
+        assert len(password) == 48
+        with connect(f"redis://127.0.0.1:{server.port}/0") as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        with connect(f"redis://:wrong@127.0.0.1:{server.port}/0") as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        assert password not in Path(f"/proc/{server.pid}/cmdline").read_text()
+        holders = [file for file in server.folder.iterdir() if password in file.read_text(errors="replace")]
+        assert [(file.name, stat.S_IMODE(file.stat().st_mode)) for file in holders] == [("server.conf", 0o600)]
+        assert password not in repr(server)
+        server.kill()
+        server.start()
+        assert client.ping()
+    with EmbeddedServer(environ={}, program=program) as another:
+        assert urlsplit(another.url).password != password
 
 
 def test_what_it_was_told_survives_its_crash_on_the_same_port() -> None:

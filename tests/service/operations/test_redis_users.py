@@ -1,17 +1,29 @@
 """The Redis users of docker-compose.yml on real servers: each role works, and can do nothing but its own."""
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 import yaml
+from celery import Celery
+from kombu.exceptions import OperationalError
 
 from headrace_broker.client import Client
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import QueueFullError, TenantQueueFullError, UnknownModelError
+from headrace_broker.events import EndEvent, pack
+from headrace_broker.keys import queue_lists, result_key
+from headrace_broker.leases import Leases
+from headrace_broker.registry import register_model
+from headrace_broker.results import CompletionOutput, GenerateResult, Usage
 from headrace_broker.settings import BrokerSettings
+from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_workers.exporter import Exporter
 from service.servers import EVERY_PROGRAM, make_server
 from service.workers.conftest import model_folder
@@ -46,7 +58,8 @@ def url_of(server: EmbeddedServer, user: str) -> str:
 
 
 def test_only_the_named_users_exist_and_the_default_one_is_off() -> None:
-    assert set(users()) == {"default", "admin", "worker", "client", "exporter"}
+    named = {"default", "admin", "worker", "operator", "client", "producer", "subscriber", "exporter"}
+    assert set(users()) == named
     assert users()["default"] == ["off"]
 
 
@@ -75,31 +88,313 @@ def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
             assert b"headrace_exporter_redis_up 1.0" in exporter.exposition.exposition()
         assert "NoPermission" not in worker.log_text()
         assert "permissions" not in worker.log_text()
-        # Celery's remote control is for the admin: it can be asked, and stops workers
-        answered = service.app.control.inspect(timeout=5, limit=1).ping()
-        assert answered
+        # Celery's remote control is for the operator: it can be asked, and stops workers
+        operator = Celery(broker=url_of(server, "operator"), set_as_current=False)
+        operator.conf.update(task_serializer="msgpack", accept_content=["msgpack"])
+        assert operator.control.inspect(timeout=5, limit=1).ping()
+        operator.close()
     finally:
         service.close()
+
+
+@pytest.fixture
+def stream_of_another(server: EmbeddedServer) -> Iterator[str]:
+    """A request of somebody else, which waits in a queue; its stream and its result are there, too."""
+    with connect(url_of(server, "admin")) as admin, Client(url_of(server, "admin"), model="tiny") as other:
+        admin.flushdb()
+        admin.acl_log_reset()
+        register_model(admin, "tiny", max_model_len=64, worker="w", seen=0)
+        other.submit("a secret prompt", tenant="acme")
+        request_id = other.submit("another secret prompt", tenant="acme", idempotency_key="k")
+        Leases(admin, lease_seconds=60, delivery_limit=5).fetch(queue_lists("headrace.tiny"), 1)
+        StreamWriter(admin, 600).claim(request_id, "w")
+        admin.set(result_key(request_id), pack({"status": "SUCCESS"}))
+        yield request_id
+
+
+def answer(server: EmbeddedServer, request_id: str) -> None:
+    """Plays the worker, under the worker's user: four tokens, the end and the result."""
+    with connect(url_of(server, "worker")) as worker:
+        writer = StreamWriter(worker, 600)
+        attempt = writer.claim(request_id, "w").attempt
+        writer.publish(
+            [
+                StreamWrite.chunk(request_id, attempt, 4, index=0, token_ids=[1, 2, 3, 4], text="four"),
+                StreamWrite.end(request_id, attempt, 4, finish_reason="stop", usage=Usage(1, 0, 4)),
+            ]
+        )
+        output = CompletionOutput(0, "four", [1, 2, 3, 4], finish_reason="stop")
+        result = GenerateResult(request_id, [output], Usage(1, 0, 4)).to_wire()
+        stored = pack({"task_id": request_id, "status": "SUCCESS", "result": result, "traceback": None, "children": []})
+        worker.set(result_key(request_id), stored)
+        worker.publish(result_key(request_id), stored)
+
+
+@pytest.mark.parametrize(("sender", "reader"), [("client", "client"), ("producer", "subscriber")])
+def test_the_client_library_does_all_that_it_is_for(
+    server: EmbeddedServer, stream_of_another: str, sender: str, reader: str
+) -> None:
+    settings = BrokerSettings(url_of(server, sender), max_queued_requests=9, max_queued_requests_per_tenant=2)
+    with Client(settings, model="tiny") as producer, Client(url_of(server, reader)) as subscriber:
+        request_id = producer.submit("x", tenant="t", idempotency_key="k", abandon_after=60, priority=5)
+        assert producer.submit("x", tenant="t", idempotency_key="k", abandon_after=60) == request_id
+        [cancelled] = producer.submit_many([{"prompt": "y", "tenant": "t"}])
+        with connect(url_of(server, "worker")) as worker:
+            Leases(worker, lease_seconds=60, delivery_limit=5).fetch(queue_lists("headrace.tiny"), 0)
+        with pytest.raises(TenantQueueFullError, match="holds 2 of at most 2"):
+            producer.submit("z", tenant="t")
+        with pytest.raises(QueueFullError, match="holds 3 of at most 9"):
+            producer.submit_many([{"prompt": "z"}] * 7)
+        with pytest.raises(UnknownModelError):
+            producer.submit("z", model="unheard-of")
+        assert producer.cancel(cancelled)
+        assert producer.status(cancelled).finish_reason == "cancelled"
+        answer(server, request_id)
+        assert [chunk.text for chunk in subscriber.stream(request_id, timeout=30)] == ["four"]
+        assert [type(event) for _, event in subscriber.events_many([cancelled], timeout=30)] == [EndEvent]
+        assert subscriber.result(request_id, timeout=30).outputs[0].text == "four"
+    with connect(url_of(server, "admin")) as admin:
+        assert admin.acl_log() == []
+
+
+def test_a_quota_counts_what_is_sorted_for_a_user_that_may_not_read_messages(
+    server: EmbeddedServer, stream_of_another: str
+) -> None:
+    settings = BrokerSettings(url_of(server, "producer"), max_queued_requests_per_tenant=2)
+    with Client(settings, model="tiny") as producer, connect(url_of(server, "worker")) as worker:
+        for _ in range(3):
+            producer.submit("x", tenant="t")
+        Leases(worker, lease_seconds=60, delivery_limit=5).fetch(queue_lists("headrace.tiny"), 0)
+        with pytest.raises(TenantQueueFullError):
+            producer.submit("x", tenant="t")
+
+
+PLAIN_CELERY = """
+import sys
+from celery import Celery
+
+app = Celery(broker=sys.argv[1], backend=sys.argv[2] or None)
+app.conf.update(task_serializer="msgpack", result_serializer="msgpack", accept_content=["msgpack"])
+result = app.send_task(
+    "headrace.generate", kwargs={"prompt": "x"}, queue="headrace.tiny", argsrepr="", kwargsrepr="", priority=5
+)
+print(result.id, flush=True)
+if sys.argv[2]:
+    print(result.get(timeout=60)["outputs"][0]["text"])
+assert not any(name.startswith("headrace") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("user", ["client", "producer"])
+def test_plain_celery_sends_a_request_and_gets_its_result(
+    server: EmbeddedServer, stream_of_another: str, user: str
+) -> None:
+    url = url_of(server, user)
+    backend = url if user == "client" else ""  # a producer gets no results: Celery would subscribe to them
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", PLAIN_CELERY, url, backend],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+        connect(url_of(server, "admin")) as admin,
+    ):
+        assert process.stdout is not None
+        request_id = process.stdout.readline().strip()
+        waiting = admin.lrange(queue_lists("headrace.tiny")[1], 0, -1)
+        assert [json.loads(message)["headers"]["id"] for message in waiting] == [request_id]
+        answer(server, request_id)
+        rest, errors = process.communicate(timeout=60)
+        assert (process.returncode, rest.strip()) == (0, "four" if backend else ""), errors[-2000:]
+
+
+def test_the_operator_may_broadcast_and_revoke_and_others_may_not(
+    server: EmbeddedServer, stream_of_another: str
+) -> None:
+    def app_of(user: str) -> Celery:
+        return Celery(broker=url_of(server, user), backend=url_of(server, user), set_as_current=False)
+
+    app = app_of("operator")
+    assert app.control.inspect(timeout=0.1).ping() is None  # nobody answers, and nothing refuses
+    app.control.revoke(stream_of_another, terminate=True)
+    app.close()
+    for user in ("client", "producer", "subscriber", "exporter"):
+        app = app_of(user)
+        with pytest.raises((redis.exceptions.NoPermissionError, OperationalError), match="(?i)no.?perm"):
+            app.control.revoke(stream_of_another)
+        app.close()
+
+
+QUEUE = "headrace.tiny"
+BINDING = "_kombu.binding.headrace.tiny"
+LEASES = "headrace:lease:leases"
+FORBIDDEN = {
+    "names of others' requests": [
+        ["KEYS", "*"],
+        ["SCAN", "0"],
+        ["RANDOMKEY"],
+        ["PUBSUB", "CHANNELS"],
+        ["PSUBSCRIBE", "celery-task-meta-*"],
+        ["PSUBSCRIBE", "*"],
+        ["SUBSCRIBE", "__keyspace@0__:headrace:stream:x"],
+        ["CLIENT", "TRACKING", "ON", "BCAST"],
+        ["CLIENT", "LIST"],
+        ["MONITOR"],
+        ["SLOWLOG", "GET"],
+        ["HGETALL", "headrace:idempotency:x"],
+    ],
+    "others' prompts": [
+        ["LRANGE", QUEUE, "0", "-1"],
+        ["LINDEX", QUEUE, "0"],
+        ["LPOP", QUEUE],
+        ["RPOP", QUEUE],
+        ["BRPOP", QUEUE, "1"],
+        ["LMOVE", QUEUE, "headrace.mine", "LEFT", "LEFT"],
+        ["COPY", QUEUE, "headrace:stream:mine"],
+        ["RENAME", QUEUE, "headrace:stream:mine"],
+        ["SORT", QUEUE, "ALPHA"],
+        ["SORT", QUEUE, "ALPHA", "STORE", "headrace:stream:mine"],
+        ["DUMP", QUEUE],
+        ["GETRANGE", QUEUE, "0", "-1"],
+        ["HVALS", "headrace:lease:body"],
+        ["HGETALL", "headrace:lease:body"],
+        ["HGET", "headrace:lease:body", "x"],
+        ["HRANDFIELD", "headrace:lease:body"],
+        ["HSCAN", "headrace:lease:body", "0"],
+        ["LRANGE", "headrace:dead", "0", "-1"],
+        ["EVAL", "return redis.call('LRANGE', 'headrace.tiny', 0, -1)", "0"],
+        ["EVAL", "return redis.call('LRANGE', KEYS[1], 0, -1)", "1", QUEUE],
+        ["EVAL_RO", "return redis.call('LRANGE', KEYS[1], 0, -1)", "1", QUEUE],
+        ["EVAL_RO", "return redis.call('HVALS', 'headrace:lease:body')", "0"],
+    ],
+    "names of tenants": [
+        ["ZRANGE", "headrace:ready:waiting:headrace.tiny", "0", "-1"],
+        ["ZRANGE", "headrace:ready:tenants:headrace.tiny", "0", "-1"],
+        ["EVAL_RO", "return redis.call('ZRANGE', KEYS[1], 0, -1)", "1", "headrace:ready:waiting:headrace.tiny"],
+    ],
+    "forged results": [
+        ["SET", "celery-task-meta-x", "1"],
+        ["SETEX", "celery-task-meta-x", "9", "1"],
+        ["DEL", "celery-task-meta-x"],
+        ["EXPIRE", "celery-task-meta-x", "0"],
+        ["PUBLISH", "celery-task-meta-x", "1"],
+        ["SPUBLISH", "celery-task-meta-x", "1"],
+        ["EVAL", "return redis.call('SET', 'celery-task-meta-x', 1)", "0"],
+        ["EVAL", "return redis.call('PUBLISH', 'celery-task-meta-x', 1)", "0"],
+    ],
+    "planted leases, settlements and models": [
+        ["ZADD", LEASES, "0", "x"],
+        ["HSET", "headrace:lease:meta", "x", "me|headrace.tiny"],
+        ["DEL", "headrace:lease:body"],
+        ["SET", "headrace:lease:body", "x"],
+        ["SET", "headrace:ready:bell:headrace.tiny", "x"],
+        ["ZADD", "headrace:share:served:headrace.tiny", "0", "acme"],
+        ["HSET", "headrace:models", "evil", "x"],
+        ["SET", "headrace:losses:x", "9"],
+        ["LPUSH", "headrace:dead", "x"],
+        ["LPUSH", "celery", "x"],
+        ["LPUSH", "mine.reply.celery.pidbox", "x"],
+        ["SADD", "_kombu.binding.celery.pidbox", "x"],
+        ["SADD", "_kombu.binding.reply.celery.pidbox", "x"],
+        ["SREM", BINDING, "x"],
+        ["EVAL", "return redis.call('SET', KEYS[1], 1)", "1", "headrace:lease:body"],
+        ["EVAL", "return redis.call('SET', 'headrace:lease:body', 1)", "0"],
+        ["EVAL", "return redis.call('SET', KEYS[1], 1)", "1", "headrace:stream:x"],
+    ],
+    "ends of others": [
+        ["DEL", "headrace:stream:x"],
+        ["UNLINK", "headrace:stream:x"],
+        ["DEL", QUEUE],
+        ["LTRIM", QUEUE, "1", "0"],
+        ["LREM", QUEUE, "0", "x"],
+        ["EXPIRE", QUEUE, "0"],
+        ["XTRIM", "headrace:stream:x", "MAXLEN", "0"],
+        ["XDEL", "headrace:stream:x", "1-0"],
+        ["PUBLISH", "/0.celery.pidbox", "shutdown"],
+        ["PUBLISH", "/0.celeryev/task.received", "x"],
+    ],
+    "the server": [
+        ["FLUSHALL"],
+        ["FLUSHDB"],
+        ["SWAPDB", "0", "1"],
+        ["FUNCTION", "LOAD", "#!lua name=x\nredis.register_function('x', function() return 1 end)"],
+        ["FUNCTION", "FLUSH"],
+        ["FCALL", "x", "0"],
+        ["SCRIPT", "FLUSH"],
+        ["SCRIPT", "KILL"],
+        ["CONFIG", "GET", "*"],
+        ["CONFIG", "SET", "maxmemory", "1"],
+        ["DEBUG", "SLEEP", "0"],
+        ["ACL", "LIST"],
+        ["ACL", "WHOAMI"],
+        ["CLIENT", "KILL", "TYPE", "normal"],
+        ["CLIENT", "PAUSE", "1"],
+        ["CLIENT", "UNBLOCK", "1"],
+        ["REPLICAOF", "NO", "ONE"],
+        ["SHUTDOWN"],
+        ["SAVE"],
+        ["MODULE", "LIST"],
+        ["MIGRATE", "127.0.0.1", "1", "x", "0", "1"],
+        ["RESTORE", "headrace:stream:x", "0", "x"],
+    ],
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+@pytest.mark.parametrize("user", ["client", "producer", "subscriber"])
+def test_clients_reach_nothing_of_others(
+    server: EmbeddedServer, stream_of_another: str, user: str, what: str
+) -> None:
+    with connect(url_of(server, "admin")) as admin, connect(url_of(server, user)) as client:
+        before = sorted(admin.keys())
+        for command in FORBIDDEN[what]:
+            assert is_refused(client, command), " ".join(command)
+        assert sorted(admin.keys()) == before
+
+
+def is_refused(client: "redis.Redis", command: list[str]) -> bool:
+    try:
+        client.execute_command(*command)
+    except redis.exceptions.NoPermissionError:
+        return True
+    except redis.exceptions.ResponseError as error:  # inside a script, or DEBUG, which is off
+        return any(words in str(error) for words in ("ACL failure", "user executing the script", "not allowed"))
+    return False
 
 
 @pytest.mark.parametrize(
     ("user", "command"),
     [
+        ("subscriber", ["LPUSH", QUEUE, "x"]),
+        ("subscriber", ["XADD", "headrace:stream:x", "*", "type", "end"]),
+        ("subscriber", ["EXPIRE", "headrace:stream:x", "0"]),
+        ("subscriber", ["SET", "headrace:ended:x", "1"]),
+        ("subscriber", ["EVAL", "while true do end", "0"]),
+        ("subscriber", ["EVAL_RO", "while true do end", "0"]),
+        ("subscriber", ["SCRIPT", "LOAD", "return 1"]),
+        ("producer", ["XREAD", "STREAMS", "headrace:stream:x", "0"]),
+        ("producer", ["GET", "celery-task-meta-x"]),
+        ("producer", ["SUBSCRIBE", "celery-task-meta-x"]),
         ("exporter", ["SET", "headrace.x", "1"]),
         ("exporter", ["LPUSH", "headrace.x", "1"]),
         ("exporter", ["GET", "celery-task-meta-x"]),
         ("exporter", ["FLUSHALL"]),
-        ("client", ["FLUSHALL"]),
-        ("client", ["KEYS", "*"]),
-        ("client", ["PUBLISH", "/0.celery.pidbox", "shutdown"]),
-        ("client", ["CONFIG", "GET", "*"]),
-        ("worker", ["FLUSHALL"]),
-        ("worker", ["CONFIG", "SET", "maxmemory", "1"]),
-        ("worker", ["GET", "somebody-else"]),
-        ("worker", ["ACL", "LIST"]),
-        ("client", ["SHUTDOWN"]),
-        ("client", ["CLIENT", "KILL", "TYPE", "normal"]),
+        ("exporter", ["SCAN", "0"]),
+        ("exporter", ["CLIENT", "TRACKING", "ON", "BCAST"]),
         ("exporter", ["XRANGE", "headrace:stream:x", "-", "+"]),
+        *(
+            (user, command)
+            for user in ("worker", "operator")
+            for command in (
+                ["FLUSHALL"],
+                ["CONFIG", "SET", "maxmemory", "1"],
+                ["GET", "somebody-else"],
+                ["ACL", "LIST"],
+                ["FUNCTION", "LOAD", "#!lua name=x"],
+                ["SCRIPT", "FLUSH"],
+            )
+        ),
     ],
 )
 def test_what_is_not_a_users_business_is_refused(server: EmbeddedServer, user: str, command: list[str]) -> None:

@@ -197,3 +197,14 @@ def test_a_redis_that_lost_everything_costs_what_ran_and_nothing_that_comes_afte
     service.wait_until(lambda: service.workers[0].metrics()["headrace_requests_in_flight"] == 0)
     [content] = contents(service, run(service, 1))
     assert len(content[0].token_ids) == NUM_TOKENS
+
+
+def test_a_worker_warns_of_a_redis_that_may_drop_messages_whenever_it_connects(service: Service) -> None:
+    worker = service.workers[0]
+    assert "maxmemory-policy" not in worker.log_text()
+    service.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        service.cut_connections(worker)
+        worker.wait_for_log("Redis has maxmemory-policy allkeys-lru: where memory gets short it drops messages")
+    finally:
+        service.client.config_set("maxmemory-policy", "noeviction")

@@ -73,6 +73,12 @@ def test_the_queue_keeps_its_messages(services: dict[str, Any]) -> None:
     assert "redis-data:/data" in services["redis"]["volumes"]
 
 
+def test_the_redis_users_of_the_compose_file_are_those_of_the_file_for_other_installations() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    users = (ROOT / "deploy" / "redis" / "users.acl").read_text(encoding="utf-8")
+    assert re.sub(r":\?[^}]*\}", "}", compose["configs"]["redis-users"]["content"]) == users
+
+
 def test_redis_and_the_metrics_are_not_published(services: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert published == {"grafana": ["127.0.0.1:3000:3000"]}

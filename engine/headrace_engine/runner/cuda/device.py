@@ -1,9 +1,16 @@
 """The GPU: whether it is there, and how much of its memory is free."""
 
+import logging
+import os
+from collections.abc import MutableMapping
+
 import torch
 from torch import nn
 
 from headrace_engine.errors import ConfigError
+from headrace_engine.private_folder import first_private
+
+logger = logging.getLogger(__name__)
 
 # Left free: CUDA graphs, cuBLAS' workspaces, and what fragments.
 _MEMORY_SHARE = 0.92
@@ -23,6 +30,16 @@ def find_device() -> torch.device:
             "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", 0)
+
+
+def keep_kernels_private(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let Triton keep what it compiles where nobody else can write, unless `TRITON_CACHE_DIR` names a folder."""
+    if environ.get("TRITON_CACHE_DIR"):
+        return
+    try:
+        environ["TRITON_CACHE_DIR"] = str(first_private("triton", logger.warning, environ))
+    except OSError as error:
+        logger.warning("Triton's kernels are kept in its own cache: %s", error)
 
 
 def free_memory(device: torch.device) -> int:

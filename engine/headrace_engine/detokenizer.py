@@ -1,19 +1,19 @@
 """Token ids to text, one token at a time, and stop strings on the way.
 
+All pieces of text together are what `decode(prompt + output)` has behind `decode(prompt)`. A character that the prompt
+begins and the output completes is shown whole. What begins a character is held back until the character is complete,
+is broken by another token, or the output ends; then it is shown as U+FFFD, as `decode` shows it.
+
 The text shown after k tokens is a function of those k tokens and the parameters alone. So a request that another
 worker continues shows the same characters at the same tokens, whatever was held back when the first one died.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from typing import Protocol
 
 from headrace_engine.sampling_params import SamplingParams
-
-# Byte-level and sentence-piece decoders look back at a few tokens to place spaces and complete characters.
-_CONTEXT_TOKENS = 8
+from headrace_engine.text_stream import create_text_stream
+from headrace_engine.token_pieces import TokenPieces
 
 
 class Detokenizer(Protocol):
@@ -39,10 +39,10 @@ class Detokenizer(Protocol):
         """
 
 
-def create_detokenizer(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+def create_detokenizer(pieces: TokenPieces, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
     if not params.detokenize:
         return NoDetokenizer()
-    return IncrementalDetokenizer(tokenizer, prompt_token_ids, params)
+    return IncrementalDetokenizer(pieces, prompt_token_ids, params)
 
 
 class NoDetokenizer:
@@ -62,15 +62,13 @@ class IncrementalDetokenizer:
     no stop string begins in them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = params.skip_special_tokens
-        self._special_tokens: dict[int, str] = {}
-        """Their own texts, where nothing is to be put between two of them."""
-        if not (params.skip_special_tokens or params.spaces_between_special_tokens):
-            self._special_tokens = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        self._after_special_token = False
-        self._stream = self._new_stream(prompt_token_ids[-_CONTEXT_TOKENS:])
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._stream = create_text_stream(
+            pieces,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            join_added_tokens=not (params.skip_special_tokens or params.spaces_between_special_tokens),
+        )
         self._stop = params.stop
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -92,13 +90,12 @@ class IncrementalDetokenizer:
     def update(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, str | None]:
         stop: str | None = None
         for token_id in token_ids:
-            searched = len(self._text)
-            self._text += self._step(token_id) if not self._special_tokens else self._step_close(token_id)
             self._num_tokens += 1
-            if self._stop and self._num_tokens > self._min_tokens:
-                stop = self._find_stop(searched)
-                if stop is not None:
-                    break
+            stop = self._add(self._stream.step(token_id))
+            if stop is not None:
+                break
+        if finished and stop is None:
+            stop = self._add(self._stream.finish())
         shown = len(self._text)
         if stop is None and not finished:
             shown = max(self._num_shown, shown - self._num_held_back)
@@ -106,35 +103,26 @@ class IncrementalDetokenizer:
         self._num_shown = shown
         return fresh, stop
 
+    def _add(self, text: str) -> str | None:
+        """Append text, and return the stop string that ends in it, if any."""
+        searched = len(self._text)
+        self._text += text
+        if not self._stop or self._num_tokens <= self._min_tokens:
+            return None
+        return self._find_stop(searched)
+
     def _find_stop(self, searched: int) -> str | None:
-        """Cut the text at the earliest stop string that ends behind `searched` characters."""
+        """Cut the text at the stop string that ends first behind `searched` characters.
+
+        Of those that end in one place the first of the list counts, as in vLLM (check_stop_strings).
+        """
         found: tuple[int, str] | None = None
         for stop in self._stop:
             at = self._text.find(stop, max(0, searched - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
+            if at >= 0 and (found is None or at + len(stop) < found[0]):
+                found = (at + len(stop), stop)
         if found is None:
             return None
-        at, stop = found
-        self._text = self._text[: at + len(stop)] if self._include_stop else self._text[:at]
+        end, stop = found
+        self._text = self._text[: end if self._include_stop else end - len(stop)]
         return stop
-
-    def _step(self, token_id: int) -> str:
-        try:
-            return self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # noqa: BLE001  # the library raises its base class when a decoder contradicts itself
-            # The sequence decodes differently with more context (it holds invalid bytes): start anew at this token.
-            self._stream = self._new_stream([])
-            return self._stream.step(self._tokenizer, token_id) or ""
-
-    def _step_close(self, token_id: int) -> str:
-        """As `_step`, but a special token behind another one is its own text and no space."""
-        text = self._step(token_id)
-        special = self._special_tokens.get(token_id)
-        if special is not None and self._after_special_token:
-            text = special
-        self._after_special_token = special is not None
-        return text
-
-    def _new_stream(self, context: Sequence[int]) -> Any:
-        return DecodeStream(ids=list(context), skip_special_tokens=self._skip_special_tokens)

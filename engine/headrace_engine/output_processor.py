@@ -10,6 +10,7 @@ from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.errors import DuplicateRequestError
 from headrace_engine.input_processor import ProcessedRequest
+from headrace_engine.logprob_texts import LogprobTexts
 from headrace_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace_engine.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
@@ -21,6 +22,8 @@ from headrace_engine.tokenizer import ModelTokenizer
 class _Choice:
     index: int
     detokenizer: Detokenizer
+    logprob_texts: LogprobTexts | None = None
+    """Where the request asks for log-probabilities and for text."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -97,11 +100,9 @@ class OutputProcessor:
         """Begin to follow a request. Choices that resume are fed the tokens they already have."""
         if request.request_id in self._requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
+        pieces = self._tokenizer.pieces
         choices = [
-            _Choice(
-                index=index,
-                detokenizer=create_detokenizer(self._tokenizer.backend, request.prompt_token_ids, request.params),
-            )
+            _Choice(index=index, detokenizer=create_detokenizer(pieces, request.prompt_token_ids, request.params))
             for index in range(len(request.choices))
         ]
         state = _RequestState(
@@ -116,6 +117,8 @@ class OutputProcessor:
             choice.token_ids += core_request.output_token_ids
             choice.num_shown_tokens = len(choice.token_ids)
             choice.detokenizer.update(core_request.output_token_ids, finished=False)
+            if request.params.logprobs is not None and request.params.detokenize:
+                choice.logprob_texts = LogprobTexts(pieces, request.prompt_token_ids, choice.token_ids)
             self._choices[core_request.request_id] = (state, choice)
         self._requests[request.request_id] = state
 
@@ -178,6 +181,7 @@ class OutputProcessor:
         alive, completions = [], []
         for choice_id, choice in zip(state.choice_ids, state.choices, strict=True):
             if choice.finish_reason is None:
+                choice.unshown_text += choice.detokenizer.update([], finished=True)[0]
                 choice.finish_reason = FinishReason.ABORT.value
                 alive.append(choice_id)
                 completions.append(_completion(state, choice))
@@ -196,10 +200,12 @@ class OutputProcessor:
         choice.token_ids += output.new_token_ids[:num_taken]
         choice.unshown_text += text
         if output.logprobs is not None:
-            choice.logprobs += [self._logprobs(entry, state.params) for entry in output.logprobs[:num_taken]]
+            choice.logprobs += _read_logprobs(choice.logprob_texts, output.logprobs[:num_taken])
         if output.prompt_logprobs is not None:
-            entries = [self._logprobs(entry, state.params) for entry in output.prompt_logprobs]
-            state.prompt_logprobs = [None, *entries]
+            texts = None
+            if state.params.detokenize:
+                texts = LogprobTexts(self._tokenizer.pieces, output_token_ids=state.prompt_token_ids[:1])
+            state.prompt_logprobs = [None, *_read_logprobs(texts, output.prompt_logprobs)]
         if output.num_cached_tokens > state.num_cached_tokens:
             state.num_cached_tokens = output.num_cached_tokens
         state.error = state.error or output.error
@@ -208,18 +214,20 @@ class OutputProcessor:
         elif output.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = output.finish_reason.value, output.stop_reason
 
-    def _logprobs(self, entry: TokenLogprobs, params: SamplingParams) -> dict[int, Logprob]:
-        decode = self._tokenizer.decode_token if params.detokenize else None
-        return {
-            token_id: Logprob(logprob=value, rank=rank, decoded_token=decode(token_id) if decode else None)
-            for token_id, value, rank in entry
-        }
-
     def _forget(self, state: _RequestState) -> None:
         del self._requests[state.request_id]
         for choice_id in state.choice_ids:
             del self._choices[choice_id]
             self._held_back.pop(choice_id, None)
+
+
+def _read_logprobs(texts: LogprobTexts | None, entries: Iterable[TokenLogprobs]) -> list[dict[int, Logprob]]:
+    if texts is not None:
+        return [texts.read(entry) for entry in entries]
+    return [
+        {token_id: Logprob(logprob=value, rank=rank, decoded_token=None) for token_id, value, rank in entry}
+        for entry in entries
+    ]
 
 
 def _request_output(state: _RequestState, completions: list[CompletionOutput], finished: bool) -> RequestOutput:

@@ -1,5 +1,6 @@
 """What the doors hand to their callers, in vLLM's shapes."""
 
+import builtins
 from dataclasses import dataclass, field
 
 
@@ -11,7 +12,10 @@ class Logprob:
     rank: int
     """1 for the most likely token."""
     decoded_token: str | None
-    """None where the request asked for no text."""
+    """The token's own text, empty where it ends inside a character: the token that completes the character has the text
+    of both. None where the request asked for no text."""
+    bytes: builtins.bytes | None = None
+    """What the token adds to a text behind others, UTF-8 or a part of it. None where the request asked for no text."""
 
 
 @dataclass(slots=True)  # not kw_only, nor the next one: names in a call double what making one costs

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.token_pieces import TokenPieces
 from headrace_engine.tokenizer_parts import TokenizerParts
 
 
@@ -23,6 +24,11 @@ class ModelTokenizer:
         self.backend.encode_special_tokens = parts.split_special_tokens
         self._chat_template = parts.chat_template
         self._special_tokens = parts.special_tokens
+
+    @cached_property
+    def pieces(self) -> TokenPieces:
+        """What each token adds to a text."""
+        return TokenPieces(self.backend)
 
     @cached_property
     def longest_token_chars(self) -> int:
@@ -67,9 +73,6 @@ class ModelTokenizer:
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""
         return self.backend.to_str()
-
-    def decode_token(self, token_id: int) -> str:
-        return self.backend.decode([token_id], skip_special_tokens=False)
 
 
 def create_tokenizer(model: str, parts: TokenizerParts, *, trust_remote_code: bool = False) -> ModelTokenizer:

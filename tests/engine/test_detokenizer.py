@@ -11,6 +11,7 @@ from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel
 from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.token_pieces import TokenPieces
 
 pytestmark = pytest.mark.torch
 
@@ -23,7 +24,7 @@ def tokenizer(llama: TinyModel) -> Tokenizer:
 
 
 def detokenizer(tokenizer: Tokenizer, stop: list[str] | str = (), **params: object) -> Detokenizer:  # type: ignore[assignment]
-    return create_detokenizer(tokenizer, PROMPT, SamplingParams(stop=list(stop) if stop else [], **params))  # type: ignore[arg-type]
+    return create_detokenizer(TokenPieces(tokenizer), PROMPT, SamplingParams(stop=list(stop) if stop else [], **params))  # type: ignore[arg-type]
 
 
 def stream(made: Detokenizer, ids: list[int]) -> tuple[list[str], str | None]:
@@ -128,5 +129,5 @@ def test_special_tokens_are_hidden_unless_asked_for(tokenizer: Tokenizer) -> Non
 
 
 def test_the_prompt_is_not_shown(tokenizer: Tokenizer) -> None:
-    made = create_detokenizer(tokenizer, encode(tokenizer, "The wheel"), SamplingParams())
+    made = create_detokenizer(TokenPieces(tokenizer), encode(tokenizer, "The wheel"), SamplingParams())
     assert made.update(encode(tokenizer, " turns"), finished=True)[0] == " turns"

@@ -8,6 +8,7 @@ import select
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -20,6 +21,7 @@ from headrace_broker.scripts import lua
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.token_pieces import TokenPieces
 from unit.engine.letters import load_tokenizer
 
 MODEL = ModelInfo(
@@ -47,8 +49,9 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return [10 + ord(letter) - ord("a") for letter in text]
 
-    def decode_token(self, token_id: int) -> str:
-        return self.backend.decode([token_id])
+    @cached_property
+    def pieces(self) -> TokenPieces:
+        return TokenPieces(self.backend)
 
 
 class FakeTimer:

@@ -1,0 +1,140 @@
+"""The text that each token of an output adds behind its prompt."""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from headrace_engine.token_pieces import REPLACEMENT, Piece, TokenPieces
+
+_LONGEST_BEGINNING: Final = 3
+"""Bytes of a character that is not complete."""
+_CONTEXT_TOKENS: Final = 16
+
+
+class TextStream(Protocol):
+    def step(self, token_id: int) -> str:
+        """The whole characters that this token completes."""
+
+    def finish(self) -> str:
+        """What was held back; no more tokens will come."""
+
+
+def create_text_stream(
+    pieces: TokenPieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, join_added_tokens: bool
+) -> TextStream:
+    """A stream that begins behind the prompt.
+
+    Args:
+        join_added_tokens: put nothing between two added tokens that follow one another.
+    """
+    if not pieces.joins:
+        return DifferenceStream(pieces, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+    return PieceStream(
+        pieces,
+        prompt_token_ids,
+        hidden=pieces.special_token_ids if skip_special_tokens else frozenset(),
+        joined=pieces.added_tokens if join_added_tokens else {},
+    )
+
+
+class PieceStream:
+    """For decoders that join their tokens' pieces.
+
+    Args:
+        hidden: tokens that are not shown.
+        joined: added tokens, shown as their own text where one follows another.
+    """
+
+    def __init__(
+        self, pieces: TokenPieces, prompt_token_ids: Sequence[int], *, hidden: frozenset[int], joined: dict[int, str]
+    ) -> None:
+        self._pieces = pieces
+        self._hidden = hidden
+        self._joined = joined
+        self._follows_joined = False
+        self._is_first = True
+        self._beginning = b""
+        """Of a character that is not complete."""
+        end = b""
+        for token_id in reversed(prompt_token_ids):
+            if token_id in hidden or token_id not in pieces:
+                continue
+            self._is_first = False
+            piece = pieces[token_id]
+            end = (piece if isinstance(piece, bytes) else piece.encode()) + end
+            if len(end) >= _LONGEST_BEGINNING:
+                break
+        _, self._beginning = pieces.decode(end[-_LONGEST_BEGINNING:])
+        self._num_replaced = pieces.num_replacements(self._beginning)
+        """U+FFFD that the prompt ends in: they are not the output's, should its beginning of a character be broken."""
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
+        piece = self._pieces[token_id] if not self._is_first else self._take_first(token_id)
+        if self._joined:
+            piece = self._joined_piece(token_id, piece)
+        if not self._beginning and isinstance(piece, str):
+            return piece
+        return self._decode(piece if isinstance(piece, bytes) else piece.encode())
+
+    def finish(self) -> str:
+        return self._decode(b"", final=True) if self._beginning else ""
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        text, self._beginning = self._pieces.decode(self._beginning + data, final=final)
+        while self._num_replaced and text.startswith(REPLACEMENT):
+            self._num_replaced -= 1
+            text = text[1:]
+        if text or not self._beginning:
+            self._num_replaced = 0
+        return text
+
+    def _take_first(self, token_id: int) -> Piece:
+        self._is_first = token_id not in self._pieces
+        return self._pieces.first(token_id)
+
+    def _joined_piece(self, token_id: int, piece: Piece) -> Piece:
+        own = self._joined.get(token_id)
+        if own is not None and self._follows_joined:
+            piece = own
+        self._follows_joined = own is not None
+        return piece
+
+
+class DifferenceStream:
+    """For other decoders: the difference that a token makes to the text of the last ones."""
+
+    def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = pieces.tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        text = self._text()
+        self._num_shown = len(text.rstrip(REPLACEMENT))
+        self._num_replaced = len(text) - self._num_shown
+
+    def step(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._text()
+        fresh = self._show(text, len(text.rstrip(REPLACEMENT)))
+        if len(self._token_ids) >= 2 * _CONTEXT_TOKENS and self._num_shown == len(text):
+            self._token_ids = self._token_ids[-_CONTEXT_TOKENS:]
+            self._num_shown = len(self._text())
+        return fresh
+
+    def finish(self) -> str:
+        text = self._text()
+        return self._show(text, len(text))
+
+    def _show(self, text: str, end: int) -> str:
+        if end <= self._num_shown:
+            return ""
+        fresh = text[self._num_shown : end]
+        self._num_shown = end
+        while self._num_replaced and fresh.startswith(REPLACEMENT):
+            self._num_replaced -= 1
+            fresh = fresh[1:]
+        self._num_replaced = 0
+        return fresh
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)

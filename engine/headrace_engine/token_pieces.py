@@ -1,0 +1,155 @@
+"""What single tokens add to a text, as bytes.
+
+A decoder of Hugging Face's `tokenizers` gives text only, in which a part of a character is U+FFFD. Here a token keeps
+its bytes: a part of a character, a whole character and a real U+FFFD are three different things.
+"""
+
+import codecs
+import json
+import re
+from functools import cached_property
+from typing import Any, Final, TypeAlias
+
+from tokenizers import Tokenizer
+
+Piece: TypeAlias = str | bytes
+"""Text where the bytes are whole characters, else the bytes."""
+
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_EACH_BYTE: Final = "headrace_engine.each_byte"
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ANCHOR: Final = "a"
+"""A token to decode others behind."""
+_JOINING: Final = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+class TokenPieces:
+    """The pieces of one tokenizer's tokens, looked up once each.
+
+    Most decoders join what the tokens stand for: the first token may lose its leading space, no other depends on its
+    neighbours. Where a decoder does more (`joins` is false), a token's piece is its text alone.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._decoder: Any = tokenizer.decoder
+        steps = [] if self._decoder is None else _steps(json.loads(self._decoder.__getstate__()))
+        kinds = {step["type"] for step in steps}
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._spaces_are_between = self._decoder is None or "WordPiece" in kinds
+        self._errors = _EACH_BYTE if self._has_byte_tokens else "replace"
+        self._pieces: dict[int, Piece] = {}
+        self.joins = all(_joins(step) for step in steps) and not (self._is_byte_level and kinds - {"ByteLevel", "Fuse"})
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """The texts of the tokens that were added to the vocabulary; special ones are among them."""
+        return {token_id: token.content for token_id, token in self.tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in added if token.special)
+
+    def __contains__(self, token_id: int) -> bool:
+        return self.tokenizer.id_to_token(token_id) is not None
+
+    def __getitem__(self, token_id: int) -> Piece:
+        """What the token adds behind others; nothing where the tokenizer does not know it."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._look_up(token_id)
+        return piece
+
+    def first(self, token_id: int) -> Piece:
+        """What the token adds where no other stands before it."""
+        piece = self[token_id]
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None or isinstance(piece, bytes) or self._is_byte_level or not self.joins:
+            return piece
+        return self._decode([token])
+
+    def alone(self, token_id: int) -> str:
+        """The token as a reader sees it by itself: with a space that is its own, without one that decoding adds."""
+        piece = self.first(token_id) if self._spaces_are_between else self[token_id]
+        return piece if isinstance(piece, str) else self.decode(piece, final=True)[0]
+
+    def decode(self, data: bytes, *, final: bool = False) -> tuple[str, bytes]:
+        """Text of bytes, U+FFFD where they are none, and the bytes at the end that begin a character.
+
+        Args:
+            final: no more bytes will come, so the end is not kept.
+        """
+        text, num_used = codecs.utf_8_decode(data, self._errors, final)
+        return text, data[num_used:]
+
+    def num_replacements(self, data: bytes) -> int:
+        """How many U+FFFD a decoder shows for the beginning of a character."""
+        return len(self.decode(data, final=True)[0])
+
+    def _look_up(self, token_id: int) -> Piece:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        if not self.joins:
+            return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        if self._is_byte_level:
+            return _as_piece(_byte_level_bytes(token))
+        byte = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
+        if byte is not None:
+            return _as_piece(bytes.fromhex(byte[1]))
+        return self._decode([_ANCHOR, token])[len(self._decode([_ANCHOR])) :]
+
+    def _decode(self, tokens: list[str]) -> str:
+        text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        return text
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    """The decoders that a decoder consists of, as the tokenizer's JSON describes them."""
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _joins(step: dict[str, Any]) -> bool:
+    """Whether this decoder looks at each token, or each character, alone."""
+    if step["type"] == "Replace":
+        return len(step["pattern"].get("String", "")) == 1
+    if step["type"] == "Strip":
+        return bool(step["stop"] == 0)
+    return step["type"] in _JOINING
+
+
+def _as_piece(data: bytes) -> Piece:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The bytes that GPT-2's characters stand for: printable ones themselves, the others from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_LEVEL_ALPHABET: Final = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """As the library does: a token with a character outside the alphabet, such as an added one, is plain text."""
+    try:
+        return bytes([_BYTE_LEVEL_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()

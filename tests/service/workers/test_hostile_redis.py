@@ -197,3 +197,28 @@ def test_a_redis_that_lost_everything_costs_what_ran_and_nothing_that_comes_afte
     service.wait_until(lambda: service.workers[0].metrics()["headrace_requests_in_flight"] == 0)
     [content] = contents(service, run(service, 1))
     assert len(content[0].token_ids) == NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["headrace:lease:record", "headrace.tiny\x06\x163", "headrace:ready:of:headrace.tiny\x06", "headrace:share:mean"],
+)
+def test_a_key_of_the_wrong_type_makes_the_worker_unready_until_it_is_right_and_costs_nothing(
+    service: Service, key: str
+) -> None:
+    kept = service.client.dump(key)
+    service.client.delete(key)
+    service.client.xadd(key, {"x": "y"})
+    worker, shown = service.workers[0], key.replace("\x06\x16", " ").replace("\x06", " ")
+    try:
+        handles = run(service)
+        service.wait_until(lambda: worker.health("ready")[0] == 503)
+        assert f"WRONGTYPE the key {shown} holds a stream" in worker.health("ready")[1]
+        assert worker.metrics()["headrace_queue_blocked"] == 1
+    finally:
+        service.client.delete(key)
+        if kept is not None:
+            service.client.restore(key, 0, kept)
+    service.wait_until(lambda: worker.health("ready")[0] == 200)
+    assert worker.metrics()["headrace_queue_blocked"] == 0
+    service.wait_ended([handle.id for handle in handles])

@@ -83,31 +83,39 @@ def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:
     letters = []
     stored: Any = client.lrange(DEAD_LETTERS_KEY, 0, limit - 1)
     for packed in stored:
-        letter = msgpack.unpackb(packed, raw=True)  # a dead message may be any bytes
-        letters.append(
-            DeadLetter(
-                reason=letter[b"reason"].decode(),
-                list_name=letter[b"list"].decode(errors="replace"),
-                deliveries=int(letter[b"deliveries"]),
-                body=letter[b"body"],
-                at=float(letter[b"at"]),
-                packed=packed,
-            )
-        )
+        try:
+            letters.append(_read(packed))
+        except Exception as error:  # noqa: BLE001  # somebody has put it there by hand, and msgpack's errors have no base
+            letters.append(DeadLetter(f"unreadable letter: {type(error).__name__}", "", 0, b"", packed=packed))
     return letters
+
+
+def _read(packed: bytes) -> DeadLetter:
+    letter = msgpack.unpackb(packed, raw=True)  # a dead message may be any bytes
+    body = letter[b"body"]
+    if not isinstance(body, bytes):
+        raise TypeError("no message")
+    return DeadLetter(
+        reason=letter[b"reason"].decode(errors="replace"),
+        list_name=letter[b"list"].decode(errors="replace"),
+        deliveries=int(letter[b"deliveries"]),
+        body=body,
+        at=float(letter[b"at"]),
+        packed=packed,
+    )
 
 
 def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
     """Sends these messages again, to run from their beginning; the oldest first.
 
-    Returns those that were sent: others are no longer there, are copies of messages that are alive, or have the request
-    id of another message, whose stream and result they would delete.
+    Returns those that were sent: others are no longer there, are copies of messages that are alive, have the request id of
+    another message, whose stream and result they would delete, or do not say which queue they came from.
     """
     script = client.register_script(lua("dead_requeue", prelude=None))
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
     sent = []
     for letter in ordered:
-        if letter.reason == DUPLICATE_ID:
+        if letter.reason == DUPLICATE_ID or not letter.list_name:
             continue
         request_id = letter.request_id or ""
         forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key, listener_key)]

@@ -85,6 +85,27 @@ def bell_key(queue: str) -> str:
     return f"{READY_PREFIX}bell:{queue}"
 
 
+def queue_key_types(queue: str) -> dict[str, str]:
+    """The keys that all messages of a queue need, and the type of each; those of single tenants are not among them."""
+    of_all = {
+        LEASES_KEY: "zset",
+        DEAD_LETTERS_KEY: "list",
+        f"{SHARE_PREFIX}clock": "hash",
+        f"{SHARE_PREFIX}mean": "hash",
+    }
+    of_all |= dict.fromkeys((LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY), "hash")
+    of_queue = dict.fromkeys((waiting_key(queue), delayed_tenants_key(queue), f"{SHARE_PREFIX}costs:{queue}"), "zset")
+    of_lists = {
+        key: "zset"
+        for name in queue_lists(queue)
+        for key in (
+            *(sorted_ids_key(name), held_key(name), delayed_key(name)),
+            *(f"{READY_PREFIX}tenants:{name}", f"{SHARE_PREFIX}served:{name}"),
+        )
+    }
+    return {**of_all, **of_queue, bell_key(queue): "list", **of_lists, **dict.fromkeys(queue_lists(queue), "list")}
+
+
 def stream_key(request_id: str) -> str:
     """The stream that carries the tokens of a request."""
     return STREAM_PREFIX + request_id

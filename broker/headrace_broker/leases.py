@@ -51,6 +51,8 @@ _LONGEST_PREFIX: Final = 32
 """Characters; as in `lua/tenant_prelude.lua`."""
 _SORT_ROUNDS: Final = 30
 """Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
+_SORT_ROUNDS_BESIDE: Final = 3
+"""The same, where nothing is to be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,17 @@ class LeasedMessage:
     """The quota, where its tenant has too many messages in the queue and this one is only to be refused; else 0."""
     bound_id: str | None = None
     """The request id that is bound to it, as far as the scripts could read one."""
+    waited: float | None = field(default=None, compare=False)
+    """Seconds by Redis's clock since the message was first sorted, or since its time where it was postponed; None
+    where a worker of an earlier version has sorted it."""
 
 
 class Leases:
     """One process's leases in one Redis database; used by one thread only.
 
     It outlives every connection: what could not be told to Redis is owed, and told later. `on_lost` is called with the
-    held object of each lease that another worker has taken; `on_dead_letter` with each message that ended up dead here.
+    held object of each lease that another worker has taken; `on_dead_letter` with each message that ended up dead here;
+    `on_refused` with the reason when messages cannot be taken or put back.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Leases:
         self.owner: Final = uuid.uuid4().hex
         self.on_lost: Callable[[Any], None] = lambda _held: None
         self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
+        self.on_refused: Callable[[str], None] = lambda _reason: None
         self._held: Final[dict[str, Any]] = {}
         self._owed: Final[dict[str, Callable[[], None]]] = {}
         self._tokens: Final[dict[str, int]] = {}
@@ -120,29 +127,25 @@ class Leases:
 
         All that has arrived is sorted first, so that a tenant's message is seen behind any number of another's. What is
         over a tenant's quota comes beside the others and needs no room. If the reply is lost, the messages come back
-        when the lease has run out.
+        when the lease has run out. Where a key of the wrong type keeps some messages from being taken, the others are;
+        ResponseError is raised where there is none.
         """
         self._renew_if_late()
         messages: list[LeasedMessage] = []
         policy = self._fair_share.packed(self._prefixes)
-        unsorted, rounds_left = 1, _SORT_ROUNDS
+        unsorted, rounds_left, problem = 1, _SORT_ROUNDS, ""
         while unsorted:
-            is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE
+            is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE and not problem
             rounds_left -= 1
-            leased, dead, unsorted = self._fetch(
-                keys=[*_KEYS, *lists],
-                args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, int(is_to_sort)],
-            )
-            for list_name, body, deliveries, reason, bound_id in dead:
-                letter = DeadLetter(reason.decode(), list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
-                self._report_dead(letter)
-            messages += [
-                LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, over_quota, _id_of(bound_id))
-                for lease_id, list_name, body, deliveries, over_quota, bound_id in leased
-            ]
+            unsorted, found = self._fetch_once(lists, count, policy, "sort" if is_to_sort else "", messages)
+            problem = problem or found
         for message in messages:
             self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
             self._drop_lost(message.lease_id)
+        if problem and not messages:
+            raise redis.ResponseError(problem)
+        if problem:
+            self.on_refused(problem)
         return messages
 
     def bind(self, message: LeasedMessage, request_id: object) -> bool:
@@ -154,6 +157,33 @@ class Leases:
         if not isinstance(request_id, str) or request_id == message.bound_id:
             return True
         return bool(self._bind(keys=_KEYS, args=[self.owner, message.lease_id, request_id]))
+
+    def sort(self, lists: Sequence[str]) -> None:
+        """Sorts what has arrived, while there is no room to take it. Redis's errors pass through.
+
+        The moment at which a message is first sorted is all that is known of its age where its producer does not say.
+        """
+        policy = self._fair_share.packed(self._prefixes)
+        for _ in range(_SORT_ROUNDS_BESIDE):
+            unsorted, problem = self._fetch_once(lists, 0, policy, "sort only", [])
+            if problem:
+                raise redis.ResponseError(problem)
+            if not unsorted:
+                return
+
+    def _fetch_once(
+        self, lists: Sequence[str], count: int, policy: bytes, mode: str, messages: list[LeasedMessage]
+    ) -> tuple[int, str]:
+        """Adds what one script has leased. Returns how many are unsorted, and what keeps messages from being taken."""
+        leased, dead, unsorted, problem = self._fetch(
+            keys=[*_KEYS, *lists],
+            args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode],
+        )
+        for list_name, body, deliveries, reason, bound_id in dead:
+            letter = DeadLetter(reason.decode(), list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
+            self._report_dead(letter)
+        messages += [_leased_message(*fields) for fields in leased]
+        return unsorted, problem.decode(errors="replace")
 
     def purge(self, lists: Sequence[str]) -> int:
         """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""
@@ -257,13 +287,16 @@ class Leases:
             if self._clock() < self._reap_from:
                 return 0
             self._renew_if_late()
-            reaped: int = self._reap(keys=_KEYS, args=[_REAPED_AT_ONCE])
+            reaped, problem = self._reap(keys=_KEYS, args=[_REAPED_AT_ONCE])
         except REDIS_ERRORS:
             self._refused = True
             raise
         if reaped:
             logger.warning("put back %d message(s) whose lease had run out", reaped)
-        return reaped
+        if problem:
+            logger.warning("messages whose lease has run out are not put back: %s", problem.decode(errors="replace"))
+            self.on_refused(problem.decode(errors="replace"))
+        return int(reaped)
 
     def pause_reaping(self) -> None:
         """After an outage every lease may look expired: first give the other workers time to come back and renew."""
@@ -309,5 +342,12 @@ def _id_of(bound_id: bytes) -> str | None:
     return bound_id.decode(errors="replace") or None
 
 
+def _leased_message(
+    lease_id: bytes, list_name: bytes, body: bytes, deliveries: int, quota: int, bound_id: bytes, waited: bytes
+) -> LeasedMessage:
+    seconds = int(waited) / 1e6 if waited else None
+    return LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, quota, _id_of(bound_id), seconds)
+
+
 def _lease_lua(name: str) -> str:
-    return lua(f"lease_{name}", prelude=("lease_prelude", "ready_prelude", "tenant_prelude"))
+    return lua(f"lease_{name}", prelude=("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude"))

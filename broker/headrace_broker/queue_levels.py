@@ -4,7 +4,7 @@ For monitors. Works with no worker running, and under a Redis user that may only
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ from headrace_broker.keys import (
     delayed_key,
     delayed_tenants_key,
     held_key,
+    queue_key_types,
     queue_lists,
     sorted_ids_key,
     tenant_ids_key,
@@ -50,6 +51,8 @@ class QueueLevels:
     Redis's; None where no head says when it was enqueued."""
     delayed: int = 0
     """Of the leased, those whose time has not come, or has and nobody has put them back yet."""
+    problem: str | None = None
+    """Why no worker can be given messages: a key of the queue holds something of another type, and counts as empty."""
 
     @property
     def num_ready(self) -> int:
@@ -90,6 +93,7 @@ class QueueLevelReader:
     def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
         """The levels of these queues, by name."""
         queues = list(queues)
+        problems = self._problems(queues)
         lists = [name for queue in queues for name in queue_lists(queue)]
         keys_of = (str, sorted_ids_key, held_key, delayed_key)
         keys = [DEAD_LETTERS_KEY, LEASE_BODIES_KEY, *(key(name) for name in lists for key in keys_of)]
@@ -109,8 +113,20 @@ class QueueLevelReader:
                 dead=self._dead.get(queue, Counter()),
                 oldest_age_seconds=_oldest_age(float(now), chain.from_iterable(enqueue_times)),
                 delayed=sum(delayed),
+                problem=problems.get(queue),
             )
         return levels
+
+    def _problems(self, queues: Sequence[str]) -> dict[str, str]:
+        """What is wrong with each queue that has a key of the wrong type."""
+        checked = [(queue, key, kind) for queue in queues for key, kind in queue_key_types(queue).items()]
+        script = lua("wrong_keys", prelude="key_checks")
+        keys, kinds = [key for _, key, _ in checked], [kind for _, _, kind in checked]
+        wrong: Any = self._client.eval_ro(script, len(keys), *keys, *kinds)
+        return {
+            checked[index][0]: problem.decode(errors="replace")
+            for index, problem in zip(wrong[::2], wrong[1::2], strict=True)
+        }
 
     def _count_dead(self) -> dict[str, Counter[str]]:
         """By queue and reason. Letters that come or go meanwhile change the mark, and all are counted again."""

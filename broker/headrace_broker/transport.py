@@ -121,6 +121,7 @@ class QoS(virtual.QoS):
             self.channel.leases.reap()
         except redis.ResponseError as error:
             logger.warning("the leases of silent workers are not looked at: %s", error)
+            self.channel.leases.on_refused(str(error))
 
 
 class Channel(kombu_redis.Channel):
@@ -243,7 +244,7 @@ class Channel(kombu_redis.Channel):
             self.client.connection.disconnect()
             raise
         except redis.ResponseError as error:
-            self._was_refused(error)
+            return self._fetch_past(error)
         finally:
             self._in_poll = None
             self._flush_brpop_reauth()
@@ -273,8 +274,14 @@ class Channel(kombu_redis.Channel):
         try:
             doorbell.answer()
         except redis.ResponseError as error:
-            self._was_refused(error)
+            return self._fetch_past(error)
         return self.fetch()
+
+    def _fetch_past(self, error: "redis.ResponseError") -> bool:
+        """The server refuses to wait for one list. Other lists may have messages, where only its type is wrong."""
+        fetched = "WRONGTYPE" in str(error) and self.fetch()
+        self._was_refused(error)
+        return fetched
 
     def _lists(self) -> list[str]:
         """The lists of all queues in the order in which they are served; the queues take turns."""
@@ -309,6 +316,7 @@ class Channel(kombu_redis.Channel):
         """The server is there, but out of memory, read-only or strict: that passes, and must not end the worker."""
         self._ask_again_at = time.monotonic() + _REFUSED_SECONDS
         logger.warning("no messages are taken for %g s, as the server refuses: %s", _REFUSED_SECONDS, error)
+        self.leases.on_refused(str(error))
 
     def _hand_over(self, message: LeasedMessage) -> None:
         """Hands one message to its consumer. No message, whatever is in it, may end the worker."""

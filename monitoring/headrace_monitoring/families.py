@@ -87,6 +87,7 @@ class QueueFamilies:
         self.oldest_age = make.gauge(
             "queue_oldest_message_age_seconds", "Age of the oldest ready message; 0 when none is ready."
         )
+        self.blocked = make.gauge("queue_blocked", "1 while Redis gives no messages of the queue to workers.")
         self.wait = make.histograms(
             "queue_wait_seconds",
             "Time from the enqueue of a message until a worker took it.",

@@ -153,6 +153,10 @@ class Metrics:
             self._queue.messages[state].set(count)
         self._queue.oldest_age.set(_elapsed(oldest_age_seconds) or 0.0)
 
+    def queue_blocked(self, blocked: bool) -> None:
+        """Whether Redis, or a key of the wrong type, keeps this worker from the queue's messages."""
+        self._queue.blocked.set(blocked)
+
     def tenants_queued(self, counts: Mapping[str, int]) -> None:
         """Ready messages by tenant, read from Redis; '' is the tenant of those that name none."""
         totals = dict.fromkeys(self._tenants.queued, 0)

@@ -33,6 +33,8 @@ class ModelLevels:
     dead: Mapping[str, int]
     """By reason, in the broker's own words."""
     oldest_age_seconds: float | None
+    blocked: bool
+    """A key of the queue has the wrong type, so that no worker is given messages."""
     last_seen: float | None
     """Unix time at which a worker last said that it serves the model; None if none ever did."""
 
@@ -138,6 +140,11 @@ class ServiceExposition(Collector):
             "queue_oldest_message_age_seconds",
             "Age of the oldest ready message; 0 when none is ready.",
             [(labels, model.oldest_age_seconds or 0.0) for labels, model in of],
+        )
+        yield _gauge(
+            "queue_blocked",
+            "1 while Redis gives no messages of the queue to workers.",
+            [(labels, model.blocked) for labels, model in of],
         )
         yield _gauge(
             "queue_run_out_leases",

@@ -38,6 +38,11 @@ class WorkerHealth:
         self._heartbeat_at: float | None = None
         # when the engine last had no reason to step, or stepped; None while nothing is in flight
         self._progress_at: float | None = None
+        self._queue_problem: str | None = None
+
+    def queue_blocked(self, problem: str | None) -> None:
+        """Why Redis gives the worker no messages; None where it does."""
+        self._queue_problem = problem
 
     def state(self, state: WorkerState) -> None:
         """The worker entered a state. While loading the engine cannot step, so its clock starts afterwards."""
@@ -63,6 +68,8 @@ class WorkerHealth:
         """Why the worker takes no work, or None when it does."""
         if self._state != "ready":
             return f"the worker is {self._state}"
+        if self._queue_problem is not None:
+            return f"the queue cannot be served: {self._queue_problem}"
         return self.not_alive()
 
     def not_alive(self) -> str | None:

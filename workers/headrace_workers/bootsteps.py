@@ -92,7 +92,8 @@ class EngineStep(bootsteps.StartStopStep):
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.use_engine(self._supervisor)
-        self._gauges = QueueGauges(client, [queue_name(name) for name in settings.served_names], self.metrics)
+        queues = [queue_name(name) for name in settings.served_names]
+        self._gauges = QueueGauges(client, queues, self.metrics, self._health)
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
         """When a drain that was asked for from outside is to be over."""
@@ -122,6 +123,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel.credit = self.dispatcher.credit
         channel.leases.on_lost = self.dispatcher.lease_lost
         channel.leases.on_dead_letter = self.dispatcher.settlement.dead_letter
+        channel.leases.on_refused = self._gauges.refused
         self._leases = channel.leases
         for lease_id, message in self._leases.held().items():
             # Celery forgets what passes through its timer, as messages with an ETA do, when it loses its connection.

@@ -134,6 +134,7 @@ class Exporter:
                 run_out=queue.run_out,
                 dead=queue.dead,
                 oldest_age_seconds=queue.oldest_age_seconds,
+                blocked=queue.problem is not None,
                 last_seen=registered[name].seen if name in registered else None,
             )
             for name, queue in zip(names, levels.values(), strict=True)

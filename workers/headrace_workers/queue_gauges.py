@@ -1,4 +1,4 @@
-"""`QueueGauges`: how long the queue is, whose messages it holds and how old the oldest is, polled by the worker."""
+"""`QueueGauges`: how long the queue is, whose messages it holds, how old the oldest is, and if it can be served."""
 
 import logging
 import time
@@ -10,6 +10,7 @@ import redis
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.queue_levels import QueueLevelReader, read_tenants
 from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.worker_health import WorkerHealth
 
 logger = logging.getLogger(__name__)
 
@@ -17,20 +18,33 @@ logger = logging.getLogger(__name__)
 class QueueGauges:
     interval_seconds = 5.0
 
-    def __init__(self, client: "redis.Redis", queues: Sequence[str], metrics: Metrics) -> None:
+    def __init__(self, client: "redis.Redis", queues: Sequence[str], metrics: Metrics, health: WorkerHealth) -> None:
         self._client = client
         self._reader = QueueLevelReader(client)
         self._queues = queues
         self._metrics = metrics
+        self._health = health
+        self._refusal: str | None = None
+        """Why Redis has given no messages since the last poll."""
+
+    def refused(self, reason: str) -> None:
+        """Redis, or a script, gives the worker no messages. Counts until a poll that comes after one without this."""
+        self._refusal = reason
+        self._tell(reason)
+
+    def _tell(self, problem: str | None) -> None:
+        self._metrics.queue_blocked(problem is not None)
+        self._health.queue_blocked(problem)
 
     def poll(self) -> None:
         """Read the levels of this worker's queues, which count together; Redis away only marks it down."""
         started = time.perf_counter()
         try:
-            levels = self._reader.read(self._queues).values()
+            by_queue = self._reader.read(self._queues)
             tenants = Counter[str]()
-            for queue in self._queues:
-                tenants.update(read_tenants(self._client, queue))
+            for queue, level in by_queue.items():
+                if level.problem is None:
+                    tenants.update(read_tenants(self._client, queue))
         except REDIS_ERRORS as error:
             self._metrics.redis_error("depth")
             self._metrics.redis_up(False)
@@ -38,6 +52,9 @@ class QueueGauges:
             return
         self._metrics.redis_command("depth", time.perf_counter() - started)
         self._metrics.redis_up(True)
+        levels = by_queue.values()
+        self._tell(next((level.problem for level in levels if level.problem is not None), self._refusal))
+        self._refusal = None
         ages = [level.oldest_age_seconds for level in levels if level.oldest_age_seconds is not None]
         self._metrics.queue_depth(
             sum(level.num_ready for level in levels),

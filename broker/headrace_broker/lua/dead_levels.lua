@@ -7,8 +7,8 @@ local MOST_LETTERS, MOST_BYTES = 100, 1024 * 1024
 local counts, bytes, at = {}, 0, tonumber(ARGV[1])
 local last = at + MOST_LETTERS
 while at < last and bytes < MOST_BYTES do
-  local packed = redis.call('LINDEX', KEYS[1], at)
-  if not packed then break end
+  local packed = redis.pcall('LINDEX', KEYS[1], at)
+  if type(packed) ~= 'string' then break end
   at, bytes = at + 1, bytes + #packed
   local readable, letter = pcall(cmsgpack.unpack, packed)
   if readable and type(letter) == 'table' then

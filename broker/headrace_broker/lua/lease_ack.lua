@@ -6,5 +6,6 @@ local record = record_of(id)
 revoke(id)
 forget(id)
 redis.call('HDEL', DELIVERIES, id)
-if record and tokens then settle(record, tokens) end
+-- what the tenant has cost is not worth a message that stays for ever
+if record and tokens and not problem_of_level(record.level) then settle(record, tokens) end
 return 1

@@ -5,7 +5,7 @@ local owner, id, reason = ARGV[1], ARGV[2], ARGV[3]
 local list = owned_list(id, owner)
 if not list then return false end
 local body = redis.call('HGET', BODIES, id)
-local deliveries = tonumber(redis.call('HGET', DELIVERIES, id)) or 0
+local deliveries = number_in(redis.call('HGET', DELIVERIES, id), 0)
 local record = record_of(id)
 revoke(id)
 forget(id)

@@ -1,13 +1,14 @@
 -- Sorts what has arrived, then takes messages in fair order and leases them, all in one step, so that none is ever in
 -- nobody's hands. KEYS: the lease keys, then the lists in the order in which they are served.
 -- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota,
--- prefixes that this worker holds, or nothing), 1 to sort first.
--- Returns {{id, list, body, deliveries, the quota if it was over that or 0, the request id that is bound to it or ''},
--- ...} of the leased, {{list, body, deliveries, reason, the request id that was bound to it or ''}, ...} of those that are
--- dead now, and how many are unsorted: where it was to sort and there are any, none was taken but those over their
--- tenant's quota, which come beside those asked for.
+-- prefixes that this worker holds, or nothing), 'sort' to sort first, 'sort only' to lease nothing at all.
+-- Returns {{id, list, body, deliveries, the quota if it was over that or 0, the request id that is bound to it or '',
+-- microseconds that it has waited or ''}, ...} of the leased, {{list, body, deliveries, reason, the request id that was
+-- bound to it or ''}, ...} of those that are dead now, how many are unsorted, and what keeps messages from being sorted or
+-- taken, or ''. Where it was to sort and there are any unsorted, none was taken but those over their tenant's quota, which
+-- come beside those asked for.
 local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] == '1'
+local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] ~= ''
 local FIRST_LIST = 9
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 4 * 1024 * 1024
@@ -22,6 +23,19 @@ local LOOKED_AT, MOST_SKIPS = 16, 8
 local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
 local leased, dead, num_refused = {}, {}, 0
+local problem = ''
+
+-- Whether it is one, and the script is to leave alone what it keeps.
+local function is_kept_by(found)
+  problem = found or problem
+  return found ~= nil
+end
+
+-- Since it was first sorted, or since its time where it had one of its own: by this server's clock alone.
+local function waited(record)
+  local since = record.sorted and math.max(record.sorted, record.due or 0)
+  return since and string.format('%.0f', math.max(0, microseconds - since)) or ''
+end
 
 local function give_up(body, list, deliveries, reason, request)
   bury(body, list, deliveries, reason)
@@ -81,8 +95,10 @@ local function set_aside(body, list, tenant, first)
   bytes_left = bytes_left - #known
   if not is_readable(known) then
     local record = record_of(first)
-    record.request = nil
-    keep(first, record)
+    if record then
+      record.request = nil
+      keep(first, record)
+    end
     return false
   end
   local content = content_of(body)
@@ -93,7 +109,7 @@ end
 
 -- Counts one more delivery. False if there were too many, and the message is buried.
 local function deliver(id, record, body)
-  local deliveries = redis.call('HINCRBY', DELIVERIES, id, 1)
+  local deliveries = count_delivery(id)
   if deliveries <= limit then
     grant(id, owner, record.list, seconds)
     return deliveries
@@ -111,7 +127,7 @@ local function refuse(id, record, body)
   local deliveries = deliver(id, record, body)
   if not deliveries then return end
   num_refused = num_refused + 1
-  leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota, record.request or ''}
+  leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota, record.request or '', waited(record)}
 end
 
 local function sort(list)
@@ -133,13 +149,24 @@ local function sort(list)
     elseif not first or not set_aside(body, list, tenant, first) then
       -- a clock that was set back must not turn the order round
       since = since and since + 1
-        or math.max(microseconds, (redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2] or 0) + 1)
+        or math.max(microseconds, number_in(redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
+      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then tenant = '' end
+      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then
+        redis.call('RPUSH', list, body)
+        return
+      end
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
       -- by its own name, also where it has to share a place with others
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
-      local record = {list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request}
+      local record = {
+        list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
+      }
+      if is_over and ARGV[6] == 'sort only' then -- nobody can be told of it now
+        redis.call('RPUSH', list, body)
+        return
+      end
       redis.call('HSET', BODIES, id, body)
       if request then redis.call('HSET', REQUESTS, request, id) end
       if is_over then
@@ -152,36 +179,57 @@ local function sort(list)
   end
 end
 
+local function is_waiting(id, list)
+  local record = record_of(id)
+  local ids = ids_at(record and record.level or list)
+  return problem_of(ids, 'zset') == nil and redis.call('ZSCORE', ids, id) ~= false
+end
+
 -- What is kept of leases by list may hold one that is no more: somebody has deleted keys by hand, or a worker of an
--- earlier version, which does not keep that, has ended it.
+-- earlier version, which does not keep that, has ended it. Where its message is left, it is to be put back.
 local function forget_strays(list)
   for _, leases in ipairs({held_from(list), delayed_from(list)}) do
-    for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', microseconds / 1000000, 'LIMIT', 0, STRAYS_LOOKED_AT)) do
+    local expired = kind_of(leases) ~= 'none'
+      and redis.call('ZRANGEBYSCORE', leases, '-inf', microseconds / 1000000, 'LIMIT', 0, STRAYS_LOOKED_AT)
+    for _, id in ipairs(expired or {}) do
       local meta = redis.call('HGET', META, id)
       local is_delayed = meta == 'delayed|' .. list
-      if not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_from(list)) then
+      if not meta and redis.call('HEXISTS', BODIES, id) == 1 and not is_waiting(id, list) then
+        if not is_kept_by(put_back(id, list)) then redis.call('ZREM', leases, id) end
+      elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_from(list)) then
         redis.call('ZREM', leases, id)
+      elseif not redis.call('ZSCORE', LEASES, id) then
+        redis.call('ZADD', LEASES, microseconds / 1000000, id)
       end
     end
   end
 end
 
--- A message that has waited so long counts at the next better level.
+-- What is known of a message that waits at the level.
+local function record_at(level, id)
+  local record = record_of(id, queue_of(level))
+  if record then record.level = level end
+  return record
+end
+
+-- A message that has waited so long counts at the next better level. Returns whether any does now.
 local function age(level, better)
+  if is_kept_by(problem_of_level(better)) then return false end
   local step = policy.ageing_seconds * 1000000
   local aged = redis.call('ZRANGEBYSCORE', ids_at(level), '-inf', microseconds - step, 'LIMIT', 0, ages_left)
   ages_left = ages_left - #aged
   for _, id in ipairs(aged) do
-    local record = record_of(id)
-    if record then
+    local record = record_at(level, id)
+    if not record then -- somebody has deleted keys by hand
+      unsort(id, level)
+    elseif not is_kept_by(problem_of(messages_of(better, record.tenant), 'zset')) then
       leave(id, record)
       record.level, record.since = better, record.since + step
       keep(id, record)
       enter(id, record)
-    else -- somebody has deleted keys by hand
-      redis.call('ZREM', ids_at(level), id)
     end
   end
+  return #aged > 0
 end
 
 local held_prefixes = policy.prefixes and {}
@@ -195,17 +243,17 @@ end
 local function choose(level, tenant)
   local ids = redis.call('ZRANGE', messages_of(level, tenant), 0, held_prefixes and LOOKED_AT - 1 or 0)
   local id = ids[1]
-  local record = id and record_of(id)
+  local record = id and record_at(level, id)
   if not record or not held_prefixes or is_held(record) or (record.skipped or 0) >= MOST_SKIPS then return id, record end
   for i = 2, #ids do
-    local other = record_of(ids[i])
+    local other = record_at(level, ids[i])
     if is_held(other) then return ids[i], other, id end
   end
   return id, record
 end
 
-local function skip(id)
-  local record = record_of(id)
+local function skip(level, id)
+  local record = record_at(level, id)
   record.skipped = (record.skipped or 0) + 1
   keep(id, record)
 end
@@ -221,52 +269,86 @@ local function take(id, record, start)
   if not deliveries then return end
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   charge(id, record, start, policy.weights[record.tenant] or 1)
-  leased[#leased + 1] = {id, record.list, body, deliveries, 0, record.request or ''}
+  leased[#leased + 1] = {id, record.list, body, deliveries, 0, record.request or '', waited(record)}
   reply_bytes_left = reply_bytes_left - #body
+end
+
+-- Messages that no tenant at their level has any more, as somebody has deleted keys by hand, are sorted anew.
+local function recover(level)
+  if redis.call('EXISTS', tenants_at(level)) == 1 then return end
+  local ids = redis.call('ZRANGE', ids_at(level), 0, 99)
+  for i = #ids, 1, -1 do unsort(ids[i], level) end
+end
+
+-- Whether the queue's sorted messages are those of its tenants' count.
+local function recount(queue, levels)
+  if kind_of(waiting_in(queue)) == 'none' then return end
+  for _, level in ipairs(levels) do
+    if redis.call('EXISTS', ids_at(level)) == 1 then return end
+  end
+  redis.call('DEL', waiting_in(queue))
+end
+
+-- Where nothing is, nothing need be done, nor any more keys looked at.
+local lists, levels_of, in_use = {}, {}, {}
+for i = FIRST_LIST, #KEYS do
+  local list, queue = KEYS[i], queue_of(KEYS[i])
+  in_use[list] = kind_of(list) ~= 'none' or kind_of(ids_at(list)) ~= 'none' or kind_of(tenants_at(list)) ~= 'none'
+  if not is_kept_by(problem_of(list, 'list') or problem_of(held_from(list), 'zset')
+      or problem_of(delayed_from(list), 'zset') or in_use[list] and problem_of_level(list) or nil) then
+    forget_strays(list)
+    levels_of[queue] = levels_of[queue] or {}
+    table.insert(levels_of[queue], list)
+    lists[#lists + 1] = list
+  end
 end
 
 local unsorted = 0
 if is_to_sort then
-  local better = {}
-  for i = FIRST_LIST, #KEYS do
-    local list, queue = KEYS[i], queue_of(KEYS[i])
-    forget_strays(list)
-    sort(list)
-    unsorted = unsorted + redis.call('LLEN', list)
-    better[i], better[queue] = better[queue], list
+  for _, list in ipairs(lists) do
+    if in_use[list] then
+      if kind_of(list) ~= 'none' then sort(list) end
+      recover(list)
+      unsorted = unsorted + redis.call('LLEN', list)
+    end
   end
-  for i = #KEYS, FIRST_LIST, -1 do -- the worst first, so that what waits for long takes all its steps at once
-    if better[i] and policy.ageing_seconds > 0 and ages_left > 0 then age(KEYS[i], better[i]) end
+  for _, levels in pairs(levels_of) do
+    for i = #levels, 2, -1 do -- the worst first, so that what waits for long takes all its steps at once
+      local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[levels[i]]
+      if is_to_age and age(levels[i], levels[i - 1]) then in_use[levels[i - 1]] = true end
+    end
   end
 end
 
 if unsorted == 0 then
   local tries_left = wanted + 100
-  for i = FIRST_LIST, #KEYS do
-    local level = KEYS[i]
-    while #leased - num_refused < wanted and tries_left > 0 and reply_bytes_left > 0 do
-      local least = redis.call('ZRANGE', tenants_at(level), 0, 0, 'WITHSCORES')
-      local tenant, start = least[1], tonumber(least[2])
+  for _, level in ipairs(lists) do
+    local num_kept = 0 -- tenants whose messages cannot be reached; they stay where they are, before all others
+    while in_use[level] and #leased - num_refused < wanted and tries_left > 0 and reply_bytes_left > 0 do
+      local least = redis.call('ZRANGE', tenants_at(level), num_kept, num_kept, 'WITHSCORES')
+      local tenant, start = least[1], number_in(least[2], 0)
       if not tenant then break end
       tries_left = tries_left - 1
-      local id, record, skipped = choose(level, tenant)
-      if record then
-        take(id, record, start)
-        if skipped then skip(skipped) end
-      elseif id then -- somebody has deleted keys by hand
-        leave(id, {level = level, tenant = tenant})
-        forget(id)
+      if is_kept_by(problem_of(messages_of(level, tenant), 'zset')) then
+        num_kept = num_kept + 1
       else
-        redis.call('ZREM', tenants_at(level), tenant)
-        redis.call('ZREM', waiting_in(queue_of(level)), tenant)
+        local id, record, skipped = choose(level, tenant)
+        if record then
+          record.tenant = tenant
+          take(id, record, start)
+          if skipped then skip(level, skipped) end
+        elseif id then -- somebody has deleted keys by hand
+          unsort(id, level, tenant)
+        else
+          redis.call('ZREM', tenants_at(level), tenant)
+          redis.call('ZREM', waiting_in(queue_of(level)), tenant)
+        end
       end
     end
   end
 end
-local rung = {}
-for i = FIRST_LIST, #KEYS do
-  local queue = queue_of(KEYS[i])
-  if not rung[queue] then ring(queue) end
-  rung[queue] = true
+for queue, levels in pairs(levels_of) do
+  if problem == '' and #leased - num_refused < wanted then recount(queue, levels) end
+  ring(queue)
 end
-return {leased, dead, unsorted}
+return {leased, dead, unsorted, problem}

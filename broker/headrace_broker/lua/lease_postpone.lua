@@ -3,17 +3,21 @@
 local owner, id, seconds = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local list = owned_list(id, owner)
 if not list then return 0 end
+local record = record_of(id)
+list = record and record.list or list
+local problem = problem_of(delayed_from(list), 'zset') or record and problem_of_level(record.level)
+if problem then return {err = problem} end
 local due = now() + seconds
 redis.call('ZADD', LEASES, due, id)
-redis.call('ZREM', held_from(list), id)
+drop(held_from(list), id)
 redis.call('ZADD', delayed_from(list), due, id)
 redis.call('HSET', META, id, 'delayed|' .. list)
 take_back_strike(id)
-local record = record_of(id)
 if record then
   refund(id, record)
   -- it does not wait, and so does not age, before its time
   record.since, record.level = math.floor(due * 1000000), record.list
+  record.due = record.since
   delay(id, record)
 end
 return 1

@@ -6,6 +6,13 @@ local LEASES, BODIES, META, DELIVERIES, DEAD, RECORDS = KEYS[1], KEYS[2], KEYS[3
 local REQUESTS = LEASES .. ':request'
 local DEAD_LETTERS_KEPT = 1000
 
+-- What all messages of all queues need.
+for i, kind in ipairs({'zset', 'hash', 'hash', 'hash', 'list', 'hash'}) do
+  local problem = problem_of(KEYS[i], kind)
+  if problem then return {err = problem} end
+end
+if problem_of(REQUESTS, 'hash') then return {err = problem_of(REQUESTS, 'hash')} end
+
 local function now()
   local time = redis.call('TIME')
   return time[1] + time[2] / 1000000
@@ -16,8 +23,15 @@ end
 local function held_from(list) return LEASES .. ':held:' .. list end
 local function delayed_from(list) return LEASES .. ':delayed:' .. list end
 
+-- Nil where it says none.
 local function list_of(meta)
-  return string.sub(meta, string.find(meta, '|', 1, true) + 1)
+  local at = string.find(meta, '|', 1, true)
+  return at and at < #meta and string.sub(meta, at + 1) or nil
+end
+
+-- Takes an id out of a sorted set that only says where it is: one of the wrong type does not hold it.
+local function drop(key, id)
+  return problem_of(key, 'zset') and 0 or redis.call('ZREM', key, id)
 end
 
 -- The list that the owner's message came from; nil where the lease is not, or no longer, the owner's.
@@ -26,10 +40,15 @@ local function owned_list(id, owner)
   if meta and string.sub(meta, 1, #owner + 1) == owner .. '|' then return string.sub(meta, #owner + 2) end
 end
 
+-- Counts it among the leases of its list.
+local function hold(list, expires, id)
+  if not problem_of(held_from(list), 'zset') then redis.call('ZADD', held_from(list), expires, id) end
+end
+
 local function grant(id, owner, list, seconds)
   local expires = now() + seconds
   redis.call('ZADD', LEASES, expires, id)
-  redis.call('ZADD', held_from(list), expires, id)
+  hold(list, expires, id)
   redis.call('HSET', META, id, owner .. '|' .. list)
 end
 
@@ -38,15 +57,36 @@ local function revoke(id)
   redis.call('ZREM', LEASES, id)
   local meta = redis.call('HGET', META, id)
   if not meta then return end
-  redis.call('ZREM', held_from(list_of(meta)), id)
-  redis.call('ZREM', delayed_from(list_of(meta)), id)
+  local list = list_of(meta)
+  if list then
+    drop(held_from(list), id)
+    drop(delayed_from(list), id)
+  end
   redis.call('HDEL', META, id)
 end
 
--- What is known of a message; nil where nothing is.
-local function record_of(id)
+local function queue_of(list)
+  local at = string.find(list, '\6\22', 1, true)
+  return at and string.sub(list, 1, at - 1) or list
+end
+
+local function is_text_or_nil(value) return value == nil or type(value) == 'string' end
+
+local function is_record(record)
+  return type(record) == 'table' and type(record.list) == 'string' and record.list ~= ''
+    and type(record.level) == 'string' and queue_of(record.level) == queue_of(record.list)
+    and type(record.tenant) == 'string' and is_finite(record.since)
+    and (not record.charge or is_finite(record.charge) and is_finite(record.weight) and record.weight > 0)
+    and is_text_or_nil(record.request) and is_text_or_nil(record.prefix)
+    and is_finite(record.skipped or 0) and is_finite(record.sorted or 0) and is_finite(record.due or 0)
+end
+
+-- What is known of a message of the queue; nil where nothing is that makes sense.
+local function record_of(id, queue)
   local packed = redis.call('HGET', RECORDS, id)
-  return packed and cmsgpack.unpack(packed)
+  if not packed then return nil end
+  local readable, record = pcall(cmsgpack.unpack, packed)
+  return readable and is_record(record) and (not queue or queue_of(record.list) == queue) and record or nil
 end
 
 -- The lease id of the message that a request id is bound to, as long as that message is known; nil where there is none.
@@ -65,13 +105,22 @@ local function forget(id)
   redis.call('HDEL', RECORDS, id)
 end
 
+-- Counts one more delivery, or one less. What somebody has made no number, or too large a one, begins anew.
+local function count_delivery(id)
+  local count = redis.pcall('HINCRBY', DELIVERIES, id, 1)
+  if type(count) == 'number' and count > 0 then return count end
+  redis.call('HSET', DELIVERIES, id, 1)
+  return 1
+end
+
 -- The delivery does not count: it was ended by the fleet, or by the message's own ETA, and says nothing of the message.
 local function take_back_strike(id)
-  if redis.call('HINCRBY', DELIVERIES, id, -1) <= 0 then redis.call('HDEL', DELIVERIES, id) end
+  local count = redis.pcall('HINCRBY', DELIVERIES, id, -1)
+  if type(count) ~= 'number' or count <= 0 then redis.call('HDEL', DELIVERIES, id) end
 end
 
 local function bury(body, list, deliveries, reason)
-  local letter = {body = body, list = list, deliveries = deliveries, reason = reason, at = now()}
+  local letter = {body = body or '', list = list, deliveries = deliveries, reason = reason, at = now()}
   redis.call('LPUSH', DEAD, cmsgpack.pack(letter))
   redis.call('LTRIM', DEAD, 0, DEAD_LETTERS_KEPT - 1)
 end

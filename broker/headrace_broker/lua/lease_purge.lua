@@ -2,14 +2,14 @@
 -- Returns how many it deleted.
 local purged = 0
 for i = 9, #KEYS do
+  local problem = problem_of_level(KEYS[i])
+  if problem then return {err = problem} end
+end
+for i = 9, #KEYS do
   local level = KEYS[i]
   for _, id in ipairs(redis.call('ZRANGE', ids_at(level), 0, ARGV[1] - purged - 1)) do
-    local record = record_of(id)
-    if record then
-      leave(id, record)
-    else
-      redis.call('ZREM', ids_at(level), id)
-    end
+    local record, body = record_of(id, queue_of(level)), redis.call('HGET', BODIES, id)
+    leave(id, {level = level, tenant = record and record.tenant or body and tenant_of(body) or ''})
     forget(id)
     redis.call('HDEL', DELIVERIES, id)
     purged = purged + 1

@@ -1,16 +1,20 @@
--- Puts back the messages of silent workers. KEYS: the lease keys. ARGV: how many at most. Returns how many.
+-- Puts back the messages of silent workers. KEYS: the lease keys. ARGV: how many at most.
+-- Returns how many, and what kept others in their leases, or ''.
+local RETRY_SECONDS = 1
 -- A server that takes no writes must say so here: behind it the other workers cannot renew either.
 redis.call('ZREM', LEASES, '')
 local STRAYS_LOOKED_AT = 100
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, ARGV[1])
+local num_put_back, problem = 0, ''
 for i = #expired, 1, -1 do
-  local meta = redis.call('HGET', META, expired[i])
-  if meta then
-    put_back(expired[i], list_of(meta))
-  else -- somebody has deleted keys by hand
-    undelay(expired[i], record_of(expired[i]))
-    revoke(expired[i])
-    forget(expired[i])
+  local id = expired[i]
+  local meta = redis.call('HGET', META, id)
+  local kept = put_back(id, meta and list_of(meta))
+  if kept then
+    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- behind those that can be put back
+    problem = kept
+  else
+    num_put_back = num_put_back + 1
   end
 end
 -- A worker of an earlier version forgets a message without its request id.
@@ -19,4 +23,4 @@ if redis.call('HLEN', REQUESTS) > redis.call('HLEN', BODIES) then
     if not holder_of(request) then redis.call('HDEL', REQUESTS, request) end
   end
 end
-return #expired
+return {num_put_back, problem}

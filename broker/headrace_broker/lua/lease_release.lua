@@ -3,6 +3,8 @@
 local owner, id, strike = ARGV[1], ARGV[2], ARGV[3] == '1'
 local list = owned_list(id, owner)
 if not list then return 0 end
-put_back(id, list) -- first, as a server out of memory refuses a script's first write if that may need more
+-- first, as a server out of memory refuses a script's first write if that may need more
+local problem = put_back(id, list ~= '' and list or nil)
+if problem then return {err = problem} end
 if not strike then take_back_strike(id) end
 return 1

@@ -8,7 +8,7 @@ for i = 3, #ARGV do
   local list = owned_list(ARGV[i], owner)
   if list then
     redis.call('ZADD', LEASES, expires, ARGV[i])
-    redis.call('ZADD', held_from(list), expires, ARGV[i])
+    hold(list, expires, ARGV[i])
   else
     lost[#lost + 1] = ARGV[i]
   end

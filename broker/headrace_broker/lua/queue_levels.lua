@@ -2,11 +2,23 @@
 -- lease id, then four for every list asked for: the list, the ids that were sorted out of it, and of the leases of its
 -- messages those in a worker's hands and the delayed ones. Returns {now, mark of the dead letters, which is another one
 -- when they have changed, per list {length, sorted, held, delayed, run out, enqueue times of the longest there of the
--- first two, or ''}}.
+-- first two, or ''}}. A key of the wrong type counts as empty; wrong_keys.lua names it.
 local DEAD, BODIES = KEYS[1], KEYS[2]
 
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
+
+-- A number that Redis replies, or 0 where it refuses.
+local function count(...)
+  local reply = redis.pcall(...)
+  return type(reply) == 'number' and reply or 0
+end
+
+-- A text that Redis replies, or nil.
+local function text(...)
+  local reply = redis.pcall(...)
+  return type(reply) == 'string' and reply or nil
+end
 
 -- The text cannot be found inside a string of the message: there its quotes would be escaped.
 local function enqueued_at(body)
@@ -17,18 +29,18 @@ end
 local lists = {}
 for i = 3, #KEYS, 4 do
   local list, sorted, held, delayed = KEYS[i], KEYS[i + 1], KEYS[i + 2], KEYS[i + 3]
-  local first = redis.call('ZRANGE', sorted, 0, 0)[1]
+  local first = redis.pcall('ZRANGE', sorted, 0, 0)[1]
   lists[#lists + 1] = {
-    redis.call('LLEN', list),
-    redis.call('ZCARD', sorted),
-    redis.call('ZCARD', held),
-    redis.call('ZCARD', delayed),
-    redis.call('ZCOUNT', held, '-inf', now) + redis.call('ZCOUNT', delayed, '-inf', now),
-    enqueued_at(redis.call('LINDEX', list, -1)),
-    enqueued_at(first and redis.call('HGET', BODIES, first)),
+    count('LLEN', list),
+    count('ZCARD', sorted),
+    count('ZCARD', held),
+    count('ZCARD', delayed),
+    count('ZCOUNT', held, '-inf', now) + count('ZCOUNT', delayed, '-inf', now),
+    enqueued_at(text('LINDEX', list, -1)),
+    enqueued_at(first and text('HGET', BODIES, first)),
   }
 end
 
-local num_dead = redis.call('LLEN', DEAD)
-local mark = num_dead .. ':' .. redis.sha1hex(redis.call('LINDEX', DEAD, 0) or '')
+local num_dead = count('LLEN', DEAD)
+local mark = num_dead .. ':' .. redis.sha1hex(text('LINDEX', DEAD, 0) or '')
 return {tostring(now), mark, lists}

@@ -5,19 +5,15 @@
 -- least is next, and who comes back from idleness begins at the level's clock, so that nobody can save up.
 -- A record is what is known of a message, waiting or leased: list, level, tenant, request (the id that is bound to it, or
 -- nil), since (microseconds: from when on it counts at its level, which is its place), prefix (a hash of its prompt's
--- beginning, where it says) and skipped (how often affinity went before it), delayed (true before its time), and once it
--- was taken charge and weight.
+-- beginning, where it says) and skipped (how often affinity went before it), delayed (true before its time), sorted
+-- (microseconds: when it was first sorted), due (microseconds: its time, where it had one of its own), and once it was
+-- taken charge and weight.
 
 local READY, SHARE = KEYS[7], KEYS[8]
 local SHARE_SECONDS = 86400
 local MOST_TENANTS = 1000
 local FIRST_ESTIMATE = 256 -- tokens of a request, where no request of the queue has ended yet
 local NEWEST_COST = 0.2 -- its part in the mean
-
-local function queue_of(list)
-  local at = string.find(list, '\6\22', 1, true)
-  return at and string.sub(list, 1, at - 1) or list
-end
 
 local function ids_at(level) return READY .. 'ids:' .. level end
 local function tenants_at(level) return READY .. 'tenants:' .. level end
@@ -26,6 +22,21 @@ local function waiting_in(queue) return READY .. 'waiting:' .. queue end
 local function delayed_in(queue) return READY .. 'delayed:' .. queue end
 local function served_at(level) return SHARE .. 'served:' .. level end
 local function costs_in(queue) return SHARE .. 'costs:' .. queue end
+local function bell_of(queue) return READY .. 'bell:' .. queue end
+
+-- What keeps all messages from a level, and from being taken there, or nil.
+local function problem_of_level(level)
+  local queue = queue_of(level)
+  return problem_of(ids_at(level), 'zset') or problem_of(tenants_at(level), 'zset')
+    or problem_of(served_at(level), 'zset') or problem_of(waiting_in(queue), 'zset')
+    or problem_of(delayed_in(queue), 'zset') or problem_of(costs_in(queue), 'zset')
+    or problem_of(SHARE .. 'clock', 'hash') or problem_of(SHARE .. 'mean', 'hash')
+end
+
+-- What keeps a message from its place, or nil.
+local function problem_of_place(record)
+  return problem_of_level(record.level) or problem_of(messages_of(record.level, record.tenant), 'zset')
+end
 
 local function keep(id, record)
   redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
@@ -44,6 +55,7 @@ local function undelay(id, record)
   record.delayed = nil
   keep(id, record)
   local delayed = delayed_in(queue_of(record.list))
+  if problem_of(delayed, 'zset') then return end
   if tonumber(redis.call('ZINCRBY', delayed, -1, record.tenant)) <= 0 then
     redis.call('ZREM', delayed, record.tenant)
   end
@@ -52,9 +64,9 @@ end
 -- The least service of those that wait now. The clock is the service at which the last message was taken; a tenant may
 -- be behind it whose messages turned out to be cheap.
 local function floor_at(level)
-  local clock = tonumber(redis.call('HGET', SHARE .. 'clock', level) or 0)
+  local clock = number_in(redis.call('HGET', SHARE .. 'clock', level), 0)
   local least = redis.call('ZRANGE', tenants_at(level), 0, 0, 'WITHSCORES')[2]
-  return least and math.min(clock, tonumber(least)) or clock
+  return math.min(clock, number_in(least, clock))
 end
 
 local function enter(id, record)
@@ -63,7 +75,7 @@ local function enter(id, record)
   redis.call('ZADD', ids_at(level), record.since, id)
   redis.call('ZINCRBY', waiting_in(queue_of(level)), 1, tenant)
   if not redis.call('ZSCORE', tenants_at(level), tenant) then
-    local served = tonumber(redis.call('ZSCORE', served_at(level), tenant) or 0)
+    local served = number_in(redis.call('ZSCORE', served_at(level), tenant), 0)
     redis.call('ZADD', tenants_at(level), math.max(served, floor_at(level)), tenant)
   end
 end
@@ -71,16 +83,18 @@ end
 local function leave(id, record)
   undelay(id, record) -- a worker of an earlier version, which keeps no such count, has put it back
   local level, tenant = record.level, record.tenant
-  redis.call('ZREM', messages_of(level, tenant), id)
+  local was_there = drop(messages_of(level, tenant), id)
   redis.call('ZREM', ids_at(level), id)
   local waiting = waiting_in(queue_of(level))
-  if tonumber(redis.call('ZINCRBY', waiting, -1, tenant)) <= 0 then redis.call('ZREM', waiting, tenant) end
+  if was_there == 1 and tonumber(redis.call('ZINCRBY', waiting, -1, tenant)) <= 0 then
+    redis.call('ZREM', waiting, tenant)
+  end
   if redis.call('EXISTS', messages_of(level, tenant)) == 0 then redis.call('ZREM', tenants_at(level), tenant) end
 end
 
 -- A worker without a message waits for this list: it holds a token as long as sorted messages wait.
 local function ring(queue)
-  local bell = READY .. 'bell:' .. queue
+  local bell = bell_of(queue)
   if redis.call('EXISTS', waiting_in(queue)) == 0 then
     redis.call('DEL', bell)
   elseif redis.call('EXISTS', bell) == 0 then
@@ -95,8 +109,8 @@ end
 
 -- What a request of the tenant will probably cost, in tokens.
 local function estimate(queue, tenant)
-  return tonumber(redis.call('ZSCORE', costs_in(queue), tenant)
-    or redis.call('HGET', SHARE .. 'mean', queue) or FIRST_ESTIMATE)
+  return number_in(redis.call('ZSCORE', costs_in(queue), tenant),
+    number_in(redis.call('HGET', SHARE .. 'mean', queue), FIRST_ESTIMATE))
 end
 
 local function add_service(record, tokens)
@@ -116,7 +130,7 @@ local function charge(id, record, start, weight)
   redis.call('ZADD', served_at(level), service, tenant)
   redis.call('ZADD', tenants_at(level), 'XX', service, tenant)
   trim(served_at(level))
-  local clock = tonumber(redis.call('HGET', SHARE .. 'clock', level) or 0)
+  local clock = number_in(redis.call('HGET', SHARE .. 'clock', level), 0)
   redis.call('HSET', SHARE .. 'clock', level, string.format('%.17g', math.max(clock, start)))
   redis.call('EXPIRE', SHARE .. 'clock', SHARE_SECONDS)
 end
@@ -128,10 +142,10 @@ local function settle(record, tokens)
   if tokens <= 0 then return end -- it never ran, which says nothing of its tenant's requests
   local queue = queue_of(record.level)
   local function mean(before) return before and before + NEWEST_COST * (tokens - before) or tokens end
-  local cost = mean(tonumber(redis.call('ZSCORE', costs_in(queue), record.tenant) or nil))
+  local cost = mean(number_in(redis.call('ZSCORE', costs_in(queue), record.tenant)))
   redis.call('ZADD', costs_in(queue), cost, record.tenant)
   trim(costs_in(queue))
-  local of_all = mean(tonumber(redis.call('HGET', SHARE .. 'mean', queue) or nil))
+  local of_all = mean(number_in(redis.call('HGET', SHARE .. 'mean', queue)))
   redis.call('HSET', SHARE .. 'mean', queue, string.format('%.17g', of_all))
   redis.call('EXPIRE', SHARE .. 'mean', SHARE_SECONDS)
 end
@@ -146,17 +160,34 @@ end
 
 -- Back to its place, which is before all that its tenant sent later, and to be paid for when it is taken again.
 -- The revocation comes first: a server out of memory refuses a script whose first write may need more.
+-- Returns what keeps it from there, where nothing was written, or nil. `list` is nil where the lease does not say it.
 local function put_back(id, list)
-  revoke(id)
   local record = record_of(id)
+  list = record and record.list or list
+  local waits = record and not record.refused
+  local problem = waits and problem_of_place(record) or not waits and list and problem_of(list, 'list')
+  if problem then return problem end
+  revoke(id)
   undelay(id, record)
-  if record and not record.refused then
+  local body = redis.call('HGET', BODIES, id)
+  if waits and body then
     refund(id, record)
     enter(id, record)
     ring(queue_of(record.level))
-    return
+  elseif body and not list then -- somebody has deleted keys by hand
+    bury(body, '', number_in(redis.call('HGET', DELIVERIES, id), 0), 'list unknown')
+    redis.call('HDEL', DELIVERIES, id)
+    forget(id)
+  else
+    forget(id)
+    if body then redis.call('RPUSH', list, body) end
   end
+end
+
+-- The message of which no record is left is sorted anew, from the list of the level where it is.
+local function unsort(id, level, tenant)
   local body = redis.call('HGET', BODIES, id)
+  leave(id, {level = level, tenant = tenant or body and tenant_of(body) or ''})
   forget(id)
-  if body then redis.call('RPUSH', list, body) end
+  if body then redis.call('RPUSH', level, body) end
 end

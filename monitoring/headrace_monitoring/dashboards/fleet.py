@@ -101,6 +101,11 @@ def _deliveries() -> list[Panel]:
             "none",
             [(queue_level("queue_run_out_leases", "queue"), "{{queue}}")],
         ),
+        states(
+            "Queue served",
+            "Whether Redis gives workers the queue's messages. Off: it refuses, or a key has another type.",
+            [("1 - " + queue_level("queue_blocked", "queue"), "{{queue}}")],
+        ),
         graph(
             "Time since a worker served the model",
             "Workers say so every minute. From the exporter.",

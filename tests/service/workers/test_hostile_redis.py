@@ -208,3 +208,28 @@ def test_a_worker_warns_of_a_redis_that_may_drop_messages_whenever_it_connects(s
         worker.wait_for_log("Redis has maxmemory-policy allkeys-lru: where memory gets short it drops messages")
     finally:
         service.client.config_set("maxmemory-policy", "noeviction")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["headrace:lease:record", "headrace.tiny\x06\x163", "headrace:ready:of:headrace.tiny\x06", "headrace:share:mean"],
+)
+def test_a_key_of_the_wrong_type_makes_the_worker_unready_until_it_is_right_and_costs_nothing(
+    service: Service, key: str
+) -> None:
+    kept = service.client.dump(key)
+    service.client.delete(key)
+    service.client.xadd(key, {"x": "y"})
+    worker, shown = service.workers[0], key.replace("\x06\x16", " ").replace("\x06", " ")
+    try:
+        handles = run(service)
+        service.wait_until(lambda: worker.health("ready")[0] == 503)
+        assert f"WRONGTYPE the key {shown} holds a stream" in worker.health("ready")[1]
+        assert worker.metrics()["headrace_queue_blocked"] == 1
+    finally:
+        service.client.delete(key)
+        if kept is not None:
+            service.client.restore(key, 0, kept)
+    service.wait_until(lambda: worker.health("ready")[0] == 200)
+    assert worker.metrics()["headrace_queue_blocked"] == 0
+    service.wait_ended([handle.id for handle in handles])

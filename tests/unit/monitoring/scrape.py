@@ -56,6 +56,7 @@ EXPORTER.polled(
                 run_out=1,
                 dead={"poison": 1, "undecodable: ValueError": 2, "bad luck": 1},
                 oldest_age_seconds=12.5,
+                blocked=False,
                 last_seen=900.0,
             )
         ],

@@ -22,6 +22,16 @@ def test_a_worker_that_loads_or_drains_is_alive_and_not_ready(health: WorkerHeal
     assert health.not_alive() is None
 
 
+def test_a_worker_that_redis_gives_nothing_is_alive_and_not_ready_until_it_does(health: WorkerHealth) -> None:
+    health.state("ready")
+    health.heartbeat(in_flight=0)
+    health.queue_blocked("WRONGTYPE the key k holds a string")
+    assert health.not_ready() == "the queue cannot be served: WRONGTYPE the key k holds a string"
+    assert health.not_alive() is None
+    health.queue_blocked(None)
+    assert health.not_ready() is None
+
+
 def test_a_worker_whose_loop_turns_is_ready(health: WorkerHealth) -> None:
     health.state("ready")
     health.heartbeat(in_flight=0)

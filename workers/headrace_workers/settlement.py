@@ -14,6 +14,7 @@ import structlog
 from celery.worker.state import task_ready
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DUPLICATE, DeadLetter
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Attempt, Claim, StreamWrite, StreamWriter, WriteOutcome
@@ -28,8 +29,8 @@ from headrace_workers.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 RunTask = Callable[[dict[str, Any]], None]
+StoreResult = Callable[[str, dict[str, Any], str], None]
 
-_MALFORMED = ErrorInfo("invalid_request", MALFORMED)
 _CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
 _EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
 _GONE = ErrorInfo("expired", "the stream has expired or was deleted")
@@ -39,14 +40,15 @@ class Settlement:
     """Owns what this worker still has to tell Redis about requests that are, or are about to be, over.
 
     Args:
-        store_result: stores a request's result where no Celery request is at hand; called on the finisher's thread.
+        store_result: stores a request's result, in the content type that comes last, where no Celery request is at
+            hand; called on the finisher's thread.
     """
 
     def __init__(
         self,
         writer: StreamWriter,
         metrics: Metrics,
-        store_result: Callable[[str, dict[str, Any]], None],
+        store_result: StoreResult,
         tracing: RequestTracing,
     ) -> None:
         self._writer = writer
@@ -183,16 +185,17 @@ class Settlement:
             if incoming.is_well_formed:
                 run_task(result)
             else:  # Celery's tracer would stumble over the body, too
-                self._store_result(incoming.request_id, result)
+                self._store_result(incoming.request_id, result, celery_request.content_type)
                 celery_request.on_success((False, "", 0.0))
 
         self._finish(celery_request, finish)
 
-    def refuse_malformed(self, request_id: str) -> None:
+    def refuse_malformed(self, request_id: str, why: str = MALFORMED, content_type: object = None) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
         self._metrics.request_refused("rejected")
-        if self.end_stream(request_id, "rejected", _MALFORMED):
-            self._store_error(request_id, _MALFORMED)
+        error = ErrorInfo("invalid_request", why)
+        if self.end_stream(request_id, "rejected", error):
+            self._store_error(request_id, error, answer_type(content_type))
 
     def dead_letter(self, letter: DeadLetter) -> None:
         """A message will not be delivered again: tell whoever waits for its stream or its result."""
@@ -202,7 +205,7 @@ class Settlement:
         after = f"after {letter.deliveries} deliveries" if letter.deliveries else "before its first delivery"
         error = ErrorInfo("dead_letter", f"given up {after}: {letter.reason}")
         if self.end_stream(letter.request_id, "error", error):
-            self._store_error(letter.request_id, error)
+            self._store_error(letter.request_id, error, letter.content_type)
 
     def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
@@ -220,10 +223,12 @@ class Settlement:
             logger.warning("stream could not be ended", error=type(failure).__name__)
             return False
 
-    def _store_error(self, request_id: str, error: ErrorInfo) -> None:
+    def _store_error(self, request_id: str, error: ErrorInfo, content_type: str) -> None:
         result = GenerateResult(request_id, [], None, error).to_wire()
         self._finisher.submit(
-            partial(self._store_result, request_id, result), on_failure=lambda: None, request_id=request_id
+            partial(self._store_result, request_id, result, content_type),
+            on_failure=lambda: None,
+            request_id=request_id,
         )
 
     def _finish(self, celery_request: Any, finish: Callable[[], None], **about: Any) -> None:

@@ -37,11 +37,11 @@ def open_envelope(raw: bytes) -> dict[str, Any]:
 
 
 def check_envelope(payload: dict[str, Any]) -> None:
-    """Fill in what may be absent. Raises MalformedMessageError."""
+    """Raises MalformedMessageError."""
     if not isinstance(payload, dict) or not isinstance(payload.get("headers"), dict):
         raise MalformedMessageError("its headers are no map")
     headers, properties = payload["headers"], payload.get("properties")
-    if not isinstance(properties, dict) or not isinstance(properties.setdefault("delivery_info", {}), dict):
+    if not isinstance(properties, dict) or not isinstance(properties.get("delivery_info"), dict):
         raise MalformedMessageError("its properties, or their delivery_info, are no map")
     if "id" in headers and not is_request_id(headers["id"]):
         raise MalformedMessageError(f"its id is no text of 1 to {MAX_ID_CHARS} characters")
@@ -64,11 +64,17 @@ def is_request_id(value: object) -> bool:
 
 
 def _from_protocol_1(payload: dict[str, Any]) -> None:
-    """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body."""
+    """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body.
+
+    A message of neither protocol is left as it is: the consumer refuses it.
+    """
     content_type = payload.get("content-type")
-    body = loads(_body(payload), content_type)  # type: ignore[arg-type]  # checked there
+    try:
+        body = loads(_body(payload), content_type)  # type: ignore[arg-type]  # checked there
+    except MalformedMessageError:
+        return
     if not isinstance(body, dict) or not is_request_id(body.get("id")) or not isinstance(body.get("task"), str):
-        raise MalformedMessageError("it is of neither of Celery's protocols 1 and 2: task or id is missing")
+        return
     said = {name: body[name] for name in _HEADERS_OF_1 if body.get(name) is not None}
     payload["headers"] = {**payload["headers"], **said}
     links = {name: body.get(name) for name in _LINKS_OF_1}

@@ -7,6 +7,7 @@ from urllib.parse import quote
 from celery import Celery
 from kombu import Exchange, Queue
 
+from headrace_broker.content import SERIALIZERS
 from headrace_broker.keys import PRIORITY_STEPS, QUEUE_PREFIX, queue_name
 from headrace_broker.sentinel import FAILOVER_SECONDS, SENTINEL_TIMEOUTS
 from headrace_broker.server_url import ServerUrl
@@ -38,12 +39,12 @@ def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable
     # named in full, as Celery would bind all of them to the exchange of the default one
     queues = [Queue(name, Exchange(name), routing_key=name) for name in map(queue_name, models)]
     app.conf.update(
-        # msgpack and nothing else: pickle would let a producer run code in the worker
-        accept_content=["msgpack"],
-        result_accept_content=["msgpack"],
+        # nothing else: pickle would let a producer run code in the worker
+        accept_content=list(SERIALIZERS.values()),
         task_serializer="msgpack",
         result_serializer="msgpack",
-        event_serializer="msgpack",
+        # what Flower and `celery events` read without an application of their own
+        event_serializer="json",
         task_default_queue=queues[0].name if queues else _DEFAULT_QUEUE,
         task_queues=queues or None,
         task_create_missing_queues=False,

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.envelope import content_digest, is_request_id
+from headrace_broker.content import answer_type
+from headrace_broker.envelope import content_digest, is_request_id, open_envelope
+from headrace_broker.errors import MalformedMessageError
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
@@ -62,20 +64,39 @@ class DeadLetter:
     @property
     def content(self) -> str:
         """See `envelope.content_digest`; of no message where it cannot be read."""
-        try:
-            payload = json.loads(self.body)
-            return content_digest(payload) if isinstance(payload, dict) else ""
-        except (ValueError, RecursionError):
-            return ""
+        return content_digest(self._envelope) if self._envelope else ""
 
-    @cached_property
+    @property
+    def described(self) -> str:
+        """What the message is, for a log that must not say what it says."""
+        kinds = [str(self._envelope.get(name))[:64] for name in ("content-type", "content-encoding")]
+        return f"{len(self.body)} bytes, content-type {kinds[0]}, content-encoding {kinds[1]}"
+
+    @property
+    def content_type(self) -> str:
+        """In which its sender can read an answer."""
+        return answer_type(self._envelope.get("content-type"))
+
+    @property
     def headers(self) -> dict[str, Any]:
         """The message's headers, where they can be read; they say nothing of the prompt if our client wrote them."""
-        try:
-            headers = json.loads(self.body)["headers"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return {}
+        headers = self._envelope.get("headers")
         return headers if isinstance(headers, dict) else {}
+
+    @cached_property
+    def _envelope(self) -> dict[str, Any]:
+        try:
+            return open_envelope(self.body)
+        except (MalformedMessageError, ValueError, RecursionError):
+            return self._odd_envelope()
+
+    def _odd_envelope(self) -> dict[str, Any]:
+        """No worker can use the message, but it may still say whose it is."""
+        try:
+            envelope = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
+        return envelope if isinstance(envelope, dict) else {}
 
 
 def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:

@@ -104,7 +104,7 @@ class MalformedEntryError(HeadraceBrokerError, ValueError):
 
 
 class MalformedMessageError(HeadraceBrokerError, ValueError):
-    """A message in a queue is none that a worker can use; the sentence quotes nothing of it."""
+    """A message in a queue is none that a worker can use; the sentence quotes nothing of it but its content type."""
 
 
 class TransportConfigurationError(HeadraceBrokerError, ValueError):

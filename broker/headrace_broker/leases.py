@@ -334,7 +334,8 @@ class Leases:
             self.on_lost(held)
 
     def _report_dead(self, letter: DeadLetter) -> None:
-        logger.error("dead letter in %s after %d deliveries: %s", letter.queue, letter.deliveries, letter.reason)
+        about = (letter.queue, letter.deliveries, letter.reason, letter.described)
+        logger.error("dead letter in %s after %d deliveries: %s; %s", *about)
         self.on_dead_letter(letter)
 
 

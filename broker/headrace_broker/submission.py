@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, TypedDict
 
-from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
+from headrace_broker.content import loads_stored
+from headrace_broker.errors import InvalidRequestError, MalformedEntryError, MalformedMessageError, RequestFailedError
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_abandon_after
@@ -200,8 +201,13 @@ def chunk_of(request_id: str, event: StreamEvent) -> ChunkEvent | None:
 
 
 def read_result(request_id: str, meta: bytes) -> GenerateResult | None:
-    """Reads what Celery's result backend stored; None where the task is not finished yet."""
-    stored = unpack(meta)
+    """Reads what Celery's result backend stored, as JSON or msgpack; None where the task is not finished yet."""
+    try:
+        stored = loads_stored(meta)
+    except MalformedMessageError as error:
+        raise MalformedEntryError(f"the result of request {request_id} cannot be read: {error}") from error
+    if not isinstance(stored, Mapping):
+        raise MalformedEntryError(f"the result of request {request_id} is no map but {type(stored).__name__}")
     status, value = stored.get("status"), stored.get("result")
     if status == "SUCCESS":
         if not isinstance(value, Mapping):

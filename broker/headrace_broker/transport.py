@@ -22,14 +22,14 @@ import redis
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
-from kombu.utils.json import loads
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
-from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
+from headrace_broker.content import loads
 from headrace_broker.dead_letters import DUPLICATE_ID
-from headrace_broker.envelope import check_envelope, content_digest
+from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
+from headrace_broker.envelope import check_envelope, content_digest, open_envelope
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
@@ -124,6 +124,13 @@ class QoS(virtual.QoS):
             self.channel.leases.on_refused(str(error))
 
 
+class Message(virtual.Message):
+    """A message that is decoded by `content.py` alone."""
+
+    def _decode(self) -> Any:
+        return loads(self.body, self.content_type)
+
+
 class Channel(kombu_redis.Channel):
     """A channel whose task queues are leased.
 
@@ -132,6 +139,7 @@ class Channel(kombu_redis.Channel):
     """
 
     QoS = QoS
+    Message = Message
 
     _in_poll: Any = None
     max_connections = 200  # one for each list, and some
@@ -216,6 +224,20 @@ class Channel(kombu_redis.Channel):
             self._in_poll.disconnect()
             self._in_poll = None
         super().close()
+
+    def _receive_one(self, subscriber: Any) -> Any:
+        """Reads what was published, such as a control message. Nothing that anybody publishes may end the worker."""
+        try:
+            return super()._receive_one(subscriber)
+        except (*self.connection_errors, OperationalError, Empty):
+            raise
+        except Exception as error:  # noqa: BLE001  # of a stranger's message
+            logger.warning("a published message was dropped: %s", _shown(error))
+            return None
+
+    def _deliver_fanout_message(self, message: Any, exchange: str) -> Any:
+        check_envelope(message)  # kombu inflates what calls itself compressed
+        return super()._deliver_fanout_message(message, exchange)
 
     # kombu's poller calls the two methods below around its wait for BRPOP; a leased channel waits for its doorbell.
 
@@ -322,12 +344,9 @@ class Channel(kombu_redis.Channel):
         """Hands one message to its consumer. No message, whatever is in it, may end the worker."""
         queue = message.list_name.partition(self.sep)[0]
         try:
-            payload = self._payload(message)
-        except MalformedMessageError as error:
-            self.leases.bury(message.lease_id, f"undecodable: {error}")
-            return
+            payload = self._payload(message, queue)
         except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
-            self.leases.bury(message.lease_id, f"undecodable: {type(error).__name__}")
+            self.leases.bury(message.lease_id, f"undecodable: {_shown(error)}")
             return
         consume = self.connection._callbacks.get(queue)
         if consume is None:  # the consumer was cancelled in the meantime
@@ -350,18 +369,23 @@ class Channel(kombu_redis.Channel):
             logger.error("a message of queue %s could not be delivered: %s\n%s", queue, type(error).__name__, trace)
             self.leases.bury(message.lease_id, f"undeliverable: {type(error).__name__}")
 
-    def _payload(self, message: LeasedMessage) -> dict[str, Any]:
-        payload: dict[str, Any] = loads(message.body.decode())
-        check_envelope(payload)
+    def _payload(self, message: LeasedMessage, queue: str) -> dict[str, Any]:
+        payload = open_envelope(message.body)
         properties = payload["properties"]
         # The tag that the producer chose may be anyone's; the lease's is unique among the messages in flight.
         properties["delivery_tag"] = message.lease_id
+        properties["delivery_info"]["routing_key"] = queue
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
         properties["delivery_info"][CONTENT] = content_digest(payload)
         self.Message(payload, channel=self)
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload
+
+
+def _shown(error: Exception) -> str:
+    """What went wrong, without the text of errors that may quote the message."""
+    return str(error) if isinstance(error, MalformedMessageError) else type(error).__name__
 
 
 class Transport(kombu_redis.Transport):

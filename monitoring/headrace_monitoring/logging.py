@@ -51,6 +51,7 @@ MAX_DEPTH = 6
 CELERY_QUOTES = (
     "The full contents of the message body was:",
     "Can't decode message body:",
+    "Cannot process event on channel",
     "before the worker was lost:",
     "(args:",
     "Task: %r",

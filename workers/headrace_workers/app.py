@@ -13,7 +13,9 @@ from headrace_broker.app import make_app
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.bootsteps import EngineConsumerStep, EngineStep
 from headrace_workers.connection import WorkerAMQP
+from headrace_workers.control_messages import WorkerControl
 from headrace_workers.errors import WorkerSettingsError
+from headrace_workers.result_backend import BACKENDS
 from headrace_workers.settings import WorkerSettings
 from headrace_workers.task import GenerateTask
 
@@ -27,9 +29,12 @@ def create_app(settings: WorkerSettings) -> Celery:
     app = make_app(settings.broker(), worker=True, models=settings.served_names)
     app.worker_settings = settings
     app.amqp_cls = WorkerAMQP
+    app.control_cls = WorkerControl
+    app.loader.override_backends = BACKENDS
     app.while_disconnected = time.sleep
     # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
+    app.conf.worker_disable_rate_limits = True  # Celery would hold leased messages where nobody sees them
     app.conf.worker_consumer = "headrace_workers.consumer:EngineConsumer"
     app.register_task(GenerateTask())
     # Celery's own tasks run and publish whatever their arguments name, with this worker's rights and on its thread.

@@ -72,7 +72,10 @@ class EngineStep(bootsteps.StartStopStep):
         self._tracer_provider = (
             make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
         )
-        self._client = client = connect(broker.redis_url)
+        self.queues = [queue_name(name) for name in settings.served_names]
+        """Those that the worker was started with."""
+        self._cancelled: set[str] = set()
+        self.client = client = connect(broker.redis_url)
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
@@ -85,15 +88,16 @@ class EngineStep(bootsteps.StartStopStep):
             metrics=self.metrics,
             tracer_provider=self._tracer_provider,
             health=self._health,
-            store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
+            store_result=lambda request_id, result, content_type: worker.app.backend.store_result(
+                request_id, result, "SUCCESS", content_type=content_type
+            ),
             on_given_up=self._stop_worker,
             logits_processors=config.model.logits_processors,
             publish_interval=settings.publish_interval,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.use_engine(self._supervisor)
-        queues = [queue_name(name) for name in settings.served_names]
-        self._gauges = QueueGauges(client, queues, self.metrics, self._health)
+        self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
         """When a drain that was asked for from outside is to be over."""
@@ -147,6 +151,25 @@ class EngineStep(bootsteps.StartStopStep):
         """Of the dispatcher and the leases, for an operator."""
         held = len(self._leases) if self._leases is not None else 0
         return {**self.dispatcher.stats(), "leases": held}
+
+    def cease_to_consume(self, consumer: Any, queue: str) -> None:
+        """Take no more from one of the worker's queues; without any it is not ready."""
+        if queue not in self._cancelled:
+            self._cancelled.add(queue)
+            consumer.call_soon(consumer.cancel_task_queue, queue)
+        if len(self._cancelled) == len(self.queues):
+            self.dispatcher.pause()
+
+    def consume(self, consumer: Any, queue: str) -> bool:
+        """Undo `cease_to_consume`; False where the worker drains for good."""
+        if self.dispatcher.is_draining:
+            return False
+        if queue in self._cancelled:
+            if len(self._cancelled) == len(self.queues):
+                self.dispatcher.resume()
+            self._cancelled.remove(queue)
+            consumer.call_soon(consumer.add_task_queue, queue)
+        return True
 
     def drain_and_end(self, grace_seconds: float | None) -> None:
         """Take nothing more, and end the worker when it is idle, or hands back what runs after the grace."""

@@ -1,28 +1,57 @@
-"""Celery's consumer, which loses no message that it cannot decode, and sends its events together."""
+"""Celery's consumer, which loses no message that it cannot use, and sends its events together."""
 
-import logging
 from typing import Any
 
+import structlog
+from celery import signals
 from celery.worker.consumer import Consumer
 
-logger = logging.getLogger(__name__)
+from headrace_broker.errors import MalformedMessageError
+from headrace_broker.messages import TASK_NAME
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class EngineConsumer(Consumer):
     """Selected by `worker_consumer`."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # Workers tell each other nothing that ours need, and an election publishes any task with this worker's rights.
+        super().__init__(*args, **options, without_gossip=True, without_mingle=True)
+
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Celery acknowledges such a message, and writes its body into the log. Here it becomes a dead letter."""
-        logger.error("a message could not be decoded: %s", type(exc).__name__)
-        message.reject_log_error(logger, self.connection_errors)
+        why = str(exc) if isinstance(exc, MalformedMessageError) else type(exc).__name__
+        self._refuse(message, f"undecodable: {why}")
+
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002  # Celery's signature
+        """The strategy has answered the request, and says why."""
+        self._refuse(message, f"rejected: {exc}")
+        signals.task_rejected.send(sender=self, message=message, exc=exc)
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:  # noqa: ARG002  # Celery's signature
+        """As `on_decode_error`."""
+        self._refuse(message, "rejected: it is of neither of Celery's protocols 1 and 2")
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002  # Celery's signature
         """Celery stores a failure under the id that the message names, which may be that of another's request.
 
-        Here it becomes a dead letter, and whoever waits is told where the id is the message's own.
+        Here it becomes a dead letter, and its sender is told where the id is the message's own.
         """
-        logger.error("a message names a task that there is not")
-        message.reject_log_error(logger, self.connection_errors)
+        self._refuse(message, f"rejected: its task is not {TASK_NAME}, the only one here")
+
+    def _refuse(self, message: Any, reason: str) -> None:
+        """Log what the message is, and never what it says."""
+        logger.error(
+            "message refused",
+            reason=reason,
+            content_type=str(message.content_type)[:64],
+            content_encoding=str(message.content_encoding)[:64],
+            bytes=len(message.body or b""),
+            queue=str(message.delivery_info.get("routing_key") or message.delivery_info.get("exchange"))[:200],
+        )
+        if message.channel.leased:  # control messages need no acknowledgement
+            message.channel.leases.bury(message.delivery_tag, reason)
 
     def on_send_event_buffered(self) -> None:
         """Celery would send the events of each turn of its loop; here they wait for `flush_events`, or are 24."""

@@ -31,7 +31,7 @@ from headrace_workers.adapters import Adapters
 from headrace_workers.in_flight import InFlight
 from headrace_workers.intake import Incoming, Intake, RefusedError
 from headrace_workers.job import Job
-from headrace_workers.settlement import RunTask, Settlement
+from headrace_workers.settlement import RunTask, Settlement, StoreResult
 from headrace_workers.supervisor import DeathCause, EngineSupervisor
 from headrace_workers.tracing import RequestTracing
 
@@ -68,7 +68,7 @@ class Dispatcher:
         max_delay_seconds: float,
         metrics: Metrics,
         health: WorkerHealth,
-        store_result: Callable[[str, dict[str, Any]], None],
+        store_result: StoreResult,
         on_given_up: Callable[[str], None],
         logits_processors: Sequence[str] = (),
         publish_interval: float = 0.0,

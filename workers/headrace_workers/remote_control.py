@@ -1,37 +1,37 @@
-"""Celery's remote control commands of a worker: `celery -A headrace_workers.app inspect engine_stats`, `control pause`.
+"""The remote control commands that a worker has beside Celery's own, which are in `celery_commands.py`.
 
-`headrace control` sends the same. Importing this module registers them.
+`celery -A headrace_workers.app inspect engine_stats` sends one, `headrace control stats` the same. Importing this
+module registers them.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery.worker.control import control_command, inspect_command
 
 from headrace_monitoring.errors import LogLevelError
 from headrace_monitoring.logging import set_level
-
-if TYPE_CHECKING:
-    from headrace_workers.bootsteps import EngineStep
+from headrace_workers.celery_commands import engine_step
 
 
 @inspect_command()
 def engine_stats(state: Any) -> dict[str, Any]:
     """What the worker and its engine are doing: counts and states, nothing of what a request says."""
-    return _engine_step(state).stats()
+    return engine_step(state).stats()
 
 
 @control_command()
 def pause(state: Any) -> dict[str, str]:
     """Take no more requests; those that run go on."""
-    _engine_step(state).dispatcher.pause()
+    engine_step(state).dispatcher.pause()
     return {"ok": "paused"}
 
 
 @control_command()
 def resume(state: Any) -> dict[str, str]:
-    """Take requests again."""
-    if not _engine_step(state).dispatcher.resume():
+    """Take requests again, from every queue of the worker."""
+    step = engine_step(state)
+    if not all(step.consume(state.consumer, queue) for queue in step.queues) or not step.dispatcher.resume():
         return {"error": "the worker drains, and will end"}
     return {"ok": "resumed"}
 
@@ -41,7 +41,7 @@ def drain(state: Any, grace_seconds: Any = None) -> dict[str, str]:
     """Take no more requests and end when those that run have ended; after the grace, hand them back."""
     if grace_seconds is not None and not _is_time(grace_seconds):
         return {"error": "grace_seconds must be a number of seconds, 0 or more"}
-    _engine_step(state).drain_and_end(grace_seconds)
+    engine_step(state).drain_and_end(grace_seconds)
     return {"ok": "draining"}
 
 
@@ -57,8 +57,3 @@ def log_level(state: Any, level: Any = None) -> dict[str, str]:  # noqa: ARG001 
 
 def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-
-
-def _engine_step(state: Any) -> "EngineStep":
-    step: EngineStep = state.consumer.controller.headrace
-    return step

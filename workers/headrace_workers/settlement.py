@@ -12,9 +12,9 @@ from typing import Any
 
 import redis
 import structlog
-from celery.worker.state import task_ready
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DUPLICATE, DUPLICATE_ID, DeadLetter
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.results import ErrorInfo, GenerateResult
@@ -30,8 +30,8 @@ from headrace_workers.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 RunTask = Callable[[dict[str, Any]], None]
+StoreResult = Callable[[str, dict[str, Any], str], None]
 
-_MALFORMED = ErrorInfo("invalid_request", MALFORMED)
 _CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
 _EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
 _GONE = ErrorInfo("expired", "the stream has expired or was deleted")
@@ -41,14 +41,15 @@ class Settlement:
     """Owns what this worker still has to tell Redis about requests that are, or are about to be, over.
 
     Args:
-        store_result: stores a request's result where no Celery request is at hand; called on the finisher's thread.
+        store_result: stores a request's result, in the content type that comes last, where no Celery request is at
+            hand; called on the finisher's thread.
     """
 
     def __init__(
         self,
         writer: StreamWriter,
         metrics: Metrics,
-        store_result: Callable[[str, dict[str, Any]], None],
+        store_result: StoreResult,
         tracing: RequestTracing,
     ) -> None:
         self._writer = writer
@@ -181,7 +182,7 @@ class Settlement:
             if incoming.is_well_formed:
                 run_task(result)
             else:  # Celery's tracer would stumble over the body, too
-                self._store_result(incoming.request_id, result)
+                self._store_result(incoming.request_id, result, celery_request.content_type)
                 celery_request.on_success((False, "", 0.0))
 
         self._finish(celery_request, finish)
@@ -203,10 +204,13 @@ class Settlement:
         celery_request.hand_back(strike=is_own)
         return is_own
 
-    def refuse_malformed(self, request_id: str, content: str) -> None:
+    def refuse_malformed(
+        self, request_id: str, content: str, why: str = MALFORMED, content_type: object = None
+    ) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
         self._metrics.request_refused("rejected")
-        self._end_stream(request_id, "rejected", _MALFORMED, content)
+        error = ErrorInfo("invalid_request", why)
+        self._end_stream(request_id, "rejected", error, content, answer_type(content_type))
 
     def dead_letter(self, letter: DeadLetter) -> None:
         """A message will not be delivered again: tell whoever waits for its stream or its result."""
@@ -217,7 +221,7 @@ class Settlement:
             return
         after = f"after {letter.deliveries} deliveries" if letter.deliveries else "before its first delivery"
         error = ErrorInfo("dead_letter", f"given up {after}: {letter.reason}")
-        self._end_stream(letter.bound_id, "error", error, letter.content)
+        self._end_stream(letter.bound_id, "error", error, letter.content, letter.content_type)
 
     def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
@@ -258,12 +262,14 @@ class Settlement:
         celery_request.cost(0)
 
         def finish() -> None:
-            self._store_result(celery_request.id, result)
+            self._store_result(celery_request.id, result, celery_request.content_type)
             celery_request.on_success((False, "", 0.0))
 
         self._finish(celery_request, finish)
 
-    def _end_stream(self, request_id: str, finish_reason: str, error: ErrorInfo, content: str) -> None:
+    def _end_stream(
+        self, request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: str
+    ) -> None:
         """End the stream of a message that Celery does not know, and store its result, unless it had ended."""
         try:
             ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
@@ -271,12 +277,14 @@ class Settlement:
             logger.warning("stream could not be ended", error=type(failure).__name__)
             return
         if ending is Ending.WRITTEN:
-            self._store_error(request_id, error)
+            self._store_error(request_id, error, content_type)
 
-    def _store_error(self, request_id: str, error: ErrorInfo) -> None:
+    def _store_error(self, request_id: str, error: ErrorInfo, content_type: str) -> None:
         result = GenerateResult(request_id, [], None, error).to_wire()
         self._finisher.submit(
-            partial(self._store_result, request_id, result), on_failure=lambda: None, request_id=request_id
+            partial(self._store_result, request_id, result, content_type),
+            on_failure=lambda: None,
+            request_id=request_id,
         )
 
     def _finish(self, celery_request: Any, finish: Callable[[], None], **about: Any) -> None:

@@ -15,8 +15,10 @@ from celery.worker.strategy import default as default_strategy
 from kombu.exceptions import OperationalError
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.errors import MalformedMessageError
 from headrace_broker.transport import CONTENT
 from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.intake import MALFORMED
 from headrace_workers.task import OUTCOME, EngineRequest
 
 # In place of the message's own body: neither its prompt nor its links are wanted when the task has been done.
@@ -84,19 +86,21 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
     handler = default_strategy(task, app, ConsumerProxy(consumer, EnginePool(dispatcher)), **options)
 
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
-        if "id" not in message.headers or "task" not in message.headers:
-            raise InvalidTaskError("malformed message: it is not of Celery's protocol 2")
+        if "id" not in message.headers:
+            raise InvalidTaskError("malformed message: it has no id")
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)):
                 return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back
         except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
+            # what the error of another says may quote the message
+            why = f"the message is malformed: {error}" if isinstance(error, MalformedMessageError) else MALFORMED
             request_id = message.headers.get("id")
             if isinstance(request_id, str):
-                dispatcher.settlement.refuse_malformed(request_id, message.delivery_info.get(CONTENT, ""))
-            # Celery answers this error by rejecting the message, and logs it: what the first one said may quote it.
-            raise InvalidTaskError(f"malformed message: {type(error).__name__}") from None
+                content = message.delivery_info.get(CONTENT, "")
+                dispatcher.settlement.refuse_malformed(request_id, content, why, message.content_type)
+            raise InvalidTaskError(why) from None  # the consumer rejects the message
 
     return handle
 

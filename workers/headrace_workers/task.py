@@ -11,6 +11,7 @@ from celery.worker.state import task_ready
 from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.transport import CONTENT, OVER_QUOTA
+from headrace_workers.result_backend import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from headrace_workers.dispatcher import Dispatcher
@@ -27,6 +28,16 @@ class EngineRequest(Request):
     acknowledged: bool
     burial: str | None = None
     """Why the message becomes a dead letter when it is settled; None acknowledges it."""
+
+    def __init__(self, message: Any, **options: Any) -> None:
+        super().__init__(message, **options)
+        self._request_dict[CONTENT_TYPE] = self.content_type  # the backend sees this map alone
+
+    @property
+    def content_type(self) -> str:
+        """Of the message, and of its result."""
+        content_type: str = self._message.content_type
+        return content_type
 
     @property
     def argsrepr(self) -> str:

@@ -1,5 +1,6 @@
 """`Service`: a server, its workers, and a producer and subscriber that know nothing but the wire contract."""
 
+import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,12 @@ class Service:
     def handle(self, request_id: str) -> AsyncResult:
         """For a request that was not sent by `send`."""
         return self._keep(self.app.AsyncResult(request_id))
+
+    def stored(self, request_id: str) -> tuple[bytes, dict[str, Any]]:
+        """What lies in Redis as the result of the request, and what it says; waits for it."""
+        self.wait_until(lambda: self.client.exists(f"celery-task-meta-{request_id}"))
+        raw = self.client.get(f"celery-task-meta-{request_id}")
+        return raw, json.loads(raw) if raw[:1] == b"{" else msgpack.unpackb(raw)
 
     def _keep(self, handle: AsyncResult) -> AsyncResult:
         self._handles.append(handle)

@@ -94,8 +94,9 @@ def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Servic
     request_id = uuid.uuid4().hex  # Celery's backend remembers the result of an id that it has seen
     service.client.lpush(QUEUE, json.dumps(odd).replace("odd-request", request_id))
     service.wait_ended([request_id], timeout=60)
-    result = service.handle(request_id).get(timeout=60)
-    assert_refused(service, request_id, result, "invalid_request")
+    raw, meta = service.stored(request_id)
+    assert (raw[:1] == b"{") is (odd["content-type"] != "application/x-msgpack")
+    assert_refused(service, request_id, meta["result"], "invalid_request")
     assert_still_serves(service)
 
 

@@ -11,10 +11,12 @@ from headrace_broker.settings import BrokerSettings
 
 
 @pytest.mark.parametrize("worker", [False, True])
-def test_nothing_but_msgpack_is_spoken(worker: bool) -> None:
+def test_nothing_is_accepted_that_can_run_code(worker: bool) -> None:
     conf = make_app(BrokerSettings(), worker=worker).conf
-    assert conf.accept_content == conf.result_accept_content == ["msgpack"]
-    assert conf.task_serializer == conf.result_serializer == conf.event_serializer == "msgpack"
+    assert conf.accept_content == ["json", "msgpack"]
+    assert conf.result_accept_content is None  # as accept_content
+    assert conf.task_serializer == conf.result_serializer == "msgpack"
+    assert conf.event_serializer == "json"  # as Flower reads it
 
 
 def test_only_a_worker_leases() -> None:

@@ -39,7 +39,7 @@ class Desk:
             max_delay_seconds=3600,
             metrics=self.metrics,
             health=WorkerHealth(),
-            store_result=self.results.__setitem__,
+            store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
             on_given_up=self.given_up.append,
             logits_processors=logits_processors,
             publish_interval=publish_interval,

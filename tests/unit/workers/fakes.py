@@ -223,6 +223,7 @@ class FakeCeleryRequest:
         self.time_limits = headers.pop("time_limits", (None, None))
         self.eta = headers.pop("eta", None)
         self.lease_id = lease_id
+        self.content_type = "application/x-msgpack"
         self._payload = [self.args, self.kwargs, {}]
         self.fate: list[str] = []
         self.burial: str | None = None

@@ -1,0 +1,85 @@
+"""The content types of messages and results: JSON and msgpack. Neither can run code.
+
+A result is stored in the content type of its request, so that the client that sent the request can read it.
+"""
+
+import json
+import math
+import re
+from typing import Any, Final
+
+import msgpack
+
+from headrace_broker.errors import MalformedMessageError
+
+JSON: Final = "application/json"
+MSGPACK: Final = "application/x-msgpack"
+SERIALIZERS: Final = {JSON: "json", MSGPACK: "msgpack"}
+"""Celery's names of the accepted content types."""
+
+LEAST_LOGPROB: Final = -9999.0
+"""What JSON, which has no infinity, says for a log-probability of minus infinity; as in vLLM's server."""
+_PRESENTABLE: Final = re.compile(r"[\w.+/-]{1,64}", re.ASCII)
+
+
+def require_accepted(content_type: object) -> None:
+    """Raises MalformedMessageError, which names the content type and those that are accepted."""
+    if content_type not in SERIALIZERS:
+        presentable = isinstance(content_type, str) and _PRESENTABLE.fullmatch(content_type)
+        found = content_type if presentable else "no content type" if content_type is None else "unreadable"
+        raise MalformedMessageError(f"its content-type is {found}; accepted are {' and '.join(SERIALIZERS)}")
+
+
+def answer_type(content_type: object) -> str:
+    """The content type of an answer to a message of this one: its own, or else JSON, Celery's default for results."""
+    return content_type if isinstance(content_type, str) and content_type in SERIALIZERS else JSON
+
+
+def loads(body: bytes | str, content_type: str) -> Any:
+    """Decode a body. Raises MalformedMessageError for a content type that is not accepted and for what is none of it.
+
+    kombu would turn JSON maps of the form {"__type__": ..., "__value__": ...} into Python objects; here they stay maps.
+    """
+    require_accepted(content_type)
+    try:
+        if content_type == JSON:
+            return json.loads(body.decode() if isinstance(body, bytes) else body)
+        return msgpack.unpackb(body, raw=False)
+    except Exception as error:  # noqa: BLE001  # msgpack's own errors have no common base; the error's text may quote the body
+        raise MalformedMessageError(f"its body cannot be read as {content_type}: {type(error).__name__}") from None
+
+
+def dumps(value: Any, content_type: str) -> bytes:
+    """Encode, so that `loads` gives the same again."""
+    return json.dumps(value).encode() if content_type == JSON else _packed(value)
+
+
+def dumps_result(value: Any, content_type: str) -> bytes:
+    """Encode a result, so that any client reads it: JavaScript, for one, knows neither Infinity nor NaN in JSON."""
+    if content_type != JSON:
+        return _packed(value)
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), allow_nan=False)
+    return text.encode()
+
+
+def loads_stored(stored: bytes) -> Any:
+    """Decode a stored result, whatever content type it was stored in. Raises MalformedMessageError."""
+    return loads(stored, JSON if stored.lstrip()[:1] == b"{" else MSGPACK)
+
+
+def _packed(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return LEAST_LOGPROB if value == -math.inf else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,41 @@
+"""The snippets of clients in README.md and docs, each with the command that installs what it needs."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+_SNIPPET = re.compile(r"<!-- client: (?P<install>.+?) -->\n```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+_URL = "redis://127.0.0.1:6379/0"
+_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One snippet as the text has it."""
+
+    where: str
+    install: str
+    language: str
+    code: str
+
+    def code_for(self, url: str, model: str) -> str:
+        """With the address and the model of a test."""
+        assert _URL in self.code, f"{self.where}: a snippet says {_URL}"
+        return self.code.replace(_URL, url).replace(_MODEL, model)
+
+
+def snippets() -> list[Snippet]:
+    """All of them; two of one environment in a row share what the first has imported, as a reader does."""
+    found: list[Snippet] = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        name = path.relative_to(ROOT)
+        for number, match in enumerate(_SNIPPET.finditer(path.read_text(encoding="utf-8")), 1):
+            found.append(Snippet(f"{name}, snippet {number}", match["install"], match["language"], match["code"]))
+    return found
+
+
+def commands() -> list[str]:
+    """The `celery` commands of README.md."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    return re.findall(rf"^celery -b {re.escape(_URL)} .*$", text, re.MULTILINE)

@@ -1,0 +1,202 @@
+"""Celery's command line and Flower on a real worker, with the URL and no application: as README.md shows them."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.operations.client_snippets import commands
+from service.ports import free_port
+from service.servers import make_server
+from service.workers.conftest import model_folder
+from service.workers.service import QUEUE, Service
+
+__all__ = ["model_folder"]
+
+INSPECT = [
+    "active",
+    "active_queues",
+    "clock",
+    "conf",
+    "memdump",
+    "memsample",
+    "ping",
+    "query_task nobody",
+    "registered",
+    "report",
+    "reserved",
+    "revoked",
+    "scheduled",
+    "stats",
+]
+
+
+@pytest.fixture(scope="module")
+def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with make_server() as server:
+        made = Service(server, model_folder, tmp_path_factory.mktemp("tools"))
+        try:
+            made.start_worker().wait_ready()
+            yield made
+        finally:
+            made.close()
+
+
+def command_line(service: Service, arguments: str) -> list[str]:
+    return [sys.executable, "-m", "celery", "-b", service.url, "--result-backend", service.url, *shlex.split(arguments)]
+
+
+def celery(service: Service, arguments: str, *, code: int = 0) -> str:
+    """What the command prints, run in a folder without any application."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "PYTHONPATH"))}
+    done = subprocess.run(
+        command_line(service, arguments), cwd="/", env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_readme_shows_these_commands() -> None:
+    shown = "\n".join(commands())
+    for word in ("status", "inspect active", "call headrace.generate", "events --dump", "flower"):
+        assert word in shown
+
+
+def test_status_sees_the_worker(service: Service) -> None:
+    assert "1 node online" in celery(service, "status --timeout 30")
+
+
+@pytest.mark.parametrize("command", INSPECT)
+def test_inspect_gets_an_answer(service: Service, command: str) -> None:
+    printed = celery(service, f"inspect --timeout 30 --json {command}")
+    [answer] = json.loads(printed).values()
+    assert answer is not None
+
+
+def test_a_refused_command_is_printed_as_an_error(service: Service) -> None:
+    printed = celery(service, "control --timeout 30 pool_grow 3")
+    assert "--max-num-seqs" in printed
+    assert QUEUE in celery(service, "control --timeout 30 add_consumer foreign")
+    assert "1 node online" in celery(service, "status --timeout 30")
+
+
+def test_call_sends_a_request_and_result_reads_it(service: Service) -> None:
+    kwargs = json.dumps({"prompt": "hello", "sampling_params": {"max_tokens": 3, "ignore_eos": True}})
+    request_id = celery(service, f"call headrace.generate --kwargs {shlex.quote(kwargs)} --queue {QUEUE}").strip()
+    service.wait_ended([request_id])
+    service.stored(request_id)
+    assert "'completion_tokens': 3" in celery(service, f"result {request_id}")
+
+
+def test_control_revokes_a_running_request(service: Service) -> None:
+    running = service.generate(max_tokens=2000)
+    service.wait_tokens([running.id], at_least=3)
+    assert running.id in celery(service, f"control --timeout 30 terminate TERM {running.id}")
+    log = service.wait_ended([running.id])[running.id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"
+
+
+def test_events_are_dumped(service: Service) -> None:
+    with subprocess.Popen(
+        command_line(service, "events --dump"), cwd="/", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as events:
+        try:
+            assert events.stdout is not None
+            request_id = ""
+            for line in events.stdout:
+                if not request_id and "heartbeat" in line:  # it listens
+                    request_id = service.generate(max_tokens=2).id
+                if request_id and f"task succeeded: headrace.generate({request_id})" in line:
+                    break
+            else:
+                raise AssertionError("the events ended")
+        finally:
+            events.terminate()
+
+
+class Flower:
+    """A real Flower beside the worker."""
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.log = folder / "flower.log"
+        arguments = f"flower --address=127.0.0.1 --port={self.url.rpartition(':')[2]}"
+        environ = {**os.environ, "FLOWER_UNAUTHENTICATED_API": "true"}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command_line(service, arguments), cwd=folder, env=environ, stdout=output, stderr=output
+            )
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def wait_for(self, path: str, word: str) -> str:
+        deadline = time.monotonic() + 120
+        while word not in (answer := self.get(path))[1]:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"no {word} in {answer}\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.1)
+        return answer[1]
+
+    def post(self, path: str) -> dict[str, Any]:
+        request = urllib.request.Request(self.url + path, method="POST", data=b"")
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return dict(json.load(response))
+        except urllib.error.HTTPError as error:
+            return {"status": error.code, "text": error.read().decode()}
+
+
+@pytest.fixture(scope="module")
+def flower(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flower]:
+    pytest.importorskip("flower", reason="Flower is not installed")
+    made = Flower(service, tmp_path_factory.mktemp("flower"))
+    try:
+        made.wait_for("/healthcheck", "OK")
+        yield made
+    finally:
+        made.process.terminate()
+        made.process.wait(timeout=30)
+
+
+def test_flower_knows_all_of_the_worker(service: Service, flower: Flower) -> None:
+    [name] = json.loads(flower.wait_for("/api/workers?refresh=1", "headrace-tiny"))
+    [worker] = json.loads(flower.get("/api/workers")[1]).values()
+    assert worker["stats"]["pool"]["max-concurrency"] == 32
+    assert worker["registered"] == ["headrace.generate"]
+    assert [queue["name"] for queue in worker["active_queues"]] == [QUEUE]
+    for page in ("/", "/workers", f"/worker/{name}", "/tasks", "/broker", "/metrics"):
+        assert flower.get(page)[0] == 200, page
+    assert json.loads(flower.get("/api/queues/length")[1])["active_queues"][0]["name"] == QUEUE
+
+
+def test_flower_shows_a_task_and_can_end_it(service: Service, flower: Flower) -> None:
+    flower.wait_for("/api/workers", "headrace-tiny")
+    running = service.generate("Zanzibar", max_tokens=2000)
+    service.wait_tokens([running.id], at_least=3)
+    shown = flower.wait_for("/api/tasks?limit=100&taskname=headrace.generate", running.id)
+    assert "Zanzibar" not in shown
+    assert flower.get(f"/task/{running.id}")[0] == 200
+    assert "message" in flower.post(f"/api/task/revoke/{running.id}?terminate=true")
+    log = service.wait_ended([running.id])[running.id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"
+    [name] = json.loads(flower.get("/api/workers")[1])
+    refused = flower.post(f"/api/worker/pool/grow/{name}?n=3")
+    assert "--max-num-seqs" in str(refused)

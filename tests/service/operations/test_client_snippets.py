@@ -1,0 +1,120 @@
+"""What README.md and docs show of clients runs where nothing is installed but what the text says."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from service.operations.client_snippets import ROOT, Snippet, snippets
+from service.servers import make_server
+from service.workers.conftest import model_folder
+from service.workers.service import Service
+
+__all__ = ["model_folder"]
+
+SNIPPETS = snippets()
+_OUTSIDE = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT", "SSL_CERT_FILE", "PATH", "HOME")
+
+Install = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with make_server() as server:
+        made = Service(server, model_folder, tmp_path_factory.mktemp("snippets"))
+        try:
+            made.start_worker().wait_ready()
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture(scope="module")
+def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
+    """Runs the text's own command in an empty folder, once; gives the folder, or skips where there is no network."""
+    folders: dict[str, Path] = {}
+
+    def run(command: str) -> Path:
+        if command not in folders:
+            folder = tmp_path_factory.mktemp("client")
+            words = shlex.split(command)
+            if words[0] == "npm":
+                _install_npm(folder, words[1:])
+            else:
+                assert words[0] == "pip"
+                _install_pip(folder, words[1:])
+            folders[command] = folder
+        return folders[command]
+
+    return run
+
+
+def _install_pip(folder: Path, words: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    words = [str(ROOT) if word == "." else word for word in words]
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1"]
+    _fetch([str(folder / "bin/python"), "-m", "pip", words[0], *quiet, *words[1:]], folder)
+
+
+def _install_npm(folder: Path, words: list[str]) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no Node.js is installed; `make ops-tools` gets it where it can be had")
+    quiet = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", str(folder)]
+    _fetch([npm, words[0], *quiet, *words[1:]], folder)
+
+
+def _fetch(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    text = done.stdout + done.stderr
+    if done.returncode and re.search(r"No matching distribution|Connection|ENOTFOUND|EAI_AGAIN|ECONN|network", text):
+        pytest.skip("the package index cannot be reached")
+    assert done.returncode == 0, text[-3000:]
+
+
+def _run(snippet: Snippet, code: str, folder: Path) -> str:
+    environ = {name: os.environ[name] for name in _OUTSIDE if name in os.environ}
+    if snippet.language == "python":
+        command = [str(folder / "bin/python"), "-W", "error::DeprecationWarning:__main__", "-c", code]
+    else:
+        assert snippet.language == "javascript"
+        (folder / "snippet.js").write_text(code, encoding="utf-8")
+        command = ["node", "snippet.js"]
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, encoding="utf-8", timeout=180, check=False
+    )
+    assert done.returncode == 0, f"{snippet.where}:\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_every_kind_of_client_has_a_snippet() -> None:
+    installs = {(snippet.install, snippet.language) for snippet in SNIPPETS}
+    assert ('pip install "celery[redis]"', "python") in installs
+    assert ("pip install .", "python") in installs
+    assert {language for install, language in installs if install.startswith("npm")} == {"javascript"}
+
+
+def test_no_snippet_of_a_client_escapes_this_test() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(r"(?P<before>[^\n]*)\n```(python|javascript)\n(?P<code>.*?)```", text, re.DOTALL):
+            if re.search(r"Client\(|Celery\(|redis://", match["code"]):
+                assert match["before"].startswith("<!-- client: "), f"{path.name}:\n{match['code']}"
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[snippet.where for snippet in SNIPPETS])
+def test_a_snippet_runs_with_what_the_text_installs(service: Service, install: Install, number: int) -> None:
+    snippet = SNIPPETS[number]
+    code = snippet.code_for(service.url, "tiny")
+    if "import" not in code:  # it goes on from the one before
+        code = SNIPPETS[number - 1].code_for(service.url, "tiny") + code
+    folder = install(snippet.install)
+    assert _run(snippet, code, folder).strip()
+    service.wait_settled()
+    assert service.dead_letters() == []

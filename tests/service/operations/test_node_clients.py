@@ -1,0 +1,118 @@
+"""The Celery clients of npm on a real worker: celery-node and celery-ts, which speak JSON and nothing else."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.servers import make_server
+from service.workers.conftest import model_folder
+from service.workers.service import QUEUE, Service
+
+__all__ = ["model_folder"]
+
+PACKAGES = ["celery-node@0.5.9", "celery-ts@1.2.3"]
+
+CELERY_NODE = """
+const celery = require("celery-node");
+const { url, queue, kwargs, protocol } = JSON.parse(process.argv[2]);
+const client = celery.createClient(url, url, queue);
+client.conf.TASK_PROTOCOL = protocol;
+(async () => {
+  const result = await client.sendTask("headrace.generate", [], kwargs).get(60000);
+  console.log(JSON.stringify(result));
+  await client.disconnect();
+})();
+"""
+
+CELERY_TS = """
+const Celery = require("celery-ts");
+const { url, queue, kwargs, options } = JSON.parse(process.argv[2]);
+const client = Celery.createClient({ brokerUrl: url, resultBackend: url });
+(async () => {
+  const task = client.createTask("headrace.generate");
+  const result = task.applyAsync({ args: [], kwargs, queue, routingKey: queue, ...options });
+  console.log(JSON.stringify(await result.get(60000)));
+  await client.disconnect();
+})();
+"""
+
+KWARGS = {
+    "messages": [{"role": "user", "content": "Größe? 大きさ 👋"}],
+    "sampling_params": {"max_tokens": 4, "ignore_eos": True, "logprobs": 1, "logit_bias": {"7": 100}, "temperature": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with make_server() as server:
+        made = Service(server, model_folder, tmp_path_factory.mktemp("node-service"))
+        try:
+            made.start_worker().wait_ready()
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both packages, from the registry."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no Node.js is installed; `make ops-tools` gets it where it can be had")
+    folder = tmp_path_factory.mktemp("node")
+    quiet = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", str(folder)]
+    done = subprocess.run([npm, "install", *quiet, *PACKAGES], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"npm could not install {' and '.join(PACKAGES)}: {done.stderr[-300:]}")
+    return folder
+
+
+def node(folder: Path, program: str, **said: Any) -> dict[str, Any]:
+    """What the client got as the result."""
+    script = folder / "client.js"
+    script.write_text(program, encoding="utf-8")
+    command = ["node", script.name, json.dumps({"queue": QUEUE, "kwargs": KWARGS, **said})]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout))
+
+
+def assert_served(service: Service, result: dict[str, Any]) -> None:
+    assert result["error"] is None
+    assert result["outputs"][0]["token_ids"] == [7, 7, 7, 7]
+    assert len(result["outputs"][0]["logprobs"]) == 4
+    service.wait_settled()
+    assert service.dead_letters() == []
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_celery_node_is_served(service: Service, modules: Path, protocol: int) -> None:
+    assert_served(service, node(modules, CELERY_NODE, url=service.url, protocol=protocol))
+
+
+def test_celery_node_reads_a_refusal(service: Service, modules: Path) -> None:
+    result = node(modules, CELERY_NODE, url=service.url, protocol=2, kwargs={"prompt": "x", "colour": 1})
+    assert result["error"] == {"code": "invalid_request", "message": "unknown key 'colour'"}
+
+
+@pytest.mark.parametrize("options", [{}, {"priority": 0}], ids=str)
+def test_celery_ts_is_served(service: Service, modules: Path, options: dict[str, Any]) -> None:
+    assert_served(service, node(modules, CELERY_TS, url=service.url, options=options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"serializer": "yaml"}, "application/x-yaml"), ({"compression": "zlib"}, "compressed")],
+    ids=str,
+)
+def test_celery_ts_reads_why_its_message_is_refused(
+    service: Service, modules: Path, options: dict[str, Any], words: str
+) -> None:
+    result = node(modules, CELERY_TS, url=service.url, options=options)
+    assert words in result["error"]["message"]
+    service.client.delete("headrace:dead")

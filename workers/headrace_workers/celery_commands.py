@@ -1,0 +1,196 @@
+"""Celery's own remote control commands, where this worker answers them otherwise than Celery's would.
+
+Celery's know a pool of processes, a prefetch count and messages that a worker holds until their time. Here requests
+run in the engine, and Redis holds what waits. A command that has no meaning here answers so, with the way out. Those
+that are not named here are Celery's own. Importing this module registers them.
+"""
+
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from celery.exceptions import WorkerShutdown
+from celery.platforms import EX_OK
+from celery.worker import control
+
+from headrace_broker.delayed_messages import DelayedMessage, delayed_messages
+from headrace_broker.envelope import MAX_ID_CHARS, is_request_id
+
+if TYPE_CHECKING:
+    from headrace_workers.bootsteps import EngineStep
+
+_SLOTS: Final = (
+    "this worker has no pool to resize: requests run in its engine, whose slots --max-num-seqs sets when it starts"
+)
+REFUSED: Final = {
+    "pool_grow": _SLOTS,
+    "pool_shrink": _SLOTS,
+    "autoscale": _SLOTS,
+    "pool_restart": "this worker has no pool to restart: start another worker, then drain or shut down this one",
+    "rate_limit": "rate limits are not supported: a worker takes as many requests as its engine has slots for"
+    " (--max-num-seqs), and tenants share them by weight (--tenant-weights)",
+    "time_limit": "time limits of a task are not supported: send time_limit or expires with each request",
+    "election": "elections are not supported: workers share nothing but the queue",
+    "objgraph": "object graphs are not supported: they would be written to the worker's disk",
+}
+"""Why each of these commands does nothing."""
+
+_MAX_IDS: Final = 1000
+_MAX_SCHEDULED: Final = 100
+
+
+def engine_step(state: Any) -> "EngineStep":
+    """The worker's own step; `state` is what Celery gives to each command."""
+    step: EngineStep = state.consumer.controller.headrace
+    return step
+
+
+def stats(state: Any, **_: Any) -> dict[str, Any]:
+    """Celery's figures, with the engine's slots as the pool's size and without the connection's options."""
+    figures: dict[str, Any] = state.consumer.controller.stats()
+    slots = engine_step(state).dispatcher.stats()["slots"]
+    figures["pool"] = {**figures.get("pool", {}), "max-concurrency": slots}
+    figures["prefetch_count"] = slots
+    broker = figures.get("broker")
+    if isinstance(broker, dict):
+        # a socket's name, Sentinels and their options may hold a password
+        shown = ("transport", "hostname", "port", "virtual_host", "userid", "ssl", "heartbeat")
+        figures["broker"] = {name: broker[name] for name in shown if name in broker and _is_plain(broker[name])}
+    return figures
+
+
+def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
+    """The first hundred messages whose ETA has not come: they lie in Redis, and every worker lists them."""
+    step = engine_step(state)
+    messages = [message for name in step.queues for message in delayed_messages(step.client, name, _MAX_SCHEDULED)]
+    return [_schedule_entry(message) for message in sorted(messages, key=lambda message: message.due)[:_MAX_SCHEDULED]]
+
+
+def add_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, str]:
+    """Undo `cancel_consumer`. A queue that the worker was not started with is of another model."""
+    step = engine_step(state)
+    if queue not in step.queues:
+        return {
+            "error": f"this worker serves {' and '.join(step.queues)}: the queues of a worker are those of its model,"
+            " set when it starts (--served-model-name, --queues)"
+        }
+    if not step.consume(state.consumer, queue):
+        return {"error": "the worker drains, and will end"}
+    return {"ok": f"add consumer {queue}"}
+
+
+def cancel_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, str]:
+    """Take no more from the queue; what runs goes on. A worker that takes from none is not ready."""
+    step = engine_step(state)
+    if queue not in step.queues:
+        return {"error": f"this worker serves {' and '.join(step.queues)}, and no other queue"}
+    step.cease_to_consume(state.consumer, queue)
+    return {"ok": f"no longer consuming from {queue}"}
+
+
+def enable_events(state: Any, **_: Any) -> dict[str, str]:
+    """Send events of tasks. Without groups Celery's dispatcher sends all."""
+    groups = state.consumer.event_dispatcher.groups
+    if not groups or "task" in groups:
+        return {"ok": "task events already enabled"}
+    groups.add("task")
+    return {"ok": "task events enabled"}
+
+
+def disable_events(state: Any, **_: Any) -> dict[str, str]:
+    """Send no events of tasks. Celery's own believes that no groups are no events."""
+    groups = state.consumer.event_dispatcher.groups
+    if groups and "task" not in groups:
+        return {"ok": "task events already disabled"}
+    groups.add("worker")
+    groups.discard("task")
+    return {"ok": "task events disabled"}
+
+
+def shutdown(_state: Any, **_: Any) -> None:
+    """As SIGTERM does: running requests may finish within the grace time."""
+    raise WorkerShutdown(EX_OK)
+
+
+def revoke(state: Any, task_id: Any = None, **options: Any) -> dict[str, str]:
+    """Celery's, for ids that can be one."""
+    return {"error": _IDS} if _bad_ids(task_id) else control.revoke(state, task_id, **options)
+
+
+def terminate(state: Any, signal: Any = None, task_id: Any = None, **_: Any) -> dict[str, str]:
+    """As `revoke` does with terminate=True."""
+    return revoke(state, task_id, terminate=True, signal=signal)
+
+
+def revoke_by_stamped_headers(state: Any, headers: Any = None, **options: Any) -> dict[str, str]:
+    """Celery's, for headers that can be one."""
+    if isinstance(headers, list) and all(isinstance(pair, str) and pair.count("=") == 1 for pair in headers):
+        headers = dict(pair.split("=") for pair in headers)
+    if not isinstance(headers, dict) or any(map(_bad_ids, (list(headers), *headers.values()))):
+        return {"error": f"headers must be stamps and their values, each {_NAMES}"}
+    return control.revoke_by_stamped_headers(state, headers, **options)
+
+
+def hello(state: Any, from_node: Any = None, revoked: Any = None, **_: Any) -> dict[str, Any]:
+    """Celery's answer to a worker that starts beside this one, which tells what was revoked."""
+    ids = list(revoked or [])
+    if _bad_ids(from_node) or _bad_ids(ids, most=control.worker_state.REVOKES_MAX):
+        return {"error": _IDS}
+    return control.hello(state, from_node, ids) or {}
+
+
+def _refuse(why: str, _state: Any, **_: Any) -> dict[str, str]:
+    return {"error": why}
+
+
+_NAMES: Final = f"a text of 1 to {MAX_ID_CHARS} characters, or a list of at most {_MAX_IDS}"
+_IDS: Final = f"task_id must be {_NAMES}"
+
+
+def _bad_ids(value: Any, most: int = _MAX_IDS) -> bool:
+    ids = [value] if isinstance(value, str) else value
+    return not isinstance(ids, list | tuple) or len(ids) > most or not all(map(is_request_id, ids))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a name or a number, and no URL, which may hold a password."""
+    return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and "@" not in value)
+
+
+def _schedule_entry(message: DelayedMessage) -> dict[str, Any]:
+    request_id, task = message.headers.get("id"), message.headers.get("task")
+    return {
+        "eta": datetime.fromtimestamp(message.due, UTC).isoformat(),
+        "priority": message.priority,
+        "request": {
+            "id": request_id,
+            "name": task,
+            "type": task,
+            "args": "",
+            "kwargs": "",
+            "hostname": None,
+            "time_start": None,
+            "acknowledged": False,
+            "delivery_info": {"routing_key": message.queue, "priority": message.priority},
+            "worker_pid": None,
+        },
+    }
+
+
+_OURS: Final = {
+    "stats": stats,
+    "scheduled": scheduled,
+    "dump_schedule": scheduled,
+    "add_consumer": add_consumer,
+    "cancel_consumer": cancel_consumer,
+    "enable_events": enable_events,
+    "disable_events": disable_events,
+    "shutdown": shutdown,
+    "revoke": revoke,
+    "terminate": terminate,
+    "revoke_by_stamped_headers": revoke_by_stamped_headers,
+    "hello": hello,
+}
+
+control.Panel.data.update(_OURS)
+control.Panel.data.update({name: partial(_refuse, why) for name, why in REFUSED.items()})

@@ -24,6 +24,12 @@ def allowed(mask: bytes) -> list[int]:
     return [token_id for token_id in range(8 * len(mask)) if mask[token_id >> 3] >> (token_id & 7) & 1]
 
 
+def fill(grammar: Grammar, text: str) -> None:
+    for token_id in encode(text):
+        assert token_id in allowed(grammar.bitmasks()[0])
+        grammar.accept([token_id])
+
+
 def follows(grammar: Grammar, text: str) -> bool:
     """Whether the grammar allows this whole text, and an end behind it."""
     grammar = grammar.copy()
@@ -114,6 +120,79 @@ def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
     first.accept(encode("a"))
     assert decode(allowed(first.bitmasks()[0])) == "b"
     assert decode(allowed(second.bitmasks()[0])) == "ac"
+
+
+def test_a_form_serves_any_number_of_outputs(compiler: GrammarCompiler) -> None:
+    """Each label has states of its own, and all of them together are far more than an automaton may have."""
+    labels = [f"{number * 7919 % 1000:03d}" + "abcdefghijk" * 2 + f"{number:03d}" for number in range(1000)]
+    params = StructuredOutputsParams(choice=labels)
+    for label in labels:
+        grammar = compiler.compile(params)
+        fill(grammar, label)
+        assert allowed(grammar.bitmasks()[0]) == [EOS]
+
+
+def test_an_automaton_lasts_for_a_bounded_number_of_tokens(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_SHARED_TOKENS", 4)
+    params = StructuredOutputsParams(regex="[ab]{9}")
+    first, second = compiler.compile(params), compiler.compile(params)
+    assert second._automaton is first._automaton
+    second.accept(encode("abab"))
+    third = compiler.compile(params)
+    assert third._automaton is not first._automaton
+    first.accept(encode("bb"))
+    assert decode(allowed(first.bitmasks()[0])) == "ab"
+
+
+def test_outputs_of_an_automaton_that_one_of_them_has_filled_go_on_in_another(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", 60)
+    params = StructuredOutputsParams(json={"type": "string", "maxLength": 100})
+    greedy, modest = compiler.compile(params), compiler.compile(params)
+    modest.accept(encode('"a'))
+    greedy.accept(encode('"'))
+    with pytest.raises(GrammarError, match="too many states"):
+        fill(greedy, "b" * 100)
+    with pytest.raises(GrammarError):
+        modest.bitmasks()
+    again = compiler.compile(params, encode('"a'), failed=modest)
+    again.bitmasks()
+    again.accept(encode("c"))
+    assert EOS not in allowed(again.bitmasks()[0])
+    again.accept(encode('"'))
+    assert allowed(again.bitmasks()[0]) == [EOS]
+
+
+@pytest.mark.parametrize("length", [10_000, 65_536])
+def test_a_counted_text_reaches_its_full_length(compiler: GrammarCompiler, length: int) -> None:
+    params = StructuredOutputsParams(json={"type": "string", "maxLength": length})
+    grammar, matched, num_renewals = compiler.compile(params), encode('"'), 0
+    grammar.accept(matched)
+    text = encode("a0-B+")
+    while len(matched) <= length:
+        some = (text * 8)[: length + 1 - len(matched)]
+        try:
+            grammar.bitmasks()
+            grammar.accept(some)
+        except GrammarError:
+            grammar = compiler.compile(params, matched, failed=grammar)
+            num_renewals += 1
+        else:
+            matched += some
+    mask = allowed(grammar.bitmasks()[0])
+    assert decode(mask) == '"', "the text may have no other end"
+    assert num_renewals < 25
+
+
+def test_a_trial_leaves_nothing_behind(compiler: GrammarCompiler) -> None:
+    kept = dict(compiler._cache)
+    compiler.check(StructuredOutputsParams(regex="[xyz]{7}"))
+    with pytest.raises(GrammarError, match="no text satisfies it"):
+        compiler.check(StructuredOutputsParams(regex=r"[^\s\S]"))
+    assert compiler._cache == kept
 
 
 def test_padding_of_the_vocabulary_is_never_allowed() -> None:

@@ -2,8 +2,9 @@
 
 import json
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher
 
+from headrace_engine.gbnf import is_gbnf, lark_of
 from headrace_engine.grammar_errors import GrammarError, sentence
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
@@ -17,7 +18,7 @@ def grammar_source(params: StructuredOutputsParams) -> str:
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
             return LLMatcher.grammar_from_lark(f"start: {texts}")
         if params.grammar is not None:
-            return grammar_from("grammar", params.grammar)
+            return LLMatcher.grammar_from_lark(_lark(params.grammar))
         return LLMatcher.grammar_from_json_schema(
             '{"type": "object"}' if params.json is None else params.json,
             overrides={
@@ -28,3 +29,11 @@ def grammar_source(params: StructuredOutputsParams) -> str:
         )
     except (ValueError, RecursionError) as error:
         raise GrammarError(sentence(str(error))) from error
+
+
+def _lark(grammar: str) -> str:
+    if is_gbnf(grammar):
+        return lark_of(grammar)
+    if ":" not in grammar:
+        raise GrammarError("grammar has no rule: it must be Lark with a rule start, or GBNF with a rule root")
+    return grammar

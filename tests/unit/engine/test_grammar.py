@@ -73,7 +73,7 @@ def test_exactly_the_texts_of_the_grammar_are_allowed(
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable schema"),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text satisfies it"),
         ({"grammar": "start: nobody"}, "unknown name"),
-        ({"grammar": "nonsense"}, "Expected ::="),
+        ({"grammar": "nonsense"}, "Lark with a rule start, or GBNF with a rule root"),
         ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "recursion"),
         ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from headrace_engine import grammar as grammar_module
 from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError, TokenizerDefinition
+from headrace_engine.grammar_errors import sentence
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 from unit.engine.letters import decode, encode, tokenizer_json
@@ -76,6 +78,14 @@ def test_exactly_the_texts_of_the_grammar_are_allowed(
         ({"grammar": "nonsense"}, "Lark with a rule start, or GBNF with a rule root"),
         ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "recursion"),
         ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
+        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "use anyOf instead"),
+        ({"json": {"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": True}}}, "use anyOf instead"),
+        ({"json": {"x-guidance": {"own": 1}}}, "x-guidance is not supported"),
+        ({"grammar": "start: <|none|>"}, 'unknown special token: "<|none|>"'),
+        (
+            {"grammar": '{"grammars": [{"json_schema": {"not": {}, "x-guidance": {"lenient": true}}}]}'},
+            "expecting rule",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_in_one_short_line(
@@ -86,6 +96,22 @@ def test_what_cannot_be_compiled_is_refused_in_one_short_line(
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+    assert not re.search(r"coerce_one_of|limits\.|fuel|item_separator|<eos>|panic|lenient'", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lexer error: too many states: 2000 >= 2000\n<non-verbose/>",
+        "lexer error: too many expressions constructed",
+        "parser error: Too many items (limit 5; ff_tokens); try avoiding single-byte/short lexemes",
+        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.precompute_large",
+        "initial lexer configuration (grammar) too big (limit for this grammar: 200000)",
+        "fuel exhausted when checking relevance of lexemes (200000)",
+    ],
+)
+def test_a_limit_of_the_library_is_said_in_words_that_its_sender_can_act_on(text: str) -> None:
+    assert sentence(text) == "the grammar is too complex: bound its repetitions, or give it fewer alternatives"
 
 
 def test_masks_behind_drafted_tokens_are_those_of_the_text_with_the_drafts(compiler: GrammarCompiler) -> None:
@@ -154,7 +180,7 @@ def test_outputs_of_an_automaton_that_one_of_them_has_filled_go_on_in_another(
     greedy, modest = compiler.compile(params), compiler.compile(params)
     modest.accept(encode('"a'))
     greedy.accept(encode('"'))
-    with pytest.raises(GrammarError, match="too many states"):
+    with pytest.raises(GrammarError, match="the grammar is too complex"):
         fill(greedy, "b" * 100)
     with pytest.raises(GrammarError):
         modest.bitmasks()

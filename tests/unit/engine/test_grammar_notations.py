@@ -95,6 +95,40 @@ def test_a_grammar_allows_the_right_texts_and_no_others(
     assert [text for text in bad if allows(compiler, text, grammar=grammar)] == []
 
 
+REGEXES = [
+    (r"\d+", ["12"], ["٣", "x"]),
+    (r"\D", ["x", "٣"], ["1"]),
+    (r"\w+", ["a_1"], ["é", "-"]),
+    (r"\W", ["é", "-"], ["a", "_"]),
+    (r"[\d.]+[^\w]", ["1.2-", "1.é"], ["1.2a", "٣-"]),
+    (r"\s", [" ", "\u00a0"], ["a"]),
+    (r"\\d/", ["\\d/"], ["1/"]),
+    (r"\p{Nd}", ["٣", "1"], ["x"]),
+]
+
+
+@pytest.mark.parametrize(("regex", "good", "bad"), REGEXES)
+def test_a_regular_expression_means_the_same_wherever_it_stands(
+    compiler: GrammarCompiler, regex: str, good: list[str], bad: list[str]
+) -> None:
+    in_lark = regex.replace("/", r"\/").replace(r"\\/", r"\/")
+    for text in [*good, *bad]:
+        allowed = text in good
+        assert allows(compiler, text, regex=regex) == allowed, text
+        assert allows(compiler, text, grammar=f"start: x\nx: /{in_lark}/ // a/b") == allowed, text
+        schema = {"type": "string", "pattern": f"^({regex})$"}
+        assert allows(compiler, json.dumps(text, ensure_ascii=False), json=schema) == allowed, text
+
+
+def test_options_of_one_of_may_be_told_apart_by_a_constant(compiler: GrammarCompiler) -> None:
+    options = [
+        {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"], "additionalProperties": False}
+        for kind in "ab"
+    ]
+    assert allows(compiler, '{"kind":"b"}', json={"oneOf": options})
+    assert not allows(compiler, '{"kind":"c"}', json={"oneOf": options})
+
+
 @pytest.mark.parametrize("grammar", [grammar for grammar, _, _ in LARK])
 def test_only_a_rule_of_gbnf_makes_a_grammar_gbnf(grammar: str) -> None:
     assert not is_gbnf(grammar)

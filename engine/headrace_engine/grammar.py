@@ -1,37 +1,41 @@
-"""Grammars: which tokens may follow, given those that are there. The only module that knows llguidance.
+"""Grammars: which tokens may follow, given those that are there. The only module, with `grammar_source` and
+`grammar_errors`, that knows llguidance.
 
 Imports no torch: the core masks tokens for every runner alike.
 """
 
-import json
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from headrace_engine.errors import HeadraceEngineError
+from headrace_engine.grammar_errors import DeadEndError, GrammarError, sentence
+from headrace_engine.grammar_source import grammar_source
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
-# About ten times what large real schemas need, and a tenth of the library's own limits: with those a hostile grammar
-# takes most of a second for one mask. Error texts without the grammar's state, since they may be logged.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=50_000,
-    step_max_items=10_000,
-    max_lexer_states=10_000,
-    max_grammar_size=50_000,
-    verbose_errors=False,
-)
-_MAX_ERROR_CHARS = 300
+# What one mask may cost: about ten times what large real schemas need, and a tenth of the library's own limits, with
+# which a hostile grammar takes most of a second for one mask.
+_STEP_LEXER_FUEL = 50_000
+_STEP_MAX_ITEMS = 10_000
+# An automaton grows with the text that it matches, and is made anew when it has so many states.
+_MAX_LEXER_STATES = 10_000
+# A counted text (`maxLength`) has a state for each byte that leads to where it is.
+_LEXER_STATES_PER_BYTE = 1.5
+# An automaton is shared until it has matched so many tokens: mostly before it is full, so that few must change over.
+_MAX_SHARED_TOKENS = 2000
+# A request that has more tokens would fill an automaton by itself.
+_MAX_SHARED_REPLAY = 1000
+# An automaton that is full behind fewer tokens is too complex: the next one would hardly get further.
+_MIN_TOKENS_PER_AUTOMATON = 8
+# Matched at once in a replay, which gives no other thread a turn meanwhile: a millisecond.
+_REPLAY_TOKENS = 16
+# A mask gives the lexer new fuel, of which new states for so many bytes take a half.
+_REPLAY_BYTES = 2048
 # A compiled grammar takes up to 600 times the memory of its source.
 _MAX_CACHED_SOURCE_BYTES = 256 * 1024
-_MAX_CACHED_GRAMMARS = 256
-
-
-class GrammarError(HeadraceEngineError):
-    """A grammar cannot be compiled, or cannot go on; the sentence says why."""
+_MAX_CACHED_GRAMMARS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +49,73 @@ class TokenizerDefinition:
     eos_token_ids: Sequence[int]
 
 
+class _Automaton:
+    """A compiled grammar with the states that its copies have come to so far; they share these.
+
+    The library bounds the number of states over all copies. When it is reached, every copy has failed for good.
+    """
+
+    __slots__ = ("failed", "is_shared", "matcher", "num_tokens", "tokenizer")
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, is_shared: bool) -> None:
+        self.matcher = matcher
+        self.tokenizer = tokenizer
+        self.is_shared = is_shared
+        self.num_tokens = 0
+        """Matched by all copies together."""
+        self.failed = False
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.failed or self.num_tokens >= _MAX_SHARED_TOKENS
+
+
 class Grammar:
     """A grammar and how far one output has come in it.
 
-    Positions count tokens. Not thread-safe by itself; copies are independent of each other.
+    Positions count tokens. Not thread-safe by itself; copies may be used in several threads.
     """
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_automaton", "_matcher", "may_share_again", "num_tokens")
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, automaton: _Automaton, *, may_share_again: bool) -> None:
+        self._automaton = automaton
+        self._matcher = automaton.matcher.deep_copy()
+        self.may_share_again = may_share_again
+        """Whether the output may go on in another shared automaton, if this one fails."""
+        self.num_tokens = 0
+        """Matched since the output came to this automaton."""
+
+    @property
+    def has_failed_at_once(self) -> bool:
+        """Whether the output was the only one to fill its automaton, and with very few tokens."""
+        return not self._automaton.is_shared and self.num_tokens < _MIN_TOKENS_PER_AUTOMATON
 
     def copy(self) -> "Grammar":
-        return Grammar(self._matcher.deep_copy())
+        copied = Grammar(self._automaton, may_share_again=self.may_share_again)
+        copied._matcher = self._matcher.deep_copy()
+        return copied
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens of the output.
 
         Raises:
-            GrammarError: one of them is not allowed where it stands, or the grammar became too complex.
+            GrammarError: one of them is not allowed where it stands, or the automaton is full.
         """
-        if not self._matcher.consume_tokens(list(token_ids)):
-            raise GrammarError(self._error())
+        self._consume(token_ids)
+        self.num_tokens += len(token_ids)
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Go to where an output is, and see that it can go on from there. Raises GrammarError, as `accept` does."""
+        num_bytes = 0
+        for start in range(0, len(token_ids), _REPLAY_TOKENS):
+            if num_bytes >= _REPLAY_BYTES:
+                self._bitmask()
+                num_bytes = 0
+            some = token_ids[start : start + _REPLAY_TOKENS]
+            self._consume(some)
+            num_bytes += _num_bytes(self._automaton.tokenizer, some)
+        self._bitmask()
 
     def bitmasks(self, draft_token_ids: Sequence[int] = ()) -> list[bytes]:
         """Which tokens may come next, and which behind each of the drafted tokens. Leaves the state as it is.
@@ -77,7 +126,7 @@ class Grammar:
             leads to nowhere they are empty.
 
         Raises:
-            GrammarError: nothing may come next, or the grammar became too complex.
+            GrammarError: nothing may come next, or the automaton is full.
         """
         mask = self._bitmask()
         if not draft_token_ids:
@@ -90,11 +139,13 @@ class Grammar:
         masks: list[bytes] = []
         for token_id in draft_token_ids:
             if not self._matcher.try_consume_tokens([token_id]):
+                if self._matcher.is_error():
+                    raise self._failure()
                 break
             if not self._has_ended():  # nothing follows the end token
                 try:
                     mask = self._bitmask()
-                except GrammarError:
+                except DeadEndError:
                     mask = bytes(len(mask))
             masks.append(mask)
         return masks + [mask] * (len(draft_token_ids) - len(masks))
@@ -102,18 +153,32 @@ class Grammar:
     def _has_ended(self) -> bool:
         return self._matcher.stop_reason() == "EndOfSentence"
 
+    def _consume(self, token_ids: Sequence[int]) -> None:
+        self._automaton.num_tokens += len(token_ids)
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise self._failure()
+
     def _bitmask(self) -> bytes:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
-            raise GrammarError(self._error())
+            raise self._failure()
         return mask
 
-    def _error(self) -> str:
-        return _sentence(self._matcher.get_error())
+    def _failure(self) -> GrammarError:
+        error = self._matcher.get_error()
+        if "NoExtension" in error:
+            return DeadEndError(sentence(error))
+        self._automaton.failed = True
+        return GrammarError(sentence(error))
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the latest ones."""
+    """Compiles grammars for one tokenizer, and keeps the latest ones.
+
+    Outputs of the same form share an automaton, so that the next one finds its states made. It lasts for a bounded
+    number of tokens; then the next output begins a new one. An output whose automaton is full all the same goes on in
+    another one, behind its tokens: so what one output does costs another one time at most.
+    """
 
     def __init__(self, definition: TokenizerDefinition) -> None:
         """Takes about 5 us a token of the vocabulary, without giving other threads a turn.
@@ -122,34 +187,74 @@ class GrammarCompiler:
             GrammarError: the tokenizer is of no known kind.
         """
         self._tokenizer = _create_tokenizer(definition)
-        self._cache: OrderedDict[str, Grammar] = OrderedDict()
+        self._cache: OrderedDict[str, _Automaton] = OrderedDict()
         self._cached_bytes = 0
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """A grammar at its beginning.
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Compile and keep nothing: what comes later finds the memory that this one found. Raises as `compile`."""
+        Grammar(self._create(grammar_source(params), _MAX_LEXER_STATES), may_share_again=False).bitmasks()
+
+    def compile(
+        self, params: StructuredOutputsParams, token_ids: Sequence[int] = (), failed: Grammar | None = None
+    ) -> Grammar:
+        """A grammar behind an output's tokens.
+
+        Args:
+            failed: the output's grammar so far, which has raised GrammarError.
 
         Raises:
-            GrammarError: it is malformed, uses what is not supported, is too complex, or no text satisfies it.
+            GrammarError: it is malformed, uses what is not supported, is too complex, or no text satisfies it; or
+                the tokens do not.
         """
-        source = _source(params)
-        cached = self._cache.get(source)
-        if cached is not None:
-            self._cache.move_to_end(source)
-            return cached.copy()
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise GrammarError(_sentence(matcher.get_error()))
-        grammar = Grammar(matcher)
-        grammar.copy().bitmasks()
-        self._keep(source, grammar)
-        return grammar.copy()
+        source = grammar_source(params)
+        if len(token_ids) <= _MAX_SHARED_REPLAY and (failed is None or failed.may_share_again):
+            grammar = Grammar(self._shared(source), may_share_again=failed is None)
+            with suppress(GrammarError):  # what others have matched may be to blame
+                grammar.replay(token_ids)
+                return grammar
+        elif failed is not None and failed.has_failed_at_once:
+            raise GrammarError("the grammar is too complex where the output is")
+        num_bytes = _num_bytes(self._tokenizer, token_ids)
+        automaton = self._create(source, _MAX_LEXER_STATES + int(num_bytes * _LEXER_STATES_PER_BYTE))
+        grammar = Grammar(automaton, may_share_again=False)
+        grammar.replay(token_ids)
+        return grammar
 
-    def _keep(self, source: str, grammar: Grammar) -> None:
-        self._cache[source] = grammar
+    def _shared(self, source: str) -> _Automaton:
+        automaton = self._cache.get(source)
+        if automaton is not None and not automaton.is_used_up:
+            self._cache.move_to_end(source)
+            return automaton
+        self._drop(source)
+        automaton = self._create(source, _MAX_LEXER_STATES, is_shared=True)
+        Grammar(automaton, may_share_again=False).bitmasks()
+        self._cache[source] = automaton
         self._cached_bytes += len(source)
         while self._cached_bytes > _MAX_CACHED_SOURCE_BYTES or len(self._cache) > _MAX_CACHED_GRAMMARS:
-            oldest, _ = self._cache.popitem(last=False)
-            self._cached_bytes -= len(oldest)
+            self._drop(next(iter(self._cache)))
+        return automaton
+
+    def _drop(self, source: str) -> None:
+        if self._cache.pop(source, None) is not None:
+            self._cached_bytes -= len(source)
+
+    def _create(self, source: str, max_lexer_states: int, *, is_shared: bool = False) -> _Automaton:
+        limits = LLParserLimits(
+            initial_lexer_fuel=200_000,
+            step_lexer_fuel=_STEP_LEXER_FUEL,
+            step_max_items=_STEP_MAX_ITEMS,
+            max_lexer_states=max_lexer_states,
+            max_grammar_size=50_000,
+            verbose_errors=False,  # the grammar's state may be logged
+        )
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(sentence(matcher.get_error()))
+        return _Automaton(matcher, self._tokenizer, is_shared=is_shared)
+
+
+def _num_bytes(tokenizer: LLTokenizer, token_ids: Sequence[int]) -> int:
+    return len(tokenizer.decode_bytes(list(token_ids)))
 
 
 def _create_tokenizer(definition: TokenizerDefinition) -> LLTokenizer:
@@ -163,34 +268,4 @@ def _create_tokenizer(definition: TokenizerDefinition) -> LLTokenizer:
             # The tokenizer knows tokens that the model does not; masks are as wide as its vocabulary then.
             return LLTokenizer(definition.tokenizer_json, eos_token=end)
     except ValueError as error:
-        raise GrammarError(f"the model's tokenizer cannot be used with grammars: {_sentence(str(error))}") from error
-
-
-def _source(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own notation."""
-    try:
-        if params.regex is not None:
-            return LLMatcher.grammar_from_regex(params.regex)
-        if params.choice is not None:
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
-            return LLMatcher.grammar_from_lark(f"start: {texts}")
-        if params.grammar is not None:
-            return grammar_from("grammar", params.grammar)
-        return LLMatcher.grammar_from_json_schema(
-            '{"type": "object"}' if params.json is None else params.json,
-            overrides={
-                "lenient": False,
-                "whitespace_flexible": not params.disable_any_whitespace,
-                "whitespace_pattern": params.whitespace_pattern,
-            },
-        )
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(_sentence(str(error))) from error
-
-
-def _sentence(error: str) -> str:
-    """The library's words in one line of bounded length."""
-    if "NoExtension" in error:
-        return "no text satisfies it"
-    line = re.sub(r"\s+", " ", error.replace("<non-verbose/>", "")).strip()
-    return line if len(line) <= _MAX_ERROR_CHARS else line[:_MAX_ERROR_CHARS] + "..."
+        raise GrammarError(f"the model's tokenizer cannot be used with grammars: {sentence(str(error))}") from error

@@ -21,7 +21,8 @@ from dataclasses import asdict
 from typing import Any
 
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.grammar import GrammarCompiler, GrammarError, TokenizerDefinition
+from headrace_engine.grammar import GrammarCompiler, TokenizerDefinition
+from headrace_engine.grammar_errors import GrammarError
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _STACK_BYTES = 2 << 20
 # The processor time is the limit that counts; this one is for a machine that gives the trial none.
 _WAIT_SECONDS = 60.0
 _MAX_VERDICTS = 4096
+# By somebody, or by the kernel when memory is short.
+_ENDED_FROM_OUTSIDE = (-signal.SIGTERM, -signal.SIGKILL)
 
 
 class GrammarChecker:
@@ -74,11 +77,13 @@ class GrammarChecker:
     def _try(self, source: str) -> str | None:
         for _ in range(2):  # a process that was ended from outside says nothing about the grammar
             process = self._process or self._start()
+            timed_out = False
             try:
                 assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(source.encode() + b"\n")
                 process.stdin.flush()
-                if not select.select([process.stdout], [], [], _WAIT_SECONDS)[0]:
+                timed_out = not select.select([process.stdout], [], [], _WAIT_SECONDS)[0]
+                if timed_out:
                     process.kill()
                 answer = process.stdout.readline()
             except BrokenPipeError:
@@ -89,7 +94,7 @@ class GrammarChecker:
             status = process.wait()
             self.close()
             self._start()  # in the background: the next grammar need not wait for it
-            if status != -signal.SIGTERM:
+            if timed_out or status not in _ENDED_FROM_OUTSIDE:
                 return _REASONS.get(-status, _TOO_LARGE)
         return _TOO_LARGE
 
@@ -149,7 +154,7 @@ def _within_limits(compiler: GrammarCompiler, line: bytes) -> str | None:
 
     def compile_it() -> None:
         try:
-            compiler.compile(StructuredOutputsParams(**json.loads(line)))
+            compiler.check(StructuredOutputsParams(**json.loads(line)))
         except GrammarError as error:
             verdict.append(str(error))
 

@@ -193,6 +193,8 @@ class EngineCore:
         else:
             output = self._run(batch, lambda: self.runner.execute_model(batch))
             updating = self._update(batch, output, None, news)
+        for request, failed in self.scheduler.take_those_without_grammar():
+            self._grammars.add(request, failed)
         stats.step_seconds = time.perf_counter() - started
         stats.phase_seconds = {"schedule": scheduled - started, **stats.phase_seconds, "update": updating}
         stats.compiled_graphs, stats.warm_up_seconds, stats.fallback_operators = self._compilation

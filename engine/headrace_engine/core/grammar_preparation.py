@@ -1,12 +1,16 @@
-"""Compiles the grammars of new requests beside the step loop, which goes on with the others meanwhile."""
+"""Compiles the grammars of requests beside the step loop, which goes on with the others meanwhile.
+
+New requests come here, and those whose grammar failed: they go on in another one.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError
-from headrace_engine.request import Request
+from headrace_engine.grammar import Grammar, GrammarCompiler
+from headrace_engine.grammar_errors import GrammarError
+from headrace_engine.request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,8 @@ class GrammarPreparation:
         return len(self._waiting)
 
     def waiting_ids(self) -> list[str]:
-        return list(self._waiting)
+        """New requests only."""
+        return [name for name, (request, _) in self._waiting.items() if request.status is RequestStatus.WAITING]
 
     @property
     def is_loaded(self) -> bool:
@@ -51,8 +56,9 @@ class GrammarPreparation:
             except Exception as error:  # noqa: BLE001  # requests without a grammar are none the worse
                 self._failure = f"structured_outputs: {error}"
 
-    def add(self, request: Request) -> None:
-        self._waiting[request.request_id] = (request, self._thread.submit(self._prepare, request))
+    def add(self, request: Request, failed: Grammar | None = None) -> None:
+        """Prepare a grammar for a request, in place of one that failed where it had one."""
+        self._waiting[request.request_id] = (request, self._thread.submit(self._prepare, request, failed))
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Drop requests that wait here; returns them."""
@@ -74,15 +80,15 @@ class GrammarPreparation:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, request: Request) -> PreparedRequest:
+    def _prepare(self, request: Request, failed: Grammar | None = None) -> PreparedRequest:
         self.load()
         if self._compiler is None:
             return PreparedRequest(request, None, self._failure)
         params = request.sampling_params.structured_outputs
         assert params is not None
         try:
-            grammar = self._compiler.compile(params)
-            grammar.accept(request.token_ids[request.num_prompt_tokens :])
+            output_token_ids = request.token_ids[request.num_prompt_tokens :]
+            grammar = self._compiler.compile(params, output_token_ids, failed)
         except GrammarError as error:
             return PreparedRequest(request, None, f"structured_outputs: {error}")
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this request's failure and nobody else's

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from headrace_engine.grammar import Grammar, GrammarError
+from headrace_engine.grammar import Grammar
+from headrace_engine.grammar_errors import GrammarError
 from headrace_engine.request import Request
 from headrace_engine.runner.contracts import GrammarBitmask
 
@@ -20,8 +21,8 @@ _REQUESTS_PER_THREAD = 8
 @dataclass(slots=True)
 class _State:
     grammar: Grammar
-    error: str | None = None
-    """Why no mask could be made; the request ends with it after the step."""
+    failed: bool = False
+    """No mask could be made: what the step draws for the request is void."""
 
 
 _Row = tuple[_State, Request, Sequence[int]]
@@ -40,6 +41,13 @@ class GrammarStates:
 
     def forget(self, request_id: str) -> None:
         self._states.pop(request_id, None)
+
+    def take_failed(self, request_id: str) -> Grammar | None:
+        """Forget a request's grammar where it cannot go on, and return it; None where it can."""
+        state = self._states.get(request_id)
+        if state is None or not state.failed:
+            return None
+        return self._states.pop(request_id).grammar
 
     def bitmask(self, drafts: Sequence[tuple[Request, Sequence[int]]]) -> "Future[GrammarBitmask] | None":
         """Begin to fill the masks of a step; they are ready when the model has computed, or soon after.
@@ -73,13 +81,8 @@ class GrammarStates:
         if state is not None:
             try:
                 state.grammar.accept(token_ids)
-            except GrammarError as error:
-                state.error = f"structured_outputs: {error}"
-
-    def error(self, request_id: str) -> str | None:
-        """Why a request cannot go on; None where it can."""
-        state = self._states.get(request_id)
-        return None if state is None else state.error
+            except GrammarError:
+                state.failed = True
 
 
 def _masks_of(wanted: list[_Row]) -> dict[str, list[bytes]]:
@@ -87,8 +90,8 @@ def _masks_of(wanted: list[_Row]) -> dict[str, list[bytes]]:
     for state, request, draft_token_ids in wanted:
         try:
             rows = state.grammar.bitmasks(draft_token_ids)
-        except GrammarError as error:
-            state.error = f"structured_outputs: {error}"
+        except GrammarError:
+            state.failed = True
             continue
         missing = request.sampling_params.min_tokens - request.num_output_tokens
         for index in range(min(missing, len(rows))):

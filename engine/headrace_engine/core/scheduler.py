@@ -61,6 +61,7 @@ class Scheduler:
         self.grammars = GrammarStates()
         self._removed: list[str] = []
         """Ids that the runner must forget at the start of the next step."""
+        self._without_grammar: list[tuple[Request, Grammar]] = []
         self.stats = StepStats()
 
     # -- requests come and go -------------------------------------------------------------------------------------
@@ -73,9 +74,12 @@ class Scheduler:
             raise ContextLengthError(
                 f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
             )
-        self.queue_limits.enter(request.request_id, request.num_tokens)
+        if request.status is RequestStatus.PREEMPTED:  # it comes back with another grammar
+            self.waiting.add_first(request)
+        else:
+            self.queue_limits.enter(request.request_id, request.num_tokens)
+            self.waiting.add(request)
         self.requests[request.request_id] = request
-        self.waiting.add(request)
         if grammar is not None:
             self.grammars.add(request.request_id, grammar)
 
@@ -93,6 +97,11 @@ class Scheduler:
                 self._finish(request)
                 aborted.append(request_id)
         return aborted
+
+    def take_those_without_grammar(self) -> list[tuple[Request, Grammar]]:
+        """Requests whose grammars failed in the last step, with these; `add_request` takes them back with others."""
+        taken, self._without_grammar = self._without_grammar, []
+        return taken
 
     def has_work(self) -> bool:
         """Whether a step would do anything; also when only removals wait to be told to the runner."""
@@ -231,15 +240,18 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks away. It keeps its tokens and computes them again when it is back."""
+        self._suspend(request)
+        request.num_preemptions += 1
+        self.waiting.add_first(request)
+        self.stats.preemptions += 1
+
+    def _suspend(self, request: Request) -> None:
         self.running.remove(request)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.draft_token_ids = []
-        request.num_preemptions += 1
-        self.waiting.add_first(request)
         self._removed.append(request.request_id)
-        self.stats.preemptions += 1
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         if self.stats.preemptions:
@@ -361,6 +373,9 @@ class Scheduler:
             elif sampled is not None:
                 if request.num_pending_tokens:
                     request.num_pending_tokens -= 1
+                if self.grammars and (grammar := self.grammars.take_failed(request_id)) is not None:
+                    self._let_go(request, grammar)
+                    continue
                 entry = self._accept_verified(request, sampled, batch, output)
             else:
                 self._remember_full_blocks(request, request.num_computed_tokens)
@@ -378,6 +393,15 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._finish(request)
         return news
+
+    def _let_go(self, request: Request, grammar: Grammar) -> None:
+        """Drop what was drawn for a request without a mask; it leaves, with its tokens, for another grammar."""
+        self._remember_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+        self._suspend(request)
+        if self._speculator is not None:
+            self._speculator.forget(request.request_id)
+        del self.requests[request.request_id]
+        self._without_grammar.append((request, grammar))
 
     def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
         if request.status is RequestStatus.RUNNING:  # and was not preempted while its step was in flight
@@ -405,12 +429,6 @@ class Scheduler:
 
     def _accept(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
         entry = EngineCoreOutput(request.request_id, [], request.num_cached_tokens)
-        has_grammar = request.sampling_params.structured_outputs is not None
-        if has_grammar:
-            entry.error = self.grammars.error(request.request_id)
-            if entry.error is not None:  # the tokens were drawn without a mask
-                entry.finish_reason = FinishReason.ERROR
-                return entry
         if request.prompt_logprobs is not None:
             assert len(request.prompt_logprobs) == request.num_prompt_tokens - 1
             entry.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
@@ -420,7 +438,7 @@ class Scheduler:
             entry.finish_reason, entry.stop_reason = check_stop(request, self.max_model_len)
             if entry.finish_reason is not None:
                 return entry
-        if has_grammar:
+        if request.sampling_params.structured_outputs is not None:
             self.grammars.accept(request.request_id, entry.new_token_ids)
         return entry
 

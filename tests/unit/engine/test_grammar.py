@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from headrace_engine import grammar as grammar_module
 from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError, TokenizerDefinition
+from headrace_engine.grammar_errors import sentence
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 from unit.engine.letters import decode, encode, tokenizer_json
@@ -22,6 +24,12 @@ def compiler() -> GrammarCompiler:
 
 def allowed(mask: bytes) -> list[int]:
     return [token_id for token_id in range(8 * len(mask)) if mask[token_id >> 3] >> (token_id & 7) & 1]
+
+
+def fill(grammar: Grammar, text: str) -> None:
+    for token_id in encode(text):
+        assert token_id in allowed(grammar.bitmasks()[0])
+        grammar.accept([token_id])
 
 
 def follows(grammar: Grammar, text: str) -> bool:
@@ -67,9 +75,17 @@ def test_exactly_the_texts_of_the_grammar_are_allowed(
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable schema"),
         ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text satisfies it"),
         ({"grammar": "start: nobody"}, "unknown name"),
-        ({"grammar": "nonsense"}, "Expected ::="),
+        ({"grammar": "nonsense"}, "Lark with a rule start, or GBNF with a rule root"),
         ({"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000}, "recursion"),
         ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
+        ({"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}, "use anyOf instead"),
+        ({"json": {"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": True}}}, "use anyOf instead"),
+        ({"json": {"x-guidance": {"own": 1}}}, "x-guidance is not supported"),
+        ({"grammar": "start: <|none|>"}, 'unknown special token: "<|none|>"'),
+        (
+            {"grammar": '{"grammars": [{"json_schema": {"not": {}, "x-guidance": {"lenient": true}}}]}'},
+            "expecting rule",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_in_one_short_line(
@@ -80,6 +96,22 @@ def test_what_cannot_be_compiled_is_refused_in_one_short_line(
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
+    assert not re.search(r"coerce_one_of|limits\.|fuel|item_separator|<eos>|panic|lenient'", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lexer error: too many states: 2000 >= 2000\n<non-verbose/>",
+        "lexer error: too many expressions constructed",
+        "parser error: Too many items (limit 5; ff_tokens); try avoiding single-byte/short lexemes",
+        "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.precompute_large",
+        "initial lexer configuration (grammar) too big (limit for this grammar: 200000)",
+        "fuel exhausted when checking relevance of lexemes (200000)",
+    ],
+)
+def test_a_limit_of_the_library_is_said_in_words_that_its_sender_can_act_on(text: str) -> None:
+    assert sentence(text) == "the grammar is too complex: bound its repetitions, or give it fewer alternatives"
 
 
 def test_masks_behind_drafted_tokens_are_those_of_the_text_with_the_drafts(compiler: GrammarCompiler) -> None:
@@ -114,6 +146,79 @@ def test_copies_go_their_own_ways(compiler: GrammarCompiler) -> None:
     first.accept(encode("a"))
     assert decode(allowed(first.bitmasks()[0])) == "b"
     assert decode(allowed(second.bitmasks()[0])) == "ac"
+
+
+def test_a_form_serves_any_number_of_outputs(compiler: GrammarCompiler) -> None:
+    """Each label has states of its own, and all of them together are far more than an automaton may have."""
+    labels = [f"{number * 7919 % 1000:03d}" + "abcdefghijk" * 2 + f"{number:03d}" for number in range(1000)]
+    params = StructuredOutputsParams(choice=labels)
+    for label in labels:
+        grammar = compiler.compile(params)
+        fill(grammar, label)
+        assert allowed(grammar.bitmasks()[0]) == [EOS]
+
+
+def test_an_automaton_lasts_for_a_bounded_number_of_tokens(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_SHARED_TOKENS", 4)
+    params = StructuredOutputsParams(regex="[ab]{9}")
+    first, second = compiler.compile(params), compiler.compile(params)
+    assert second._automaton is first._automaton
+    second.accept(encode("abab"))
+    third = compiler.compile(params)
+    assert third._automaton is not first._automaton
+    first.accept(encode("bb"))
+    assert decode(allowed(first.bitmasks()[0])) == "ab"
+
+
+def test_outputs_of_an_automaton_that_one_of_them_has_filled_go_on_in_another(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", 60)
+    params = StructuredOutputsParams(json={"type": "string", "maxLength": 100})
+    greedy, modest = compiler.compile(params), compiler.compile(params)
+    modest.accept(encode('"a'))
+    greedy.accept(encode('"'))
+    with pytest.raises(GrammarError, match="the grammar is too complex"):
+        fill(greedy, "b" * 100)
+    with pytest.raises(GrammarError):
+        modest.bitmasks()
+    again = compiler.compile(params, encode('"a'), failed=modest)
+    again.bitmasks()
+    again.accept(encode("c"))
+    assert EOS not in allowed(again.bitmasks()[0])
+    again.accept(encode('"'))
+    assert allowed(again.bitmasks()[0]) == [EOS]
+
+
+@pytest.mark.parametrize("length", [10_000, 65_536])
+def test_a_counted_text_reaches_its_full_length(compiler: GrammarCompiler, length: int) -> None:
+    params = StructuredOutputsParams(json={"type": "string", "maxLength": length})
+    grammar, matched, num_renewals = compiler.compile(params), encode('"'), 0
+    grammar.accept(matched)
+    text = encode("a0-B+")
+    while len(matched) <= length:
+        some = (text * 8)[: length + 1 - len(matched)]
+        try:
+            grammar.bitmasks()
+            grammar.accept(some)
+        except GrammarError:
+            grammar = compiler.compile(params, matched, failed=grammar)
+            num_renewals += 1
+        else:
+            matched += some
+    mask = allowed(grammar.bitmasks()[0])
+    assert decode(mask) == '"', "the text may have no other end"
+    assert num_renewals < 25
+
+
+def test_a_trial_leaves_nothing_behind(compiler: GrammarCompiler) -> None:
+    kept = dict(compiler._cache)
+    compiler.check(StructuredOutputsParams(regex="[xyz]{7}"))
+    with pytest.raises(GrammarError, match="no text satisfies it"):
+        compiler.check(StructuredOutputsParams(regex=r"[^\s\S]"))
+    assert compiler._cache == kept
 
 
 def test_padding_of_the_vocabulary_is_never_allowed() -> None:

@@ -267,7 +267,9 @@ def test_a_request_that_waits_for_its_adapter_counts_among_those_that_wait() -> 
 def test_a_request_that_waits_for_its_grammar_uses_its_adapter_already(monkeypatch: pytest.MonkeyPatch) -> None:
     core, _ = make_core("a")
     release = threading.Event()
-    monkeypatch.setattr(core._grammars, "_prepare", lambda request: release.wait(20) and PreparedRequest(request, None))
+    monkeypatch.setattr(
+        core._grammars, "_prepare", lambda request, _: release.wait(20) and PreparedRequest(request, None)
+    )
     core.add_request(core_request("0a", [5, 6], lora="a", structured_outputs={"regex": "ab"}, max_tokens=2))
     results = Results()
     results.step(core)  # which checks the core's integrity

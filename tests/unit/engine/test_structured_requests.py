@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from llguidance import LLParserLimits
 
 from headrace_engine import grammar as grammar_module
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.grammar import GrammarCompiler
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import Capabilities
@@ -174,7 +174,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_only() -> None:
 def test_a_compiler_that_fails_unexpectedly_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_it = GrammarCompiler.compile
 
-    def fail_once(self: GrammarCompiler, params: Any) -> Any:
+    def fail_once(self: GrammarCompiler, *args: Any) -> Any:
         monkeypatch.setattr(GrammarCompiler, "compile", compile_it)
         raise RuntimeError("a word of the grammar")
 
@@ -184,15 +184,114 @@ def test_a_compiler_that_fails_unexpectedly_ends_its_request_only(monkeypatch: p
     assert results.finished["b"] is FinishReason.STOP
 
 
-def test_a_grammar_that_becomes_too_complex_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "_LIMITS", LLParserLimits(max_lexer_states=60, verbose_errors=False))
+def test_a_grammar_that_is_too_complex_where_the_output_is_ends_its_request_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", 60)
+    monkeypatch.setattr(grammar_module, "_MIN_TOKENS_PER_AUTOMATON", 100)
     hungry = structured("hungry", form={"regex": "[ab]*a[ab]{12}b[ab]{40}"})
     results = outputs([hungry, structured("good", form={"regex": "ab"}), core_request("plain")])
     assert results.finished["hungry"] is FinishReason.ERROR
-    assert "too many states" in results.errors["hungry"]
+    assert results.errors["hungry"].startswith("structured_outputs: the grammar is too complex")
     assert results.finished["good"] is FinishReason.STOP
     assert "plain" in results.finished
     assert set(decode(results.tokens["hungry"])) <= set("ab"), "tokens drawn without a mask came out"
+
+
+LONG_TEXT = {"json": {"type": "string", "minLength": 150, "maxLength": 160}}
+FEW_STATES = 120
+
+
+def test_an_output_that_fills_its_automaton_goes_on_to_its_full_length() -> None:
+    form = {"json": {"type": "string", "minLength": 9000, "maxLength": 9000}}
+    runner = FakeRunner(max_model_len=9100, block_size=64)
+    core = core_of(runner, num_blocks=200, max_num_batched_tokens=1000)
+    core.add_request(structured(form=form))
+    results = Results().drain(core, most_steps=10_000)
+    assert results.errors == {}
+    assert results.finished["a"] is FinishReason.STOP
+    assert len(json.loads(decode(results.tokens["a"]))) == 9000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"prefix_caching": False}, {"policy": "priority"}, {"num_blocks": 90}, {"max_num_batched_tokens": 3}],
+    ids=str,
+)
+def test_another_automaton_changes_no_output_and_no_batch_mate(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        *(structured(str(number), seed=number, form=LONG_TEXT) for number in range(4)),
+        structured("list", seed=9),
+        core_request("plain", max_tokens=150, ignore_eos=True),
+    ]
+    undisturbed = outputs(requests)
+    assert set(undisturbed.finished.values()) == {FinishReason.STOP, FinishReason.LENGTH}
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", FEW_STATES)
+    renewed = count_renewals(monkeypatch)
+    results = outputs(requests, **config)
+    assert results.tokens == undisturbed.tokens
+    assert len(renewed) >= 4
+
+
+def count_renewals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of requests whose grammars fail from here on."""
+    renewed: list[str] = []
+    let_go = Scheduler._let_go
+
+    def note(self: Scheduler, request: Any, grammar: Any) -> None:
+        renewed.append(request.request_id)
+        let_go(self, request, grammar)
+
+    monkeypatch.setattr(Scheduler, "_let_go", note)
+    return renewed
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_an_automaton_that_is_full_behind_a_draft_changes_no_output(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"regex": "(abcabc|abcd){24,28}"}
+    requests = [structured(str(number), seed=number, form=form) for number in range(3)]
+    undisturbed = outputs(requests)
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", FEW_STATES)
+    renewed = count_renewals(monkeypatch)
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=4, prompt_lookup_min=1, prompt_lookup_max=2)
+    runner = FakeRunner(
+        max_model_len=200,
+        block_size=4,
+        caps=Capabilities(verifies_drafts=True),
+        num_drafts=4 if method == "draft_model" else 0,
+    )
+    assert outputs(requests, runner, speculative=speculative).tokens == undisturbed.tokens
+    assert renewed
+
+
+def test_a_request_that_waits_for_another_automaton_can_be_aborted_and_is_no_new_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", FEW_STATES)
+    renewed = count_renewals(monkeypatch)
+    core = core_of(num_blocks=200, max_num_queued_requests=1)
+    core.add_request(structured("a", form=LONG_TEXT))
+    results = Results()
+    while not renewed:
+        results.step(core)
+    core.add_request(structured("b"))  # "a" does not count among those that wait
+    core.abort_requests(["a"])
+    results.drain(core)
+    assert results.finished == {"b": FinishReason.STOP}
+    assert core.scheduler.kv.pool.num_free == core.scheduler.kv.pool.num_usable
+
+
+def test_an_attempt_resumes_behind_more_output_than_one_automaton_holds() -> None:
+    form = {"json": {"type": "string", "minLength": 30_000, "maxLength": 30_000}}
+    output = encode('"' + "ab01" * 7400)
+    runner = FakeRunner(max_model_len=30_100, block_size=1024)
+    results = outputs([structured(form=form, output=output)], runner, max_num_batched_tokens=31_000)
+    assert results.errors == {}
+    assert len(json.loads(decode([*output, *results.tokens["a"]]))) == 30_000
 
 
 def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +323,7 @@ def test_a_request_that_waits_for_its_grammar_counts_among_those_that_wait(monke
     release = threading.Event()
     core = core_of(num_blocks=200, max_num_queued_requests=2)
     prepare = core._grammars._prepare
-    monkeypatch.setattr(core._grammars, "_prepare", lambda request: release.wait(60) and prepare(request))
+    monkeypatch.setattr(core._grammars, "_prepare", lambda *args: release.wait(60) and prepare(*args))
     for name in "abc":
         core.add_request(structured(name))
     results = Results()

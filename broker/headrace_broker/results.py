@@ -202,10 +202,8 @@ def _own_bytes(candidate: Logprob) -> list[int] | None:
 
 
 def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) -> list[Logprob]:
-    return [
-        Logprob(*candidate, bytes=None if data is None else bytes(data))
-        for candidate, data in zip(wire, own_bytes or [None] * len(wire), strict=True)
-    ]
+    pairs = zip(wire, own_bytes or [None] * len(wire), strict=True)
+    return [Logprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
 
 
 class _Shape:

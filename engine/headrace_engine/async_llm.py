@@ -34,9 +34,9 @@ class AsyncLLMEngine:
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
         self._core = start_core(config, in_process=core_in_process)
-        self.model_info = self._core.model_info
         tokenizer = fetch_tokenizer(config, self._core)
         self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
+        self.model_info = self._input_processor.model_info
         self._output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, OutputCollector] = {}
         self._aborted_early: set[str] = set()

@@ -57,9 +57,9 @@ class InputProcessor:
         max_logprobs: int = 20,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
-        self._model_info = model_info
+        self.model_info = self._model_info = model_info.with_end_token(tokenizer.eos_token_id)
         self._tokenizer = tokenizer
-        self._checks = RequestChecks(model_info, max_logprobs, logits_processors)
+        self._checks = RequestChecks(self._model_info, max_logprobs, logits_processors)
         self._admissions = itertools.count(1)
         self._grammar_checker = GrammarChecker(self._tokenizer_definition)
 

@@ -120,10 +120,10 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             data["index"],
             data["token_ids"],
             data["text"],
-            logprobs_from_wire(data["logprobs"]),
+            logprobs_from_wire(data["logprobs"], data.get("logprob_bytes")),
             data.get("finish_reason"),
             data.get("stop_reason"),
-            prompt_logprobs_from_wire(data.get("prompt_logprobs")),
+            prompt_logprobs_from_wire(data.get("prompt_logprobs"), data.get("prompt_logprob_bytes")),
         )
     if kind == b"start":
         return StartEvent(

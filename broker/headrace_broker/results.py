@@ -1,5 +1,6 @@
 """The final result of a request as it is stored for Celery: a public contract. Chunks are in `streams.py`."""
 
+import builtins
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
@@ -20,14 +21,34 @@ ErrorCode: TypeAlias = Literal[
 ]
 
 
-class Logprob(NamedTuple):
-    """One candidate for a position; on the wire a list of these four."""
-
+class _Candidate(NamedTuple):
     token_id: int
     logprob: float
     rank: int
     decoded_text: str | None
-    """None where the request asked for no text."""
+    """The token's own text, empty where it ends inside a character; None where the request asked for no text."""
+
+
+class Logprob(_Candidate):
+    """One candidate for a position: a tuple of four, on the wire a list of them, with `bytes` beside it.
+
+    Args:
+        bytes: what the token adds to a text. None: the UTF-8 of its text, where it has one.
+    """
+
+    bytes: builtins.bytes | None
+
+    def __new__(
+        cls,
+        token_id: int,
+        logprob: float,
+        rank: int,
+        decoded_text: str | None,
+        bytes: builtins.bytes | None = None,  # noqa: A002  # as the attribute is called
+    ) -> Self:
+        made = super().__new__(cls, token_id, logprob, rank, decoded_text)
+        made.bytes = decoded_text.encode() if bytes is None and decoded_text is not None else bytes
+        return made
 
 
 TokenLogprobs: TypeAlias = list[list[Logprob]]
@@ -92,7 +113,7 @@ class CompletionOutput:
             "logprobs": logprobs_to_wire(self.logprobs),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-        }
+        } | logprob_bytes_to_wire("logprob_bytes", self.logprobs)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
@@ -101,7 +122,7 @@ class CompletionOutput:
                 index=int(wire["index"]),
                 text=wire["text"],
                 token_ids=list(wire["token_ids"]),
-                logprobs=logprobs_from_wire(wire["logprobs"]),
+                logprobs=logprobs_from_wire(wire["logprobs"], wire.get("logprob_bytes")),
                 finish_reason=wire["finish_reason"],
                 stop_reason=wire["stop_reason"],
             )
@@ -124,7 +145,7 @@ class GenerateResult:
             "outputs": [output.to_wire() for output in self.outputs],
             "usage": self.usage.to_wire() if self.usage else None,
             "error": self.error.to_wire() if self.error else None,
-        }
+        } | logprob_bytes_to_wire("prompt_logprob_bytes", self.prompt_logprobs)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
@@ -134,7 +155,9 @@ class GenerateResult:
                 outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
                 usage=Usage.from_wire(wire["usage"]) if wire["usage"] is not None else None,
                 error=ErrorInfo.from_wire(wire["error"]) if wire["error"] is not None else None,
-                prompt_logprobs=prompt_logprobs_from_wire(wire.get("prompt_logprobs")),
+                prompt_logprobs=prompt_logprobs_from_wire(
+                    wire.get("prompt_logprobs"), wire.get("prompt_logprob_bytes")
+                ),
             )
 
 
@@ -142,10 +165,12 @@ def logprobs_to_wire(logprobs: TokenLogprobs | None) -> list[list[list[Any]]] | 
     return None if logprobs is None else [[list(candidate) for candidate in position] for position in logprobs]
 
 
-def logprobs_from_wire(wire: Sequence[Sequence[Sequence[Any]]] | None) -> TokenLogprobs | None:
+def logprobs_from_wire(
+    wire: Sequence[Sequence[Sequence[Any]]] | None, wire_bytes: Sequence[Any] | None = None
+) -> TokenLogprobs | None:
     if wire is None:
         return None
-    return [[Logprob(*candidate) for candidate in position] for position in wire]
+    return [_candidates(*position) for position in zip(wire, wire_bytes or [None] * len(wire), strict=True)]
 
 
 def prompt_logprobs_to_wire(logprobs: PromptLogprobs | None) -> list[list[list[Any]] | None] | None:
@@ -154,10 +179,31 @@ def prompt_logprobs_to_wire(logprobs: PromptLogprobs | None) -> list[list[list[A
     return [None if entry is None else [list(candidate) for candidate in entry] for entry in logprobs]
 
 
-def prompt_logprobs_from_wire(wire: Sequence[Sequence[Sequence[Any]] | None] | None) -> PromptLogprobs | None:
+def prompt_logprobs_from_wire(
+    wire: Sequence[Sequence[Sequence[Any]] | None] | None, wire_bytes: Sequence[Any] | None = None
+) -> PromptLogprobs | None:
     if wire is None:
         return None
-    return [None if entry is None else [Logprob(*candidate) for candidate in entry] for entry in wire]
+    positions = zip(wire, wire_bytes or [None] * len(wire), strict=True)
+    return [None if entry is None else _candidates(entry, own_bytes) for entry, own_bytes in positions]
+
+
+def logprob_bytes_to_wire(name: str, logprobs: Sequence[Sequence[Logprob] | None] | None) -> dict[str, Any]:
+    """The bytes of candidates, where any are not the UTF-8 of their text; as integers, which JSON has, too."""
+    wire = [[_own_bytes(candidate) for candidate in position or ()] for position in logprobs or ()]
+    positions = [None if all(own_bytes is None for own_bytes in position) else position for position in wire]
+    return {name: positions} if any(position is not None for position in positions) else {}
+
+
+def _own_bytes(candidate: Logprob) -> list[int] | None:
+    if candidate.bytes is None or candidate.decoded_text is None or candidate.decoded_text.encode() == candidate.bytes:
+        return None
+    return list(candidate.bytes)
+
+
+def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) -> list[Logprob]:
+    pairs = zip(wire, own_bytes or [None] * len(wire), strict=True)
+    return [Logprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
 
 
 class _Shape:

@@ -16,7 +16,7 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.events import EndEvent, StreamEvent, pack, read_entry, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
 from headrace_broker.keys import ENDED_PREFIX, PROBE_KEY, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
-from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage
+from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
 from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
@@ -92,8 +92,11 @@ class StreamWrite:
         with the choice's last chunk.
         """
         data: dict[str, Any] = {"index": index, "token_ids": token_ids, "text": text, "logprobs": logprobs}
+        if logprobs is not None:
+            data |= logprob_bytes_to_wire("logprob_bytes", logprobs)
         if prompt_logprobs is not None:
             data["prompt_logprobs"] = prompt_logprobs
+            data |= logprob_bytes_to_wire("prompt_logprob_bytes", prompt_logprobs)
         if finish_reason is not None:
             data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
         before = f"{attempt}-{offset - len(token_ids)}"

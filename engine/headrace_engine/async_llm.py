@@ -13,6 +13,7 @@ from headrace_engine.errors import DuplicateRequestError, EngineDeadError, Engin
 from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
 from headrace_engine.llm_engine import create_input_processor, fetch_tokenizer, start_core
 from headrace_engine.lora_request import LoRARequest
+from headrace_engine.output_collector import OutputCollector
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.sampling_params import SamplingParams
@@ -26,17 +27,18 @@ class AsyncLLMEngine:
             print(output.outputs[0].text)
         await engine.shutdown()
 
+    Outputs that a slow consumer has not taken are merged into one: deltas are joined, the last cumulative one is kept.
     When the consumer of a stream goes away (break, cancelled task, closed generator), its request is aborted. All
     methods belong to one event loop. Loading blocks: make the engine before the loop has other work.
     """
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
         self._core = start_core(config, in_process=core_in_process)
-        self.model_info = self._core.model_info
         tokenizer = fetch_tokenizer(config, self._core)
         self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
+        self.model_info = self._input_processor.model_info
         self._output_processor = OutputProcessor(tokenizer)
-        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._streams: dict[str, OutputCollector] = {}
         self._aborted_early: set[str] = set()
         """Requests that were aborted while they were still checked at the door."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")
@@ -100,7 +102,7 @@ class AsyncLLMEngine:
             if aborted is not None:
                 output, choice_ids = aborted
                 self._core.abort_requests(choice_ids)
-                self._streams[name].put_nowait(output)
+                self._streams[name].put(output)
             elif name in self._streams:
                 self._aborted_early.add(name)
 
@@ -198,8 +200,8 @@ class AsyncLLMEngine:
         self, request_id: str, params: SamplingParams, process: Callable[..., ProcessedRequest]
     ) -> AsyncGenerator[RequestOutput]:
         self._check_id(request_id)
-        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-        self._streams[request_id] = queue  # before anything is awaited: from here on the id is in use
+        collector = OutputCollector(params.output_kind)
+        self._streams[request_id] = collector  # before anything is awaited: from here on the id is in use
         self._idle.clear()
         try:
             arrival_time = time.monotonic()
@@ -216,9 +218,7 @@ class AsyncLLMEngine:
                 self._take_outputs()
             finished = False
             while not finished:
-                output = await queue.get()
-                if isinstance(output, Exception):
-                    raise output
+                output = await collector.get()
                 finished = output.finished
                 yield output
         finally:
@@ -245,7 +245,7 @@ class AsyncLLMEngine:
                 if processed.finished_choice_ids:
                     self._core.abort_requests(processed.finished_choice_ids)
                 for output in processed.request_outputs:
-                    self._streams[output.request_id].put_nowait(output)
+                    self._streams[output.request_id].put(output)
         except EngineDeadError as error:
             self._dead = self._dead or error
             self._fail_streams()
@@ -255,5 +255,5 @@ class AsyncLLMEngine:
 
     def _fail_streams(self) -> None:
         assert self._dead is not None
-        for queue in self._streams.values():
-            queue.put_nowait(self._dead)
+        for collector in self._streams.values():
+            collector.fail(self._dead)

@@ -5,11 +5,12 @@ Options are checked here, where they are made. Imports no torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
-from headrace_engine.errors import ConfigError
+from headrace_engine.errors import ConfigError, InvalidRequestError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.lora_request import LoRARequest
+from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
 
@@ -17,6 +18,16 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
 
 DEVICES = ("auto", "cpu", "cuda", *STATIC_DEVICES)
+GENERATION_DEFAULTS: Final = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""What is read of a generation config, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names, and those
+of `SamplingParams`."""
 _KV_CACHE_DEVICES = {"bfloat16": ("auto", "cpu", "cuda"), "fp8": ("cuda",)}
 
 
@@ -41,6 +52,11 @@ class ModelConfig:
     """int8: round the weights of the decoder's linear layers to 8 bits at load, and their inputs at each step. CPU."""
     enforce_eager: bool = False
     """Without CUDA graphs, for models whose decoding step they cannot hold. Of device cuda only; slower."""
+    generation_config: str = "auto"
+    """Defaults of sampling parameters, and end tokens. auto: the checkpoint's; vllm: its end tokens only; else
+    a folder, whose generation_config.json has both."""
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    """Defaults that replace those, by transformers' names."""
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, whatever is computed beside it; slower."""
 
@@ -144,6 +160,8 @@ class EngineArgs:
     logits_processors: Sequence[str | type[LogitsProcessor]] = ()
     quantization: str | None = None
     enforce_eager: bool = False
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
     batch_invariant: bool = False
     block_size: int = 32
     kv_cache_dtype: str = "auto"
@@ -252,6 +270,7 @@ class EngineArgs:
             problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
         if self.quantization is not None and self.device not in ("auto", "cpu"):
             problems.append(f"quantization is set, which device {self.device} cannot do")
+        problems += self._generation_problems()
         problems += [
             f"kv_cache_dtype is {kept}, which device {self.device} cannot do, only {', '.join(devices)}"
             for kept, devices in _KV_CACHE_DEVICES.items()
@@ -270,6 +289,25 @@ class EngineArgs:
         if self.speculative_config is not None:
             problems += SpeculativeConfig.problems(self.speculative_config)
         problems += StaticConfig.problems(self, self.device)
+        return problems
+
+    def _generation_problems(self) -> list[str]:
+        problems = []
+        if not isinstance(self.generation_config, str) or not self.generation_config:
+            problems.append(f"generation_config is {self.generation_config!r}, expected auto, vllm or a folder")
+        override: object = self.override_generation_config
+        if not isinstance(override, Mapping):
+            return [*problems, "override_generation_config must be a map"]
+        for name, value in override.items():
+            parameter = GENERATION_DEFAULTS.get(name)
+            if parameter is None:
+                allowed = ", ".join(GENERATION_DEFAULTS)
+                problems.append(f"override_generation_config holds {name!r}, allowed are {allowed}")
+                continue
+            try:
+                SamplingParams(**{parameter: value})
+            except InvalidRequestError as error:
+                problems.append(f"override_generation_config: {error}")
         return problems
 
 

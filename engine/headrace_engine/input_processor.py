@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace_engine.bad_words import tokenize_bad_words
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker
@@ -56,9 +57,9 @@ class InputProcessor:
         max_logprobs: int = 20,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
-        self._model_info = model_info
+        self.model_info = self._model_info = model_info.with_end_token(tokenizer.eos_token_id)
         self._tokenizer = tokenizer
-        self._checks = RequestChecks(model_info, max_logprobs, logits_processors)
+        self._checks = RequestChecks(self._model_info, max_logprobs, logits_processors)
         self._admissions = itertools.count(1)
         self._grammar_checker = GrammarChecker(self._tokenizer_definition)
 
@@ -162,7 +163,7 @@ class InputProcessor:
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
         self._checks.check_prompt(token_ids)
-        bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
+        bad_words_token_ids = tokenize_bad_words(self._tokenizer, params.bad_words, self._model_info.vocab_size)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
         self.check_grammar(params)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -189,18 +190,6 @@ class InputProcessor:
         return ProcessedRequest(
             request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, seed=seed, choices=choices
         )
-
-    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it stands at the start of a text and behind a space, where these differ."""
-        found: list[list[int]] = []
-        for word in words:
-            plain, spaced = (self._tokenizer.encode_plain(prefix + word.lstrip()) for prefix in ("", " "))
-            if plain:
-                found.append(plain)
-            # Where a space is a token of its own, whatever follows it is the word that is forbidden already.
-            if spaced and spaced[-len(plain) :] != plain:
-                found.append(spaced)
-        return found
 
 
 def request_id_of(choice: str) -> str:

@@ -49,7 +49,7 @@ class LLM:
         Args:
             prompts: one prompt or a list. A prompt is text, a list of token ids, or a map with `prompt` or
                 `prompt_token_ids`.
-            sampling_params: one for all, or one for each prompt.
+            sampling_params: one for all, or one for each prompt; None: `get_default_sampling_params`.
             lora_request: one adapter for all prompts, or for each prompt one or None.
             priority: one for all, or one for each prompt; 0 is served first, where the engine was made with
                 `scheduling_policy="priority"`.
@@ -76,6 +76,10 @@ class LLM:
         """
         conversations = _as_list(messages, is_single=lambda m: bool(m) and isinstance(m[0], dict))
         return self._run(conversations, sampling_params, priority, self.engine.add_chat_request, use_tqdm, lora_request)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without parameters uses: those of the option `generation_config`."""
+        return self.engine.get_default_sampling_params()
 
     def beam_search(
         self,
@@ -156,7 +160,7 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        params = _params_for(items, sampling_params)
+        params = _params_for(items, self.get_default_sampling_params() if sampling_params is None else sampling_params)
         loras = _loras_for(items, lora_request)
         priorities = [priority] * len(items) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(items):
@@ -197,9 +201,9 @@ def _as_list(given: Any, is_single: Callable[[Any], bool]) -> list[Any]:
     return [given] if is_single(given) else list(given)
 
 
-def _params_for(items: list[Any], given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        params = [given or SamplingParams()] * len(items)
+def _params_for(items: list[Any], given: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
+    if isinstance(given, SamplingParams):
+        params = [given] * len(items)
     else:
         params = list(given)
         if len(params) != len(items):

@@ -27,9 +27,9 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = True) -> None:
         self._core = start_core(config, in_process=core_in_process)
-        self.model_info = self._core.model_info
         self.tokenizer = fetch_tokenizer(config, self._core)
         self._input_processor = create_input_processor(config, self._core.model_info, self.tokenizer)
+        self.model_info = self._input_processor.model_info
         self._output_processor = OutputProcessor(self.tokenizer)
         self._arrivals = 0
         self._loras: set[LoRARequest] = set()
@@ -60,7 +60,7 @@ class LLMEngine:
             self._input_processor.process(
                 request_id,
                 prompt,
-                params or SamplingParams(),
+                params or self.get_default_sampling_params(),
                 priority=priority,
                 arrival_time=self._next_arrival(),
                 lora_request=lora_request,
@@ -82,12 +82,16 @@ class LLMEngine:
             self._input_processor.process_chat(
                 request_id,
                 messages,
-                params or SamplingParams(),
+                params or self.get_default_sampling_params(),
                 priority=priority,
                 arrival_time=self._next_arrival(),
                 lora_request=lora_request,
             )
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: those of `generation_config`."""
+        return SamplingParams(**self.model_info.default_sampling_params)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any form. Raises InvalidRequestError."""

@@ -22,6 +22,7 @@ class ModelTokenizer:
     def __init__(self, parts: TokenizerParts) -> None:
         self.backend: Tokenizer = Tokenizer.from_str(parts.tokenizer_json)
         self.backend.encode_special_tokens = parts.split_special_tokens
+        self.eos_token_id = parts.eos_token_id
         self._chat_template = parts.chat_template
         self._special_tokens = parts.special_tokens
 

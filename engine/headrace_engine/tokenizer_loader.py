@@ -54,6 +54,7 @@ def parts_of(tokenizer: Any) -> TokenizerParts:
         tokenizer_json=tokenizer_json,
         chat_template=chat_template,
         special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        eos_token_id=tokenizer.eos_token_id,
         split_special_tokens=bool(tokenizer.split_special_tokens),
         has_own_methods=any(
             getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name) for name in _METHODS

@@ -13,6 +13,8 @@ class TokenizerParts:
     """The template of a chat without tools."""
     special_tokens: dict[str, str]
     """By the names that templates have for them, such as bos_token."""
+    eos_token_id: int | None = None
+    """The token that the tokenizer's configuration names as the end of a text."""
     split_special_tokens: bool = False
     """Whether a special token that stands in a text is read as plain text."""
     has_own_methods: bool = False

@@ -247,3 +247,23 @@ def test_a_prompt_that_ends_in_a_replacement_character_is_not_answered_with_itse
                 assert choice.stop_reason is None
     for shown in texts.values():
         assert ("".join(shown) if kind is RequestOutputKind.DELTA else shown[-1]) == "xxxx"
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_an_abort_shows_what_was_held_back_for_a_stop_string(
+    make_engine: Callable[..., LLMEngine], kind: RequestOutputKind
+) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=50, seed=3, ignore_eos=True, stop=["a stop string" * 9], output_kind=kind)
+    engine.add_request("a", "mill", params)
+    outputs = [output.outputs[0] for _ in range(12) for output in engine.step()]
+    last = engine.abort("a")
+    assert last is not None
+    outputs.append(last.outputs[0])
+    ids = [token_id for output in outputs for token_id in output.token_ids]
+    text = "".join(output.text for output in outputs)
+    if kind is RequestOutputKind.CUMULATIVE:
+        ids, text = outputs[-1].token_ids, outputs[-1].text
+    assert len(ids) == 12
+    assert text == engine.tokenizer.backend.decode(ids)
+    assert len(text) > 10

@@ -142,7 +142,7 @@ class Intake:
             raise RefusedError(error.code, str(error)) from error
 
     def _tokenize(self, incoming: Incoming, request: GenerateRequest) -> ProcessedRequest:
-        given = dict(request.sampling_params)
+        given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
         # Without a seed of its own a request draws by its id, so that another worker draws the same numbers.
         given.setdefault("seed", seed_of(incoming.request_id))
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})

@@ -67,6 +67,11 @@ class WorkerSettings(BaseSettings):
     """int8: the decoder's matrix products in 8 bits; faster, a little less exact."""
     enforce_eager: bool = False
     """Without CUDA graphs, for models whose decoding step they cannot hold; slower. Of device cuda only."""
+    generation_config: str = Field("vllm", min_length=1)
+    """Defaults for what messages do not name. vllm: those of docs/wire.md; auto: the checkpoint's; else a folder's. All
+    workers of a queue need the same, so that one continues what another began."""
+    override_generation_config: Json[dict[str, Any]] | None = None
+    """Defaults that replace those, as JSON: {"temperature": 0.7}."""
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, in bfloat16 too; slower."""
     prefill_buckets: Buckets = None
@@ -193,6 +198,8 @@ class WorkerSettings(BaseSettings):
             attention_backend=self.attention_backend,
             quantization=self.quantization,
             enforce_eager=self.enforce_eager,
+            generation_config=self.generation_config,
+            override_generation_config=self.override_generation_config or {},
             batch_invariant=self.batch_invariant,
             prefill_buckets=self.prefill_buckets,
             decode_buckets=self.decode_buckets,

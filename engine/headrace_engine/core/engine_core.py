@@ -295,7 +295,7 @@ class EngineCore:
             TokenizerDefinition(
                 tokenizer_json=parts.tokenizer_json,
                 vocab_size=self.model_info.vocab_size,
-                eos_token_ids=self.model_info.eos_token_ids,
+                eos_token_ids=self.model_info.with_end_token(parts.eos_token_id).eos_token_ids,
             )
         )
 

@@ -6,8 +6,8 @@ scheduler is tested against it in milliseconds.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import SamplingParams
@@ -163,6 +163,14 @@ class ModelInfo:
     attention: str
     """Name of the attention backend in use."""
     num_parameters: int
+    default_sampling_params: dict[str, Any] = field(default_factory=dict)
+    """By name, for what a request does not name."""
+
+    def with_end_token(self, token_id: int | None) -> "ModelInfo":
+        """The same where outputs end with this token, too; one outside the vocabulary cannot be drawn."""
+        if token_id is None or token_id in self.eos_token_ids or not 0 <= token_id < self.vocab_size:
+            return self
+        return replace(self, eos_token_ids=[*self.eos_token_ids, token_id])
 
 
 class ModelRunner(Protocol):

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -22,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner import rope
+from headrace_engine.runner import generation, rope
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,11 @@ def load_config(config: ModelConfig) -> Any:
     """The model's transformers config. Raises ModelLoadError naming the model."""
     try:
         source, options = pretrained_source(config.model)
-        return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
-    except (OSError, ValueError, ImportError) as error:
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise ModelLoadError(f"model {config.model!r} cannot be read: {error}") from error
+    generation.drop_foreign_pad_token(hf_config)
+    return hf_config
 
 
 def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any) -> PreTrainedModel:
@@ -168,13 +171,3 @@ def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     if limit is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}")
     return config.max_model_len
-
-
-def eos_token_ids(model: PreTrainedModel, hf_config: Any) -> list[int]:
-    """End-of-sequence tokens: the generation config's where it names any, else the model config's."""
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = hf_config.eos_token_id
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)

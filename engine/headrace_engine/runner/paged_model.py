@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from headrace_engine.config import CacheConfig, ModelConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner import int8_linear, memory, models, packed_linear, probe, rope, row_tiles
+from headrace_engine.runner import generation, int8_linear, memory, models, packed_linear, probe, rope, row_tiles
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.selection import choose_backend
@@ -84,10 +84,12 @@ class PagedModel:
         self._model.to(device)
         if config.batch_invariant and self._backend.name != "native":
             raise ConfigError("batch_invariant needs the compiled attention kernel, which cannot serve this model here")
+        generation_config = generation.read_generation_config(config, self._model.generation_config)
         self.info = ModelInfo(
             vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=models.eos_token_ids(self._model, hf_config),
+            eos_token_ids=generation.eos_token_ids(generation_config, hf_config),
+            default_sampling_params=generation.default_sampling_params(config, generation_config),
             architecture=type(self._model).__name__,
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,

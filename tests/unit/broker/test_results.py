@@ -1,5 +1,6 @@
 """Results and stream entries on the wire."""
 
+import json
 from typing import Any
 
 import msgpack
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_broker.errors import MalformedEntryError
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, pack, read_entry
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, pack, read_entry, unpack
 from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, Usage
 from headrace_broker.streams import StreamWrite
 
@@ -114,6 +115,54 @@ def test_an_entry_that_breaks_the_contract_is_named(entry_id: bytes, fields: dic
 def test_a_result_that_breaks_the_contract_is_named(wire: dict[str, Any]) -> None:
     with pytest.raises(MalformedEntryError, match="on the wire"):
         GenerateResult.from_wire(wire)
+
+
+E_ACUTE = [Logprob(5, -0.5, 1, "", b"\xc3"), Logprob(6, -1.0, 2, "e")]
+"""A token that ends inside a character, and another one."""
+
+
+def test_bytes_that_are_no_text_stand_beside_the_candidates() -> None:
+    logprobs, prompt_logprobs = [E_ACUTE, [Logprob(7, -0.1, 1, "x")]], [None, E_ACUTE]
+    output = CompletionOutput(0, "x", [5, 7], logprobs)
+    wire = msgpack.unpackb(msgpack.packb(GenerateResult("r", [output], prompt_logprobs=prompt_logprobs).to_wire()))
+    assert wire["outputs"][0]["logprobs"] == [[[5, -0.5, 1, ""], [6, -1.0, 2, "e"]], [[7, -0.1, 1, "x"]]]
+    assert wire["outputs"][0]["logprob_bytes"] == [[[0xC3], None], None]
+    assert wire["prompt_logprob_bytes"] == [None, [[0xC3], None]]
+    assert json.loads(json.dumps(wire)) == wire
+    read = GenerateResult.from_wire(wire)
+    assert read.outputs[0].logprobs is not None and read.prompt_logprobs is not None
+    assert [[candidate.bytes for candidate in position] for position in read.outputs[0].logprobs] == [
+        [b"\xc3", b"e"],
+        [b"x"],
+    ]
+    assert [candidate.bytes for candidate in read.prompt_logprobs[1] or ()] == [b"\xc3", b"e"]
+
+
+def test_a_chunk_has_the_bytes_of_its_candidates_too() -> None:
+    write = StreamWrite.chunk(
+        "r", 1, 1, index=0, token_ids=[5], text="", logprobs=[E_ACUTE], prompt_logprobs=[None, E_ACUTE]
+    )
+    event = read_entry(b"1-1", {b"type": b"chunk", b"data": write.data})
+    assert isinstance(event, ChunkEvent) and event.logprobs is not None and event.prompt_logprobs is not None
+    assert [candidate.bytes for candidate in event.logprobs[0]] == [b"\xc3", b"e"]
+    assert [candidate.bytes for candidate in event.prompt_logprobs[1] or ()] == [b"\xc3", b"e"]
+
+
+def test_where_all_bytes_are_those_of_the_texts_none_are_sent() -> None:
+    logprobs = [[Logprob(7, -0.1, 1, "é")], [Logprob(8, -0.1, 1, None)]]
+    write = StreamWrite.chunk("r", 1, 2, index=0, token_ids=[7, 8], text="é", logprobs=logprobs)
+    assert "logprob_bytes" not in unpack(write.data)
+    assert "logprob_bytes" not in CompletionOutput(0, "é", [7, 8], logprobs).to_wire()
+    assert [position[0].bytes for position in logprobs] == ["é".encode(), None]
+    token_id, logprob, rank, text = logprobs[0][0]
+    assert (token_id, logprob, rank, text) == (7, -0.1, 1, "é")
+
+
+@pytest.mark.parametrize("own_bytes", [[], [[[0xC3]], None, None], [[[300]]], [[5]], [["x"]], 7])
+def test_bytes_that_do_not_fit_their_candidates_break_the_contract(own_bytes: Any) -> None:
+    data = {"index": 0, "token_ids": [5], "text": "", "logprobs": [[[5, -0.5, 1, ""], [6, -1.0, 2, "e"]]]}
+    with pytest.raises(MalformedEntryError):
+        read_entry(b"1-1", {b"type": b"chunk", b"data": pack(data | {"logprob_bytes": own_bytes or [[1, 2, 3]]})})
 
 
 def test_no_repr_shows_generated_text() -> None:

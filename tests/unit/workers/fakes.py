@@ -40,6 +40,7 @@ class FakeTokenizer:
     """A token for each letter."""
 
     longest_token_chars = 1
+    eos_token_id = None
 
     def __init__(self) -> None:
         vocabulary = {chr(ord("a") + number): 10 + number for number in range(26)}

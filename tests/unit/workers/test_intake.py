@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_a_request_without_a_seed_draws_by_its_id(intake: Intake) -> None:
     assert other.seed != first.seed
     given = intake.process(incoming({"prompt": "abc", "sampling_params": {"seed": 7}}))
     assert given.seed == 7
+
+
+def test_what_a_message_does_not_name_is_as_the_generation_config_says() -> None:
+    model = replace(MODEL, default_sampling_params={"temperature": 0.25, "top_k": 7, "max_tokens": 9})
+    intake = Intake(InputProcessor(model, FakeTokenizer()), ["tiny"], Adapters({}), 3600)  # type: ignore[arg-type]
+    params = intake.process(incoming({"prompt": "a", "sampling_params": {"top_k": 3}})).params
+    assert (params.temperature, params.top_k, params.max_tokens, params.top_p) == (0.25, 3, 9, 1.0)
+    params = intake.process(incoming({"prompt": "a"})).params
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 7, 9)
 
 
 def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:

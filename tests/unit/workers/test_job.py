@@ -92,6 +92,14 @@ def test_logprobs_go_on_where_the_stream_ended_with_the_sampled_token_first() ->
     ]
 
 
+def test_the_bytes_of_a_part_of_a_character_reach_stream_and_result() -> None:
+    job = make_job()
+    part = EngineLogprob(logprob=-0.5, rank=1, decoded_token="", bytes=b"\xe6")
+    assert unpack(job.take(output([12], "", logprobs=[{12: part}])).data)["logprob_bytes"] == [[[0xE6]]]
+    logprobs = job.result().outputs[0].logprobs
+    assert logprobs is not None and logprobs[0][0].bytes == b"\xe6"
+
+
 def test_prompt_logprobs_go_with_the_first_chunk_of_choice_0_and_into_the_result() -> None:
     job = make_job(n=2)
     entries: list[dict[int, EngineLogprob] | None] = [

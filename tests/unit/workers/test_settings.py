@@ -21,6 +21,17 @@ def test_speculative_decoding_is_off_unless_it_is_set(setting: pytest.MonkeyPatc
     assert WorkerSettings.from_env().engine_config().speculative is None
 
 
+def test_defaults_of_messages_are_those_of_the_wire_unless_the_operator_says_otherwise(
+    setting: pytest.MonkeyPatch,
+) -> None:
+    model = WorkerSettings.from_env().engine_config().model
+    assert (model.generation_config, model.override_generation_config) == ("vllm", {})
+    setting.setenv("HEADRACE_GENERATION_CONFIG", "auto")
+    setting.setenv("HEADRACE_OVERRIDE_GENERATION_CONFIG", '{"temperature": 0.5}')
+    model = WorkerSettings.from_env().engine_config().model
+    assert (model.generation_config, model.override_generation_config) == ("auto", {"temperature": 0.5})
+
+
 def test_speculative_decoding_is_set_as_json(setting: pytest.MonkeyPatch) -> None:
     setting.setenv(
         "HEADRACE_SPECULATIVE_CONFIG", '{"method": "draft_model", "model": "d", "num_speculative_tokens": 2}'

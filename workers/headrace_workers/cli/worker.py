@@ -46,6 +46,14 @@ from headrace_workers import default_model
 @click.option("--enforce-eager", is_flag=True, default=None, help="Device cuda without CUDA graphs [default: off].")
 @click.option("--batch-invariant", is_flag=True, default=None, help="Same bits in any company; slower [default: off].")
 @click.option(
+    "--generation-config",
+    metavar="SOURCE",
+    help="Defaults of sampling parameters: vllm, auto (the checkpoint's) or a folder [default: vllm].",
+)
+@click.option(
+    "--override-generation-config", metavar="JSON", help="Such defaults, e.g. '{\"temperature\": 0.7}' [default: none]."
+)
+@click.option(
     "--speculative-config",
     metavar="JSON",
     help='Speculative decoding, e.g. \'{"method": "ngram", "num_speculative_tokens": 4}\' [default: off].',

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.lora_request import LoRARequest
-from headrace_engine.runner import models
+from headrace_engine.runner import generation, models
 from headrace_engine.runner.batch import RequestBatch, StepInputs
 from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
 from headrace_engine.runner.request_processors import ProcessorSet
@@ -24,7 +24,7 @@ from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
 from headrace_engine.runner.static.part import ModelPart
 from headrace_engine.runner.static.sampling import needs_host
 from headrace_engine.runner.static.shapes import ShapeGrid
-from headrace_engine.runner.static.weights import check_ranks, decoder_spec, eos_token_ids
+from headrace_engine.runner.static.weights import check_ranks, decoder_spec, read_generation_config
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,12 @@ class StaticPagedRunner:
             self._followers = self._start_followers(size)
         self._part = part = ModelPart(self._config, self._flavour, self._followers.group if self._followers else None)
         self._grid = ShapeGrid(self._config, part.max_model_len)
+        generation_config = read_generation_config(self._config.model)
         self.info = ModelInfo(
             vocab_size=part.hf_config.vocab_size,
             max_model_len=part.max_model_len,
-            eos_token_ids=eos_token_ids(self._config.model.model, part.hf_config),
+            eos_token_ids=generation.eos_token_ids(generation_config, part.hf_config),
+            default_sampling_params=generation.default_sampling_params(self._config.model, generation_config),
             architecture=part.hf_config.architectures[0],
             dtype=str(part.dtype).removeprefix("torch."),
             device=self._flavour.name,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner import models
+from headrace_engine.runner import generation
 from headrace_engine.runner.static.decoder import DecoderSpec, Reduce, StaticDecoder
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -167,10 +166,10 @@ def _files(model: str) -> list[str]:
     raise ModelLoadError(f"model {model!r} has no {SAFE_WEIGHTS_NAME}: only safetensors are loaded")
 
 
-def eos_token_ids(model: str, hf_config: Any) -> list[int]:
+def read_generation_config(config: ModelConfig) -> GenerationConfig | None:
+    """The one that the options name; a model folder need not have one. Raises ModelLoadError."""
     try:
-        generation = GenerationConfig.from_pretrained(model)
-    except OSError:  # a folder need not have one
-        generation = None
-    holder: Any = SimpleNamespace(generation_config=generation)
-    return models.eos_token_ids(holder, hf_config)
+        own = GenerationConfig.from_pretrained(config.model)
+    except OSError:
+        own = None
+    return generation.read_generation_config(config, own)

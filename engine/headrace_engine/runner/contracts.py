@@ -163,6 +163,8 @@ class ModelInfo:
     attention: str
     """Name of the attention backend in use."""
     num_parameters: int
+    weights: str = ""
+    """`checkpoint.fingerprint` of what was loaded; empty where it is not known."""
 
 
 class ModelRunner(Protocol):

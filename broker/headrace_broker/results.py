@@ -17,6 +17,7 @@ ErrorCode: TypeAlias = Literal[
     "expired",
     "dead_letter",
     "quota_exceeded",
+    "model_changed",
 ]
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 import msgpack
 
-from headrace_broker.events import EndEvent, StreamEvent, pack, read_flat_entry
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, pack, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
 from headrace_broker.keys import ENDED_PREFIX, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage
 from headrace_broker.scripts import lua
 
@@ -143,6 +144,17 @@ class Claim:
     """How many engine processes, of any worker, died with this request in them; see `engine_losses.py`."""
 
 
+def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
+    """The weights that computed tokens among these entries and are not this model's; None where there are none."""
+    current: ModelIdentity | None = None
+    for entry in entries:
+        if isinstance(entry, StartEvent):
+            current = entry.model
+        elif isinstance(entry, ChunkEvent) and entry.token_ids and current is not None and current.differs_from(model):
+            return current
+    return None
+
+
 class StreamWriter:
     """Writes the streams of a worker's requests.
 
@@ -159,7 +171,12 @@ class StreamWriter:
         self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
 
     def claim(
-        self, request_id: str, worker_name: str, traceparent: str | None = None, abandon_after: float | None = None
+        self,
+        request_id: str,
+        worker_name: str,
+        traceparent: str | None = None,
+        abandon_after: float | None = None,
+        model: ModelIdentity | None = None,
     ) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is."""
         start: dict[str, Any] = {"worker": worker_name}
@@ -167,6 +184,8 @@ class StreamWriter:
             start["traceparent"] = traceparent
         if abandon_after is not None:
             start["abandon_after"] = abandon_after
+        if model is not None:
+            start |= model.to_wire()
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
         attempt, ended, raw, losses = self._claim(keys=keys, args=[pack(start), self._ttl_seconds])
         entries = [read_flat_entry(entry) for entry in raw]

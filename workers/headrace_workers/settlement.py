@@ -109,6 +109,15 @@ class Settlement:
         message = f"nobody has listened for {job.abandon_after:g} s"
         self.complete(job, "cancelled", ErrorInfo("cancelled", message))
 
+    def end_of_other_model(self, job: Job) -> None:
+        """As `complete`, for a job that this worker's model must not continue: it would be another's answer."""
+        logger.warning("model changed", **job.log_fields, begun_with=str(job.begun_with), serves=str(job.model))
+        message = (
+            f"the request was begun with {job.begun_with}, and this worker serves {job.model}: its tokens so far are kept,"
+            " and another model must not continue them; send it again under a new id"
+        )
+        self.complete(job, "error", ErrorInfo("model_changed", message))
+
     def revoke(self, job: Job) -> None:
         """Celery revoked a running job: its result is Celery's own."""
         self._publisher.add(job.end("cancelled", _CANCELLED))

@@ -217,6 +217,10 @@ class StreamWriter:
         """Whether somebody has begun the request, or ended it. Redis's errors pass through."""
         return bool(self._client.exists(stream_key(request_id)))
 
+    def mark_gone(self, request_id: str) -> None:
+        """Tell who comes late to a stream that was deleted that there will be none. Redis's errors pass through."""
+        self._client.set(ended_key(request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
+
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None) -> bool:
         """Ends a stream that this worker never claimed, or that is no longer its own. False where it had ended."""
         data = pack(end_data(finish_reason, None, error))

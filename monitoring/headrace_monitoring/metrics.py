@@ -131,6 +131,10 @@ class Metrics:
         """The message just received had been with a worker before."""
         self._queue.redelivered.inc()
 
+    def stream_gone(self) -> None:
+        """A stream was deleted under a running request."""
+        self._requests.streams_gone.inc()
+
     def lease_lost(self) -> None:
         """Another worker has taken a message that this one held."""
         self._queue.leases_lost.inc()

@@ -159,8 +159,19 @@ class Settlement:
             job.celery_request.hand_back()
             return
         gone = outcome is WriteOutcome.GONE
+        if gone:
+            self._stream_is_gone(job)
         result = job.result(_GONE if gone else _CANCELLED)
         self._finish_job(job, "expired" if gone else "cancelled", partial(job.run_task, result.to_wire()))
+
+    def _stream_is_gone(self, job: Job) -> None:
+        """Somebody deleted the stream, or the server lost it: a subscriber that comes later must not wait for it."""
+        logger.warning("stream was deleted under a running request", **job.log_fields)
+        self._metrics.stream_gone()
+        try:
+            self._writer.mark_gone(job.request_id)
+        except REDIS_ERRORS as failure:
+            logger.warning("stream's end could not be marked", **job.log_fields, error=type(failure).__name__)
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 

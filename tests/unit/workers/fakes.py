@@ -350,6 +350,11 @@ class FakeRedis:
         self.check()
         return int(key in self.streams)
 
+    def set(self, key: str, value: str, ex: int) -> None:
+        self.check()
+        self.values[key] = value
+        self.milliseconds_left[key] = 1000 * ex
+
     def delete(self, key: str) -> None:
         self.check()
         self.values.pop(key, None)

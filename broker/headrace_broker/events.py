@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 import msgpack
 
 from headrace_broker.errors import MalformedEntryError
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import (
     ErrorInfo,
     PromptLogprobs,
@@ -33,6 +34,8 @@ class StartEvent:
     """W3C's name of the worker's span, where the worker traces."""
     abandon_after: float | None = None
     """Seconds after which the request is cancelled unless somebody listens; None where nobody need listen."""
+    model: ModelIdentity | None = None
+    """Which weights this attempt's tokens are of; None where its worker did not say."""
 
 
 @dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
@@ -132,6 +135,7 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             worker=data["worker"],
             traceparent=data.get("traceparent"),
             abandon_after=data.get("abandon_after"),
+            model=ModelIdentity.from_wire(data),
         )
     if kind == b"end":
         return EndEvent(

@@ -43,7 +43,9 @@ class IdempotencyKeys:
         for submission in submissions:
             if submission.request_id in used_ids and not self._is_known(submission):
                 raise InvalidRequestError(
-                    [f"request_id {submission.request_id!r} was used for a request that runs or has ended: choose a new id"]
+                    [
+                        f"request_id {submission.request_id!r} was used for a request that runs or has ended: choose a new id"
+                    ]
                 )
             if "idempotency_key" not in submission.headers:
                 request_ids.append(submission.request_id)

@@ -18,6 +18,7 @@ ErrorCode: TypeAlias = Literal[
     "expired",
     "dead_letter",
     "quota_exceeded",
+    "model_changed",
 ]
 
 

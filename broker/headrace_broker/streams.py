@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 import msgpack
 
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.events import EndEvent, StreamEvent, pack, read_entry, read_flat_entry
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, pack, read_entry, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
 from headrace_broker.keys import ENDED_PREFIX, PROBE_KEY, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
 from headrace_broker.scripts import lua
 
@@ -164,6 +165,17 @@ class Claim:
     """What lay in the stream's place could not be gone on with, and was deleted: no worker of ours had written it."""
 
 
+def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
+    """The weights that computed tokens among these entries and are not this model's; None where there are none."""
+    current: ModelIdentity | None = None
+    for entry in entries:
+        if isinstance(entry, StartEvent):
+            current = entry.model
+        elif isinstance(entry, ChunkEvent) and entry.token_ids and current is not None and current.differs_from(model):
+            return current
+    return None
+
+
 class StreamWriter:
     """Writes the streams of a worker's requests.
 
@@ -186,6 +198,7 @@ class StreamWriter:
         traceparent: str | None = None,
         abandon_after: float | None = None,
         content: str | None = None,
+        model: ModelIdentity | None = None,
     ) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is.
 
@@ -199,6 +212,8 @@ class StreamWriter:
             start["traceparent"] = traceparent
         if abandon_after is not None:
             start["abandon_after"] = abandon_after
+        if model is not None:
+            start |= model.to_wire()
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
         args = [pack(start), self._ttl_seconds, content or ""]
         attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)
@@ -243,6 +258,10 @@ class StreamWriter:
             return bool(self._client.set(PROBE_KEY, "1", px=1))
         except REDIS_ERRORS:
             return False
+
+    def mark_gone(self, request_id: str) -> None:
+        """Tell who comes late to a stream that was deleted that there will be none. Redis's errors pass through."""
+        self._client.set(ended_key(request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
 
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
         """Ends a stream that this worker never claimed, or that is no longer its own.

@@ -1,6 +1,23 @@
-"""Where a model's files are: a folder, a hub name, or one GGUF file, which transformers dequantises."""
+"""A model's files: a folder, a hub name, or one GGUF file, which transformers dequantises; and which weights they hold."""
 
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+logger = logging.getLogger(__name__)
+
+_BLOCK: Final = 4096
+_GGUF_BLOCKS: Final = 256
+_GGUF_HEADER_BYTES: Final = 1 << 20
+_MANY_TENSORS: Final = 2000
+"""Of so many, one block each is read; of fewer, three."""
+_LARGEST_HEADER: Final = 100_000_000  # safetensors' own limit
+# What says nothing about the weights, and differs between copies of one checkpoint.
+_NO_IDENTITY: Final = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
 
 def is_gguf(model: str) -> bool:
@@ -13,3 +30,106 @@ def pretrained_source(model: str) -> tuple[str, dict[str, str]]:
         path = Path(model)
         return str(path.parent), {"gguf_file": path.name}
     return model, {}
+
+
+def fingerprint(model: str) -> str:
+    """Sixteen hexadecimal digits that are the same for copies of a checkpoint, and others for other weights.
+
+    A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no proof
+    against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type in which
+    they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
+    """
+    return _fingerprint(model, _digest_gguf if is_gguf(model) else _digest_model)
+
+
+def adapter_fingerprint(folder: str) -> str:
+    """The same for a LoRA adapter as PEFT saves it."""
+    return _fingerprint(folder, _digest_adapter)
+
+
+def _fingerprint(path: str, digest_files: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        digest_files(path, digest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        logger.warning("the weights of %s have no fingerprint: %s", path, type(error).__name__)
+        return ""
+    return digest.hexdigest()
+
+
+def _digest_model(model: str, digest: Any) -> None:
+    folder = Path(model)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        folder = Path(cached_file(model, "config.json")).parent
+    _digest_config(folder / "config.json", digest)
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        files = {"model.safetensors"}
+    elif index.is_file():
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    else:
+        files = {file.name for file in folder.glob("*.safetensors")}
+    _digest_tensors([folder / name for name in files], digest)
+
+
+def _digest_adapter(folder: str, digest: Any) -> None:
+    _digest_config(Path(folder) / "adapter_config.json", digest)
+    _digest_tensors([Path(folder) / "adapter_model.safetensors"], digest)
+
+
+def _digest_config(file: Path, digest: Any) -> None:
+    config = _without_noise(json.loads(file.read_bytes()))
+    digest.update(json.dumps(config, sort_keys=True).encode())
+
+
+def _without_noise(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_noise(part) for name, part in value.items() if name not in _NO_IDENTITY}
+
+
+def _digest_tensors(files: list[Path], digest: Any) -> None:
+    """In the order of their names, however they are spread over files."""
+    tensors: dict[str, tuple[Path, int, int, str]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LARGEST_HEADER:
+                raise ValueError("the header is too long")
+            header = json.loads(file.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                about = json.dumps([name, tensor["dtype"], tensor["shape"]])
+                tensors[name] = (path, 8 + length + begin, end - begin, about)
+    if not tensors:
+        raise ValueError("there are no tensors")
+    opened: dict[Path, BinaryIO] = {}
+    try:
+        for name in sorted(tensors):
+            path, at, size, about = tensors[name]
+            digest.update(about.encode())
+            if path not in opened:
+                opened[path] = path.open("rb")
+            for offset in _sampled(size, 3 if len(tensors) < _MANY_TENSORS else 1):
+                digest.update(os.pread(opened[path].fileno(), min(_BLOCK, size - offset), at + offset))
+    finally:
+        for file in opened.values():
+            file.close()
+
+
+def _digest_gguf(model: str, digest: Any) -> None:
+    with Path(model).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(str(size).encode())
+        digest.update(file.read(_GGUF_HEADER_BYTES))
+        for offset in _sampled(size, _GGUF_BLOCKS):
+            digest.update(os.pread(file.fileno(), _BLOCK, offset))
+
+
+def _sampled(size: int, count: int) -> Iterator[int]:
+    """Where `count` blocks begin that lie evenly in so many bytes, the last at their end."""
+    last = max(0, size - _BLOCK)
+    return iter([last * part // max(1, count - 1) for part in range(count)])

@@ -124,6 +124,9 @@ class RequestFamilies:
         self.finished = make.counters(
             "requests_total", "Requests whose stream ended, by outcome.", "outcome", labels.OUTCOMES
         )
+        self.streams_gone = make.counter(
+            "streams_gone_total", "Streams that were deleted, or lost by Redis, under a running request."
+        )
         self.in_flight = make.gauge("requests_in_flight", "Requests this worker started and has not finished.")
         self.time_to_first_token = make.histogram(
             "time_to_first_token_seconds",

@@ -139,6 +139,10 @@ class Metrics:
         """What lay in a stream's place was deleted, as no worker can have written it."""
         self._queue.streams_replaced.inc()
 
+    def stream_gone(self) -> None:
+        """A stream was deleted under a running request."""
+        self._requests.streams_gone.inc()
+
     def lease_lost(self) -> None:
         """Another worker has taken a message that this one held."""
         self._queue.leases_lost.inc()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace_broker.messages import lora_problems
+from headrace_engine.checkpoint import adapter_fingerprint
 from headrace_engine.lora_request import LoRARequest, id_of
 from headrace_workers.errors import WorkerSettingsError
 
@@ -25,6 +26,7 @@ class Adapters:
 
     def __init__(self, modules: Mapping[str, str], folder: str | None = None) -> None:
         self._modules = {name: Path(path) for name, path in modules.items()}
+        self._fingerprints: dict[int, str] = {}
         self._folder = Path(folder) if folder is not None else None
         problems = [f"HEADRACE_LORA_MODULES: {problem}" for name in modules for problem in lora_problems(name)]
         problems += [
@@ -54,6 +56,12 @@ class Adapters:
         if folder is None or not (folder / _FILES[0]).is_file():
             return None
         return LoRARequest(name, id_of(name, *map(_version, (folder / file for file in _FILES))), str(folder))
+
+    def fingerprint(self, lora: LoRARequest) -> str:
+        """Of the adapter's weights; read once for each version of its files."""
+        if lora.lora_int_id not in self._fingerprints:
+            self._fingerprints[lora.lora_int_id] = adapter_fingerprint(lora.lora_path)
+        return self._fingerprints[lora.lora_int_id]
 
     def named(self) -> list[LoRARequest]:
         """Those that the operator named, for loading them at the start."""

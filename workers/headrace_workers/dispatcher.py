@@ -16,11 +16,12 @@ import structlog
 from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import StreamWriter
+from headrace_broker.streams import StreamWriter, begun_with
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
-from headrace_engine.input_processor import InputProcessor
+from headrace_engine.input_processor import InputProcessor, ProcessedRequest
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.tokenizer import ModelTokenizer
@@ -190,12 +191,14 @@ class Dispatcher:
         request = intake.process(incoming)
         started = time.perf_counter()
         span = self._tracing.begin(incoming)
+        model = self._model_of(request)
         claim = self._writer.claim(
             incoming.request_id,
             self._worker_name,
             self._tracing.traceparent(span),
             incoming.abandon_after,
             content=celery_request.content,
+            model=model,
         )
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.has_replaced:
@@ -208,8 +211,15 @@ class Dispatcher:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
         job = intake.job(incoming, request, claim, celery_request, run_task)
+        job.model, job.begun_with = model, begun_with(claim.entries, model)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
         self._in_flight.start(job, incoming.deadline)
+
+    def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
+        """What the request is computed with."""
+        lora = request.choices[0].lora_request
+        adapter = self._adapters.fingerprint(lora) if lora is not None else ""
+        return ModelIdentity(self._served_names[0], self._model_info.weights, adapter)
 
     def _adopt(self, job: Job, celery_request: Any, run_task: RunTask) -> None:
         """The same request again, under another lease: go on under the new one and settle the old one."""
@@ -248,6 +258,9 @@ class Dispatcher:
             processor = InputProcessor(model_info, tokenizer, logits_processors=self._logits_processors)
             self._intake = Intake(processor, self._served_names, self._adapters, self._max_delay_seconds)
             self._in_flight.use_tokenizer(tokenizer)
+        elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):
+            self._end_as_model_changed(self._model_info, model_info)
+            return
         self._model_info = model_info
         self._metrics.model_loaded(
             architecture=model_info.architecture,
@@ -260,6 +273,15 @@ class Dispatcher:
         self.set_state("draining" if self._draining or self._paused else "ready")
         self.register_model()
         self._in_flight.send_chosen()
+
+    def _end_as_model_changed(self, before: ModelInfo, now: ModelInfo) -> None:
+        """The new engine process has read other files than the one before, and what runs was begun with those."""
+        self.drain()
+        self.hand_back()
+        self._on_given_up(
+            f"the model's files were replaced while the worker ran: its engine has loaded weights"
+            f" {now.weights} after {before.weights}; start the worker again"
+        )
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
         # A request that waits for its adapter's turn says nothing about slots and memory, of which there may be enough.

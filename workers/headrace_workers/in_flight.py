@@ -118,7 +118,9 @@ class InFlight:
         if deadline is not None:
             delay = max(0.0, deadline - time.time())
             job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
-        if job.num_unfinished and self._listeners.is_abandoned(job):
+        if job.num_unfinished and job.begun_with is not None:
+            self.end(job, self._settlement.end_of_other_model)
+        elif job.num_unfinished and self._listeners.is_abandoned(job):
             self.end(job, self._settlement.abandon)
         elif job.num_unfinished:
             self._follow(job)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import (
     CompletionOutput,
     ErrorInfo,
@@ -76,6 +77,10 @@ class Job:
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     """Published with choice 0's first token, by this attempt or an earlier one."""
+    model: ModelIdentity | None = None
+    """Which weights this attempt computes with."""
+    begun_with: ModelIdentity | None = None
+    """Others, with which an earlier attempt has computed tokens; None where there were none."""
     engine_losses: int = 0
     """How many engine processes, of any worker, died with this request in them."""
     timers: list[Any] = field(default_factory=list)

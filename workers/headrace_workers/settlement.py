@@ -112,6 +112,15 @@ class Settlement:
         message = f"nobody has listened for {job.abandon_after:g} s"
         self.complete(job, "cancelled", ErrorInfo("cancelled", message))
 
+    def end_of_other_model(self, job: Job) -> None:
+        """As `complete`, for a job that this worker's model must not continue: it would be another's answer."""
+        logger.warning("model changed", **job.log_fields, begun_with=str(job.begun_with), serves=str(job.model))
+        message = (
+            f"the request was begun with {job.begun_with}, and this worker serves {job.model}: its tokens so far are kept,"
+            " and another model must not continue them; send it again under a new id"
+        )
+        self.complete(job, "error", ErrorInfo("model_changed", message))
+
     def revoke(self, job: Job) -> None:
         """Celery revoked a running job: its result is Celery's own."""
         self._publisher.add(job.end("cancelled", _CANCELLED))
@@ -148,8 +157,19 @@ class Settlement:
             job.celery_request.hand_back(strike=True)
             return
         gone = outcome is WriteOutcome.GONE
+        if gone:
+            self._stream_is_gone(job)
         result = job.result(_GONE if gone else _CANCELLED)
         self._finish_job(job, "expired" if gone else "cancelled", partial(job.run_task, result.to_wire()))
+
+    def _stream_is_gone(self, job: Job) -> None:
+        """Somebody deleted the stream, or the server lost it: a subscriber that comes later must not wait for it."""
+        logger.warning("stream was deleted under a running request", **job.log_fields)
+        self._metrics.stream_gone()
+        try:
+            self._writer.mark_gone(job.request_id)
+        except REDIS_ERRORS as failure:
+            logger.warning("stream's end could not be marked", **job.log_fields, error=type(failure).__name__)
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 

@@ -165,6 +165,8 @@ class ModelInfo:
     num_parameters: int
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
     """By name, for what a request does not name."""
+    weights: str = ""
+    """`checkpoint.fingerprint` of what was loaded; empty where it is not known."""
 
     def with_end_token(self, token_id: int | None) -> "ModelInfo":
         """The same where outputs end with this token, too; one outside the vocabulary cannot be drawn."""

@@ -10,7 +10,6 @@ import weakref
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
@@ -24,6 +23,7 @@ from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner import generation, rope
+from headrace_engine.runner.load_errors import lasting_errors
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_config(config: ModelConfig) -> Any:
     """The model's transformers config. Raises ModelLoadError naming the model."""
-    try:
+    with lasting_errors(config.model, "read"):
         source, options = pretrained_source(config.model)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        raise ModelLoadError(f"model {config.model!r} cannot be read: {error}") from error
     generation.drop_foreign_pad_token(hf_config)
     return hf_config
 
@@ -52,18 +50,21 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
     AttentionInterface.register(name, _without_holding(attention))
     transformers_logging.disable_progress_bar()
     source, options = pretrained_source(config.model)
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel
+    with lasting_errors(config.model, "loaded"):
+        model, report = AutoModelForCausalLM.from_pretrained(
             source,
             config=hf_config,
             dtype=dtype,
             attn_implementation=name,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"model {config.model!r} cannot be loaded: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would draw them at random
+        raise ModelLoadError(f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}")
     _check_class(config, type(model))  # code from the model's own folder is known only now
     return model.eval()
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace_engine.checkpoint import fingerprint
 from headrace_engine.config import CacheConfig, ModelConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner import generation, int8_linear, memory, models, packed_linear, probe, rope, row_tiles
@@ -27,6 +28,7 @@ from headrace_engine.runner.fused.device_linear import DeviceLinear, TritonLinea
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.fused.short_forward import ShortForward
+from headrace_engine.runner.load_errors import lasting_errors
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 from headrace_engine.runner.probe import ModelLayout
@@ -66,7 +68,8 @@ class PagedModel:
         dtype = models.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = models.resolve_max_model_len(config, hf_config)
         models.check_architecture(config, hf_config)
-        memory.check_weights_fit(config.model, dtype)
+        with lasting_errors(config.model, "loaded"):  # it reads the headers of the weights
+            memory.check_weights_fit(config.model, dtype)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
         self._model: PreTrainedModel = models.load_weights(config, hf_config, dtype, self._attention)
@@ -95,6 +98,7 @@ class PagedModel:
             device=device.type,
             attention=self._backend.name,
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            weights=fingerprint(config.model),
         )
         self.num_fused = self.num_packed = 0
         self._stack: DecoderStack | None = None

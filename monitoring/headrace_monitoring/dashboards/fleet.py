@@ -96,6 +96,12 @@ def _deliveries() -> list[Panel]:
             [(increase("streams_replaced_total", "instance"), "{{instance}}")],
         ),
         graph(
+            "Streams deleted (1 h)",
+            "Streams that somebody deleted, or Redis lost, under a running request; it ends as expired.",
+            "none",
+            [(increase("streams_gone_total", "instance"), "{{instance}}")],
+        ),
+        graph(
             "Leases that ran out",
             "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
             "none",

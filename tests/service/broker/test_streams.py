@@ -331,3 +331,17 @@ def test_the_end_that_a_zombie_is_refused_marks_nothing(writer: StreamWriter, re
     writer.publish([end(1, 5), end(1, 0, "other")])
     assert not redis_client.exists(ended_key("r"))
     assert redis_client.exists(ended_key("other"))
+
+
+def test_who_comes_late_to_a_deleted_stream_is_told_and_does_not_wait(
+    redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    attempt = writer.claim("r", "w").attempt
+    redis_client.delete(stream_key("r"))
+    write = StreamWrite.chunk("r", attempt, 1, index=0, token_ids=[7], text="x")
+    assert writer.publish([write]) == {("r", attempt): WriteOutcome.GONE}
+    writer.mark_gone("r")
+    with pytest.raises(StreamExpiredError):
+        list(read_stream(redis_client, "r"))
+    writer.claim("r", "w")  # it begins anew
+    assert not redis_client.exists(ended_key("r"))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
+from headrace_broker.keys import PROBE_KEY
 from headrace_broker.scripts import lua
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.request import EngineCoreRequest
@@ -365,9 +366,12 @@ class FakeRedis:
     def hset(self, *_: Any) -> None:
         self.check()
 
-    def set(self, key: str, value: Any, px: int) -> bool:
-        if self.refuses_all:
+    def set(self, key: str, value: str, ex: int | None = None, px: int | None = None) -> bool:
+        if self.refuses_all or key != PROBE_KEY:
             self.check()
+        if ex is not None:
+            self.values[key] = value
+            self.milliseconds_left[key] = 1000 * ex
         return True
 
     def xrange(self, key: str) -> list[Any]:

@@ -478,3 +478,16 @@ def test_extra_arguments_are_taken_where_a_logits_processor_reads_them_and_refus
         "code": "invalid_request",
         "message": "extra_args holds 'count_from', which no logits processor of this engine reads",
     }
+
+
+def test_a_stream_that_is_deleted_under_a_running_request_leaves_a_mark_of_its_end(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    del desk.redis.streams["headrace:stream:r1"]
+    desk.generate(14)
+    desk.assert_idle()
+    assert desk.redis.values["headrace:ended:r1"] == "1"
+    assert desk.redis.milliseconds_left["headrace:ended:r1"] == 1000 * (60 + 3600)
+    assert desk.results["r1"]["error"]["code"] == "expired"
+    assert request.fate == ["accepted"]
+    assert desk.value("headrace_streams_gone_total") == 1

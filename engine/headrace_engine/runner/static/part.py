@@ -7,6 +7,7 @@ import torch
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.runner import models
+from headrace_engine.runner.load_errors import lasting_errors
 from headrace_engine.runner.static.flavour import Flavour, Step
 from headrace_engine.runner.static.group import Group
 from headrace_engine.runner.static.inputs import StaticInputs
@@ -28,17 +29,17 @@ class ModelPart:
         self.hf_config = models.load_config(config.model)
         self.dtype = models.resolve_dtype(config.model, self.hf_config)
         self.max_model_len = models.resolve_max_model_len(config.model, self.hf_config)
-        self.decoder = load_decoder(
-            config.model,
-            self.hf_config,
-            dtype=self.dtype,
-            max_positions=self.max_model_len,
-            device=flavour.device,
-            rank=group.rank if group else 0,
-            num_ranks=group.size if group else 1,
-            reduce=group.reduce if group else None,
-        )
-
+        with lasting_errors(config.model.model, "loaded"):
+            self.decoder = load_decoder(
+                config.model,
+                self.hf_config,
+                dtype=self.dtype,
+                max_positions=self.max_model_len,
+                device=flavour.device,
+                rank=group.rank if group else 0,
+                num_ranks=group.size if group else 1,
+                reduce=group.reduce if group else None,
+            )
         self.num_parameters = sum(parameter.numel() for parameter in self.decoder.parameters())
         """On this rank."""
 

@@ -10,6 +10,7 @@ import time
 import torch
 from tqdm.auto import tqdm
 
+from headrace_engine.checkpoint import fingerprint
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.lora_request import LoRARequest
@@ -65,6 +66,7 @@ class StaticPagedRunner:
             device=self._flavour.name,
             attention="static paged",
             num_parameters=part.num_parameters,
+            weights=fingerprint(self._config.model.model),
         )
         logger.info(
             "loaded %s on %d rank(s) of %s: %.0f M parameters, %s, %.1f s",

@@ -1,0 +1,39 @@
+"""`ModelIdentity`: which weights compute a request, as the start entry of its stream says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """A fingerprint is empty where it is not known, and then differs from none. Names are for people only."""
+
+    name: str
+    """As the worker serves it."""
+    weights: str = ""
+    """Fingerprint of the checkpoint."""
+    lora: str = ""
+    """Fingerprint of the request's LoRA adapter."""
+
+    def differs_from(self, other: Self) -> bool:
+        """Whether tokens of the two do not belong into one answer."""
+        pairs = ((self.weights, other.weights), (self.lora, other.lora))
+        return any(mine and theirs and mine != theirs for mine, theirs in pairs)
+
+    def __str__(self) -> str:
+        adapter = f", adapter {self.lora}" if self.lora else ""
+        return f"{self.name} (weights {self.weights or 'unknown'}{adapter})"
+
+    def to_wire(self) -> dict[str, str]:
+        """What it adds to the data of a start entry."""
+        known = {"model": self.name, "weights": self.weights, "lora": self.lora}
+        return {key: value for key, value in known.items() if value}
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> Self | None:
+        """Out of a start entry's data; None where its worker did not say."""
+        if not isinstance(data.get("model"), str):
+            return None
+        parts = (data.get(key) for key in ("weights", "lora"))
+        return cls(data["model"], *(part if isinstance(part, str) else "" for part in parts))

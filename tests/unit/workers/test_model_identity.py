@@ -1,0 +1,118 @@
+"""A stream that was begun with other weights is not continued in silence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_broker.events import ChunkEvent, StartEvent
+from headrace_broker.model_identity import ModelIdentity
+from headrace_broker.streams import begun_with
+from headrace_engine.request import FinishReason
+from unit.workers.desk import Desk
+from unit.workers.fakes import MODEL, FakeCeleryRequest
+
+pytestmark = pytest.mark.torch
+
+NOW = {"model": "tiny", "weights": "aa"}
+BEFORE = {"model": "tiny", "weights": "bb"}
+
+
+def start(attempt: int, **data: Any) -> tuple[int, int, str, dict[str, Any]]:
+    return attempt, 0, "start", {"worker": "w", **data}
+
+
+def chunk(attempt: int, offset: int) -> tuple[int, int, str, dict[str, Any]]:
+    return attempt, offset, "chunk", {"index": 0, "token_ids": [13], "text": "d", "logprobs": None}
+
+
+def desk_with(*entries: tuple[int, int, str, dict[str, Any]], weights: str = "aa") -> Desk:
+    desk = Desk()
+    desk.dispatcher._model_info = replace(MODEL, weights=weights)
+    desk.redis.streams["headrace:stream:r1"] = list(entries)
+    return desk
+
+
+def test_a_start_says_which_weights_compute_the_request() -> None:
+    desk = desk_with()
+    desk.accept(FakeCeleryRequest())
+    [(_, _, kind, data)] = desk.redis.entries("r1")
+    assert (kind, data["model"], data["weights"], "lora" in data) == ("start", "tiny", "aa", False)
+
+
+def test_a_request_begun_with_other_weights_ends_with_its_tokens_and_a_sentence() -> None:
+    desk = desk_with(start(1, **BEFORE), chunk(1, 1), chunk(1, 2))
+    request = desk.accept(FakeCeleryRequest())
+    desk.assert_idle()
+    end, result = desk.redis.end("r1"), desk.results["r1"]
+    assert (end["finish_reason"], end["error"]["code"]) == ("error", "model_changed")
+    assert "begun with tiny (weights bb), and this worker serves tiny (weights aa)" in end["error"]["message"]
+    assert end["usage"]["completion_tokens"] == 2
+    assert result["error"] == end["error"]
+    assert result["outputs"][0]["text"] == "dd"
+    assert request.fate == ["accepted"]
+    assert desk.engine.sent == []
+    assert desk.value("headrace_requests_total", outcome="error") == 1
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        [start(1, **NOW), chunk(1, 1)],
+        [start(1), chunk(1, 1)],  # of an older worker, which does not say
+        [start(1, model="tiny"), chunk(1, 1)],
+        [start(1, model=3, weights=["x"]), chunk(1, 1)],
+        [start(1, **BEFORE)],  # without a token there is nothing to continue
+        [start(1, **NOW), chunk(1, 1), start(2, **BEFORE)],
+        [start(1, model="another name", weights="aa"), chunk(1, 1)],
+    ],
+)
+def test_other_requests_go_on(earlier: list[Any]) -> None:
+    desk = desk_with(*earlier)
+    desk.accept(FakeCeleryRequest())
+    desk.generate(14, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert desk.redis.end("r1")["finish_reason"] == "length"
+
+
+def test_a_worker_that_does_not_know_its_weights_goes_on() -> None:
+    desk = desk_with(start(1, **BEFORE), chunk(1, 1), weights="")
+    desk.accept(FakeCeleryRequest())
+    assert len(desk.engine.sent) == 1
+
+
+def test_what_was_complete_needs_no_model() -> None:
+    last = (1, 1, "chunk", {"index": 0, "token_ids": [13], "text": "d", "logprobs": None, "finish_reason": "stop"})
+    desk = desk_with(start(1, **BEFORE), last)
+    desk.accept(FakeCeleryRequest())
+    desk.assert_idle()
+    assert desk.redis.end("r1")["finish_reason"] == "stop"
+
+
+def test_another_adapter_under_the_same_name_is_another_model() -> None:
+    def events(lora: str) -> list[Any]:
+        model = ModelIdentity("tiny", "aa", lora)
+        return [StartEvent("1-0", 1, "w", model=model), ChunkEvent("1-1", 1, 1, 0, [7], "x")]
+
+    serves = ModelIdentity("tiny", "aa", "l1")
+    assert begun_with(events("l1"), serves) is None
+    assert begun_with(events("l2"), serves) == ModelIdentity("tiny", "aa", "l2")
+    assert "adapter l2" in str(begun_with(events("l2"), serves))
+
+
+def test_an_engine_that_comes_back_with_other_weights_continues_nothing_and_ends_the_worker() -> None:
+    desk = Desk()
+    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"))
+    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"))
+    assert desk.given_up == []
+    request = desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_ready(replace(MODEL, weights="bb"))
+    assert desk.engine.sent == []
+    assert request.fate == ["accepted", "handed back"]
+    assert "loaded weights bb after aa" in desk.given_up[0]
+    assert desk.dispatcher.credit() == 0

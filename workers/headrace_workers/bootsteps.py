@@ -17,7 +17,7 @@ from celery.worker import state as worker_state
 from headrace_broker.connections import connect
 from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.tokenizer import import_chat_templates
+from headrace_engine.chat_template import import_chat_templates
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields

@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from headrace_engine.checkpoint import pretrained_source
-from headrace_engine.config import ModelConfig
+from headrace_engine.checkpoint import pretrained_source, unreadable
+from headrace_engine.config import FITTING_LENGTH, ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner import rope
 
@@ -33,10 +33,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_config(config: ModelConfig) -> Any:
     """The model's transformers config. Raises ModelLoadError naming the model."""
     try:
-        source, options = pretrained_source(config.model)
+        source, options = pretrained_source(config.model, config.revision)
         return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelLoadError(f"model {config.model!r} cannot be read: {error}") from error
+        raise unreadable(config.model, error) from error
 
 
 def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any) -> PreTrainedModel:
@@ -48,7 +48,7 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
     transformers_logging.disable_progress_bar()
-    source, options = pretrained_source(config.model)
+    source, options = pretrained_source(config.model, config.revision)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source,
@@ -153,7 +153,7 @@ def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The option where it is given, else what the model is made for without length-dependent scaling."""
     text_config = hf_config.get_text_config()
     limit: int | None = getattr(text_config, "max_position_embeddings", None)
-    if config.max_model_len is None:
+    if config.max_model_len is None or config.max_model_len == FITTING_LENGTH:
         if limit is None:
             raise ConfigError(f"model {config.model!r} states no context length: set max_model_len")
         unscaled = rope.unscaled_length(text_config)

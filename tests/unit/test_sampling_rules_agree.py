@@ -17,7 +17,6 @@ from unit.broker.test_sampling_rules import ACCEPTED, REFUSED
 CHOSEN_BY_THE_WORKER = {"output_kind"}
 """A stream is made of deltas."""
 TIGHTER_FOR_STRANGERS = {
-    "max_tokens": (None,),
     "logprobs": (-1, 21, True),
     "prompt_logprobs": (-1, 21, True),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import runs
-from headrace_workers import default_model
+from headrace_engine import default_model
 
 _FOLDER = Path(__file__).parent
 

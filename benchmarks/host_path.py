@@ -21,6 +21,7 @@ import runs
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_engine import default_model
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
@@ -32,7 +33,6 @@ from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
 from headrace_monitoring.metrics import Metrics
-from headrace_workers import default_model
 from headrace_workers.in_flight import InFlight
 from headrace_workers.job import ChoiceRecord, Job
 from headrace_workers.publisher import Publisher

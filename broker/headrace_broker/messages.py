@@ -9,19 +9,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+from headrace_broker import chat_rules
+from headrace_broker.chat_rules import (
+    CHAT_OPTIONS,
+    messages_problem,
+    name_problem,
+    options_problems,
+    size_problem,
+    texts_of,
+)
+from headrace_broker.chat_rules import MAX_MESSAGES as MAX_MESSAGES
+from headrace_broker.chat_rules import MAX_NAME_CHARS as MAX_NAME_CHARS
+from headrace_broker.chat_rules import MAX_TEXT_BYTES as MAX_TEXT_BYTES
 from headrace_broker.errors import InvalidRequestError
 from headrace_broker.sampling_rules import as_sent, sampling_problems, token_id_problem
-from headrace_broker.value_rules import is_unicode, shown
+from headrace_broker.value_rules import plain, shown
 
 TASK_NAME: Final = "headrace.generate"
 
-MAX_TEXT_BYTES: Final = 4 * 2**20
 MAX_PROMPT_TOKENS: Final = 2**20
-MAX_MESSAGES: Final = 4096
-MAX_NAME_CHARS: Final = 200
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
-_KEYS: Final = (*_PROMPT_KEYS, "sampling_params", "model", "lora")
+_KEYS: Final = (*_PROMPT_KEYS, *CHAT_OPTIONS, "sampling_params", "model", "lora")
+_NO_TEMPLATE: Final = "chat_template cannot be sent: chats are rendered by the model's own template"
 _LORA_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -34,10 +44,14 @@ class GenerateRequest:
 
     prompt: str | None = field(default=None, repr=False)
     prompt_token_ids: list[int] | None = field(default=None, repr=False)
-    messages: list[dict[str, str]] | None = field(default=None, repr=False)
+    messages: list[dict[str, Any]] | None = field(default=None, repr=False)
     sampling_params: dict[str, Any] = field(default_factory=dict, repr=False)
     model: str | None = None
     lora: str | None = None
+    tools: list[dict[str, Any]] | None = field(default=None, repr=False)
+    chat_template_kwargs: dict[str, Any] | None = field(default=None, repr=False)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @classmethod
     def parse(cls, kwargs: Mapping[str, Any]) -> Self:
@@ -47,23 +61,29 @@ class GenerateRequest:
         """
         if not isinstance(kwargs, Mapping):
             raise InvalidRequestError([f"the request must be a map, not {shown(kwargs)}"])
-        given = {key: value for key, value in kwargs.items() if value is not None}
+        given = {key: plain(value) for key, value in kwargs.items() if value is not None}
         problems = _request_problems(given)
         if problems:
             raise InvalidRequestError(problems)
         return cls(
             prompt=given.get("prompt"),
             prompt_token_ids=list(given["prompt_token_ids"]) if "prompt_token_ids" in given else None,
-            messages=[dict(message) for message in given["messages"]] if "messages" in given else None,
+            messages=chat_rules.as_sent(given["messages"]) if "messages" in given else None,
             sampling_params=as_sent(given.get("sampling_params", {})),
             model=given.get("model"),
             lora=given.get("lora"),
+            **{key: given[key] for key in CHAT_OPTIONS if key in given},
         )
+
+    @property
+    def chat_options(self) -> dict[str, Any]:
+        """What is said about how the messages become a prompt."""
+        return {key: value for key in CHAT_OPTIONS if (value := getattr(self, key)) is not None}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The task's keyword arguments; parsing them gives an equal request."""
         kwargs: dict[str, Any] = {}
-        for key in (*_PROMPT_KEYS, "model", "lora"):
+        for key in (*_PROMPT_KEYS, *CHAT_OPTIONS, "model", "lora"):
             value = getattr(self, key)
             if value is not None:
                 kwargs[key] = value
@@ -73,7 +93,11 @@ class GenerateRequest:
 
 
 def _request_problems(given: Mapping[str, Any]) -> list[str]:
-    problems = [f"unknown key {str(key)[:40]!r}" for key in given if key not in _KEYS]
+    problems = [
+        _NO_TEMPLATE if key == "chat_template" else f"unknown key {str(key)[:40]!r}"
+        for key in given
+        if key not in _KEYS
+    ]
     prompts = [key for key in _PROMPT_KEYS if key in given]
     if len(prompts) != 1:
         found = " and ".join(prompts) or "none"
@@ -82,8 +106,7 @@ def _request_problems(given: Mapping[str, Any]) -> list[str]:
         problems += _text_problems("prompt", given["prompt"])
     if "prompt_token_ids" in given:
         problems += _token_ids_problems(given["prompt_token_ids"])
-    if "messages" in given:
-        problems += _messages_problems(given["messages"])
+    problems += _chat_problems(given)
     if "model" in given:
         problems += name_problems("model", given["model"])
     if "lora" in given:
@@ -99,18 +122,8 @@ def _request_problems(given: Mapping[str, Any]) -> list[str]:
 def _text_problems(key: str, text: object) -> list[str]:
     if not isinstance(text, str):
         return [f"{key} must be a string, not {shown(text)}"]
-    if not text:
-        return [f"{key} must not be empty"]
-    return _size_problems(key, text)
-
-
-def _size_problems(key: str, text: str) -> list[str]:
-    if not is_unicode(text):
-        return [f"{key} must be valid Unicode text, without lone surrogates"]
-    size = len(text.encode())
-    if size > MAX_TEXT_BYTES:
-        return [f"{key} must be at most {MAX_TEXT_BYTES} bytes of UTF-8, not {size}"]
-    return []
+    problem = size_problem(key, text) if text else f"{key} must not be empty"
+    return [problem] if problem else []
 
 
 def _token_ids_problems(token_ids: object) -> list[str]:
@@ -122,27 +135,21 @@ def _token_ids_problems(token_ids: object) -> list[str]:
     return [f"prompt_token_ids {complaint}"] if complaint else []
 
 
-def _messages_problems(messages: object) -> list[str]:
-    if not isinstance(messages, (list, tuple)):
-        return [f"messages must be a list of chat messages, not {shown(messages)}"]
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        return [f"messages must hold 1 to {MAX_MESSAGES} chat messages, not {len(messages)}"]
-    for position, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            return [f"messages must hold maps of role and content only; the one at position {position} is not"]
-        if not isinstance(message["content"], str):
-            return [f"the content of message {position} must be a string, not {shown(message['content'])}"]
-        problems = name_problems(f"the role of message {position}", message["role"])
-        if problems:
-            return problems
-    return _size_problems("the text of all messages", "".join(message["content"] for message in messages))
+def _chat_problems(given: Mapping[str, Any]) -> list[str]:
+    problems = options_problems(given)
+    if "messages" in given and (problem := messages_problem(given["messages"])):
+        problems.append(problem)
+    if problems:
+        return problems
+    texts = [given[key] for key in ("messages", "tools", "chat_template_kwargs") if key in given]
+    problem = size_problem("the text of all messages", "".join(texts_of(texts)))
+    return [problem] if problem else []
 
 
 def name_problems(key: str, name: object) -> list[str]:
     """What is wrong with a short name that travels with a request, such as that of its model or tenant."""
-    if isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable():
-        return []
-    return [f"{key} must be a printable string of 1 to {MAX_NAME_CHARS} characters, not {shown(name)}"]
+    problem = name_problem(key, name)
+    return [problem] if problem else []
 
 
 def lora_problems(name: object) -> list[str]:

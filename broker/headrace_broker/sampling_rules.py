@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from headrace_broker.structured_rules import structured_outputs_problem
-from headrace_broker.value_rules import is_finite, is_integer, is_unicode, shown
+from headrace_broker.value_rules import data_problem, is_finite, is_integer, is_unicode, shown
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -129,7 +129,10 @@ def _extra_args(value: Any) -> str | None:
     """Which names are read is known to the worker alone: it refuses the others."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return f"must be a map from names to values, not {shown(value)}"
-    return None if len(value) <= MAX_EXTRA_ARGS else f"must hold at most {MAX_EXTRA_ARGS} values, not {len(value)}"
+    if len(value) > MAX_EXTRA_ARGS:
+        return f"must hold at most {MAX_EXTRA_ARGS} values, not {len(value)}"
+    problem = data_problem("extra_args", value)
+    return problem and problem.removeprefix("extra_args ")
 
 
 def token_id_problem(token_ids: list[Any] | tuple[Any, ...]) -> str | None:
@@ -140,44 +143,40 @@ def token_id_problem(token_ids: list[Any] | tuple[Any, ...]) -> str | None:
     return None
 
 
-def _optional(rule: Rule) -> Rule:
-    """For the parameters whose vLLM default is None: null means absent."""
-    return lambda value: None if value is None else rule(value)
-
-
 SAMPLING_RULES: Final[Mapping[str, Rule]] = {
     "n": _integer(1, 64),
     "temperature": _number(0),
     "top_p": _number(0, 1, above=True),
     "top_k": _integer(-1, MAX_TOKEN_ID),  # 0 and -1 switch it off
     "min_p": _number(0, 1),
-    "seed": _optional(_integer(-(2**63), 2**63 - 1)),
+    "seed": _integer(-(2**63), 2**63 - 1),
     "max_tokens": _integer(1, MAX_TOKEN_ID),
     "min_tokens": _integer(0, MAX_TOKEN_ID),
-    "stop": _optional(_strings(MAX_STOP_STRINGS, MAX_STOP_CHARS)),
-    "stop_token_ids": _optional(_token_ids(MAX_STOP_TOKEN_IDS)),
+    "stop": _strings(MAX_STOP_STRINGS, MAX_STOP_CHARS),
+    "stop_token_ids": _token_ids(MAX_STOP_TOKEN_IDS),
     "ignore_eos": _boolean,
-    "logprobs": _optional(_integer(0, MAX_LOGPROBS)),
-    "prompt_logprobs": _optional(_integer(0, MAX_LOGPROBS)),
+    "logprobs": _integer(0, MAX_LOGPROBS),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0, above=True),
-    "logit_bias": _optional(_logit_bias),
-    "allowed_token_ids": _optional(_token_ids(MAX_ALLOWED_TOKEN_IDS, least=1)),
-    "bad_words": _optional(_strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)),
-    "repetition_detection": _optional(_repetition_detection),
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1),
+    "bad_words": _strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
+    "repetition_detection": _repetition_detection,
     "detokenize": _boolean,
     "skip_special_tokens": _boolean,
     "spaces_between_special_tokens": _boolean,
     "include_stop_str_in_output": _boolean,
-    "structured_outputs": _optional(structured_outputs_problem),
-    "stream_interval": _optional(_integer(1, MAX_TOKEN_ID)),
-    "extra_args": _optional(_extra_args),
+    "structured_outputs": structured_outputs_problem,
+    "stream_interval": _integer(1, MAX_TOKEN_ID),
+    "extra_args": _extra_args,
 }
 
 
 def sampling_problems(params: Mapping[str, Any]) -> list[str]:
-    """Every problem of a map of sampling parameters; unknown names are refused by name."""
+    """Every problem of a map of sampling parameters; unknown names are refused by name. Null means the default."""
+    params = {name: value for name, value in params.items() if value is not None}
     problems = [f"unknown sampling parameter {str(name)[:40]!r}" for name in params if name not in SAMPLING_RULES]
     for name, value in params.items():
         complaint = SAMPLING_RULES[name](value) if name in SAMPLING_RULES else None

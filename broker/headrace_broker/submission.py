@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, TypedDict
 
+from headrace_broker.chat_rules import CHAT_OPTIONS, text_of
 from headrace_broker.content import loads_stored
 from headrace_broker.errors import InvalidRequestError, MalformedEntryError, MalformedMessageError, RequestFailedError
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
@@ -18,7 +19,7 @@ from headrace_broker.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_aban
 from headrace_broker.messages import GenerateRequest, name_problems
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import ENDED_SECONDS, end_data
-from headrace_broker.value_rules import is_finite, is_integer, shown
+from headrace_broker.value_rules import is_finite, is_integer, plain, shown
 
 LOWEST_PRIORITY: Final = 9
 QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
@@ -60,7 +61,11 @@ class Submission:
 class SubmitOptions(TypedDict, total=False):
     """What may be said about a request besides its prompt and sampling parameters."""
 
-    messages: Sequence[Mapping[str, str]] | None  # chat, instead of a prompt
+    messages: Sequence[Mapping[str, Any]] | None  # chat, instead of a prompt
+    tools: Sequence[Mapping[str, Any]] | None  # functions that the chat template shows to the model
+    chat_template_kwargs: Mapping[str, Any] | None  # further variables of the chat template
+    add_generation_prompt: bool | None  # true unless given: the assistant's turn begins
+    continue_final_message: bool | None  # the output continues the last message
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
     model: str | None  # served name; the client's own unless given
     lora: str | None  # name of a LoRA adapter that the model's workers serve
@@ -69,7 +74,7 @@ class SubmitOptions(TypedDict, total=False):
     tenant: str | None
     abandon_after: float | None  # seconds, 1 to 3600: cancelled when nobody has listened for so long
     idempotency_key: str | None  # the same key, model and tenant within a day: the same request
-    request_id: str | None  # a new one unless given
+    request_id: str | int | uuid.UUID | None  # a new one unless given
 
 
 class SubmitRequest(SubmitOptions, total=False):
@@ -80,7 +85,7 @@ class SubmitRequest(SubmitOptions, total=False):
 
 
 _OPTIONS: Final = SubmitRequest.__annotations__.keys()
-_CONTENT: Final = ("prompt", "messages", "prompt_token_ids", "sampling_params", "lora")
+_CONTENT: Final = ("prompt", "messages", "prompt_token_ids", "sampling_params", "lora", *CHAT_OPTIONS)
 
 
 def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[[], float] = time.time) -> Submission:
@@ -91,16 +96,18 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         request = GenerateRequest.parse({key: value for key, value in options.items() if key in _CONTENT})
     except InvalidRequestError as error:
         problems += error.problems
-    model = options.get("model") or default_model
+    model = options.get("model")
+    model = default_model if model is None else model
     if model is None:
         problems.append("model must be given, here or when the client is made")
     else:
         problems += name_problems("model", model)
-    priority = options.get("priority", 0)
+    priority = plain(options.get("priority"))
+    priority = 0 if priority is None else priority
     if not (is_integer(priority) and 0 <= priority <= LOWEST_PRIORITY):
         problems.append(f"priority must be an integer from 0 (first) to {LOWEST_PRIORITY}, not {shown(priority)}")
-    request_id = options.get("request_id") or uuid.uuid4().hex
-    if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
+    request_id = _request_id(options.get("request_id"))
+    if not _REQUEST_ID.fullmatch(request_id):
         problems.append("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
     headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}
     for header in ("tenant", "idempotency_key"):
@@ -108,16 +115,26 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         if value is not None:
             problems += name_problems(header, value)
             headers[header] = value
-    abandon_after = options.get("abandon_after")
+    abandon_after = plain(options.get("abandon_after"))
     if abandon_after is not None:
         if not is_abandon_after(abandon_after):
             limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
             problems.append(f"abandon_after must be a number of seconds from {limits}, not {shown(abandon_after)}")
         headers["abandon_after"] = abandon_after
-    deadline = _deadline(options.get("expires"), headers["enqueued_at"], problems)
+    deadline = _deadline(plain(options.get("expires")), headers["enqueued_at"], problems)
     if problems or model is None:
         raise InvalidRequestError(problems)
     return Submission(request, model, request_id, priority, deadline, headers, bool(options.get("request_id")))
+
+
+def _request_id(given: object) -> str:
+    """The id as text; what cannot be one becomes a text that is refused."""
+    given = plain(given)
+    if given is None:
+        return uuid.uuid4().hex
+    if isinstance(given, int) and not isinstance(given, bool):
+        return str(given) if abs(given) < 2**256 else ""  # Python writes out no integer of more than 4300 digits
+    return str(given) if isinstance(given, (str, uuid.UUID)) else ""
 
 
 def prefix_of(request: GenerateRequest, model: object) -> str:
@@ -128,7 +145,8 @@ def prefix_of(request: GenerateRequest, model: object) -> str:
     beginning: object
     if request.messages:
         first = request.messages[0]
-        beginning = first["content"] if first["role"] == "system" else first["content"][:_PREFIX_CHARS]
+        text = text_of(first) if first["role"] == "system" else text_of(first)[:_PREFIX_CHARS]
+        beginning = [request.tools, text] if request.tools else text
     elif request.prompt_token_ids:
         beginning = request.prompt_token_ids[:_PREFIX_TOKENS]
     else:

@@ -1,12 +1,21 @@
 """Small questions about values that a producer sent."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+MAX_DEPTH: Final = 32
+MAX_VALUES: Final = 2**16
+_PLAIN: Final = frozenset({int, float, bool, str, type(None), list, tuple, dict})
 
 
 def shown(value: object) -> str:
     """A value as an error message may show it: numbers and names, but never text that could be a prompt."""
     if value is None or isinstance(value, (bool, int, float)):
-        return repr(value)[:40]
+        try:
+            return repr(value)[:40]
+        except ValueError:  # Python writes out no integer of more than 4300 digits
+            return "an integer beyond all limits"
     if isinstance(value, (str, bytes)):
         return f"{type(value).__name__} of length {len(value)}"
     return type(value).__name__
@@ -26,4 +35,51 @@ def is_finite(value: float) -> bool:
 
 def is_unicode(text: str) -> bool:
     """Lone surrogates are the only strings that UTF-8, and so msgpack, cannot carry."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def data_problem(name: str, value: object) -> str | None:
+    """What keeps a value from being sent as msgpack or JSON and from being read by every worker."""
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    num_values = 0
+    while waiting:
+        found, depth = waiting.pop()
+        num_values += 1
+        if num_values > MAX_VALUES:
+            return f"{name} must hold at most {MAX_VALUES} values"
+        if depth > MAX_DEPTH:
+            return f"{name} must be nested at most {MAX_DEPTH} deep"
+        if isinstance(found, Mapping):
+            if not all(isinstance(key, str) and is_unicode(key) for key in found):
+                return f"{name} must hold maps with texts as keys only"
+            waiting += [(inner, depth + 1) for inner in found.values()]
+        elif isinstance(found, (list, tuple)):
+            waiting += [(inner, depth + 1) for inner in found]
+        elif isinstance(found, str):
+            if not is_unicode(found):
+                return f"{name} must hold valid Unicode text, without lone surrogates"
+        elif isinstance(found, int):
+            if not -(2**63) <= found < 2**64:
+                return f"{name} must hold integers of 64 bits, not {shown(found)}: send it as text"
+        elif found is not None and not isinstance(found, float):
+            return f"{name} must hold numbers, texts, lists and maps, not {shown(found)}"
+    return None
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Numbers and arrays of NumPy and torch as Python's, in lists and maps too; anything else stays as it is."""
+    if depth > MAX_DEPTH:
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        if {int}.issuperset(map(type, value)):
+            return value  # token ids, and many of them
+        return [plain(inner, depth + 1) for inner in value]
+    if type(value) in _PLAIN or not hasattr(value, "tolist"):
+        return value
+    return value.tolist()

@@ -3,20 +3,33 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace_engine.chat import ChatOptions
 from headrace_engine.config import AsyncEngineArgs, EngineConfig
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, LoRACapacityError
 from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
-from headrace_engine.llm_engine import create_input_processor, fetch_tokenizer, start_core
+from headrace_engine.llm_engine import (
+    adapter_id,
+    check_adapter,
+    check_reset,
+    config_of,
+    create_input_processor,
+    fetch_tokenizer,
+    priority_of,
+    read_whole_tokenizer,
+    start_core,
+)
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.output_collector import OutputCollector
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
+from headrace_engine.plain_values import RequestId, request_id_of, request_ids_of
 from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.vllm_names import missing_attribute
 
 
 class AsyncLLMEngine:
@@ -33,10 +46,13 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
+        self._config = config
         self._core = start_core(config, in_process=core_in_process)
         tokenizer = fetch_tokenizer(config, self._core)
         self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
         self.model_info = self._input_processor.model_info
+        self.tokenizer = tokenizer
+        self._whole_tokenizer: Any = None
         self._output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, OutputCollector] = {}
         self._aborted_early: set[str] = set()
@@ -44,6 +60,7 @@ class AsyncLLMEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")
         self._pump: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
+        self._is_closed = False
         self._loras: set[LoRARequest] = set()
         """Adapters that are known to be good."""
         self._draining = False
@@ -51,17 +68,23 @@ class AsyncLLMEngine:
         self._idle.set()
 
     @classmethod
-    def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLMEngine":
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLMEngine":
         """Load the model; errors as `LLM`."""
-        return cls(args.create_engine_config(), core_in_process=args.core_in_process)
+        config = config_of(engine_args)
+        return cls(config, core_in_process=getattr(engine_args, "core_in_process", False))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute("AsyncLLMEngine", name)
 
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
-        request_id: str,
+        sampling_params: SamplingParams | None,
+        request_id: RequestId,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one request; `sampling_params.output_kind` says what each holds.
@@ -71,33 +94,46 @@ class AsyncLLMEngine:
             EngineDrainingError: no more requests are taken.
             EngineDeadError: the core failed; the request is lost.
         """
+        name, params = request_id_of(request_id), self._params(sampling_params)
         process = partial(
-            self._input_processor.process, request_id, prompt, priority=priority, lora_request=lora_request
+            self._input_processor.process, name, prompt, priority=priority_of(priority), lora_request=lora_request
         )
-        async with contextlib.aclosing(self._stream(request_id, sampling_params, process)) as outputs:
+        async with contextlib.aclosing(self._stream(name, params, process)) as outputs:
             async for output in outputs:
                 yield output
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
-        sampling_params: SamplingParams,
-        request_id: str,
+        sampling_params: SamplingParams | None,
+        request_id: RequestId,
         *,
-        priority: int = 0,
+        priority: int | None = None,
         lora_request: LoRARequest | None = None,
+        **chat_options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """As `generate`, for a conversation."""
+        """As `generate`, for a conversation; `chat_options` are those of `ChatOptions`."""
+        name, params = request_id_of(request_id), self._params(sampling_params)
         process = partial(
-            self._input_processor.process_chat, request_id, messages, priority=priority, lora_request=lora_request
+            self._input_processor.process_chat,
+            name,
+            messages,
+            priority=priority_of(priority),
+            lora_request=lora_request,
+            chat_options=ChatOptions.from_optional(**chat_options),
         )
-        async with contextlib.aclosing(self._stream(request_id, sampling_params, process)) as outputs:
+        async with contextlib.aclosing(self._stream(name, params, process)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    def _params(self, given: SamplingParams | None) -> SamplingParams:
+        if given is None:
+            return SamplingParams(**self.model_info.default_sampling_params)
+        return given
+
+    async def abort(self, request_id: RequestId | Iterable[RequestId]) -> None:
         """End requests; each stream yields a last output with finish reason abort. Unknown ids are ignored."""
-        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+        for name in request_ids_of(request_id):
             aborted = self._output_processor.abort(name)
             if aborted is not None:
                 output, choice_ids = aborted
@@ -123,12 +159,14 @@ class AsyncLLMEngine:
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLMEngine.add_lora`; other requests run on while the adapter is read."""
+        check_adapter(lora_request)
         added: bool = await self._call("add_lora", lora_request.to_wire())
         self._loras.add(lora_request)
         return added
 
     async def remove_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.remove_lora`."""
+        lora_id = adapter_id(lora_id)
         self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
         removed: bool = await self._call("remove_lora", lora_id)
         return removed
@@ -139,8 +177,23 @@ class AsyncLLMEngine:
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.pin_lora`."""
-        pinned: bool = await self._call("pin_lora", lora_id)
+        pinned: bool = await self._call("pin_lora", adapter_id(lora_id))
         return pinned
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `LLMEngine.reset_prefix_cache`."""
+        check_reset(reset_running_requests, reset_connector)
+        done: bool = await self._call("reset_prefix_cache")
+        return done
+
+    async def get_tokenizer(self) -> Any:
+        """As `LLMEngine.get_tokenizer`."""
+        if self._whole_tokenizer is None:
+            self._whole_tokenizer = await asyncio.to_thread(read_whole_tokenizer, self._config)
+        return self._whole_tokenizer
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._streams)
 
     async def _call(self, method: str, *args: Any) -> Any:
         await self.check_health()
@@ -151,6 +204,11 @@ class AsyncLLMEngine:
     def is_running(self) -> bool:
         """Whether the core is alive."""
         return self._dead is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the core has failed, or was shut down."""
+        return self._dead is not None
 
     @property
     def errored(self) -> bool:
@@ -167,16 +225,26 @@ class AsyncLLMEngine:
         if self._dead is not None:
             raise self._dead
 
-    async def shutdown(self) -> None:
-        """Stop the core; streams that are open end with EngineDeadError."""
+    def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
+        """Stop the core, at once; streams that are open end with EngineDeadError.
+
+        A program without a loop may call it, too. One that has a loop may await what it returns: until then the streams
+        have not yet learnt it.
+
+        Args:
+            timeout: seconds for the core to end by itself; then it is killed. None leaves it to the engine.
+        """
+        del timeout  # vLLM's; a core that does not end is killed after some seconds anyway
         self._dead = self._dead or EngineDeadError("the engine was shut down")
-        await asyncio.get_running_loop().run_in_executor(None, self._core.shutdown)
-        if self._pump is not None:
-            await self._pump
-        self._core.close()
-        self._input_processor.close()
-        self._thread.shutdown()
-        self._fail_streams()
+        if not self._is_closed:
+            self._is_closed = True
+            self._core.shutdown()
+            self._thread.shutdown()  # waits for what takes outputs
+            self._core.close()
+            self._input_processor.close()
+            with contextlib.suppress(RuntimeError):  # their loop is closed
+                self._fail_streams()
+        return _Ended(self._pump)
 
     async def _check_grammar(self, params: SamplingParams) -> None:
         """Wait beside the loop; the verdict is remembered."""
@@ -241,7 +309,7 @@ class AsyncLLMEngine:
         loop = asyncio.get_running_loop()
         try:
             while (outputs := await loop.run_in_executor(self._thread, self._core.get_outputs)) is not None:
-                processed = self._output_processor.process(outputs.outputs)
+                processed = self._output_processor.process(outputs.outputs, stats=outputs.stats)
                 if processed.finished_choice_ids:
                     self._core.abort_requests(processed.finished_choice_ids)
                 for output in processed.request_outputs:
@@ -257,3 +325,14 @@ class AsyncLLMEngine:
         assert self._dead is not None
         for collector in self._streams.values():
             collector.fail(self._dead)
+
+
+class _Ended:
+    """What `shutdown` returns. Unlike a coroutine it may be left alone."""
+
+    def __init__(self, pump: "asyncio.Task[None] | None") -> None:
+        self._pump = pump
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if self._pump is not None and not self._pump.done():
+            yield from asyncio.wait([self._pump]).__await__()

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.outputs import Logprob
+from headrace_engine.plain_values import plain, shown
 from headrace_engine.sampling_checks import MAX_N, integer, number
+from headrace_engine.vllm_names import with_vllm_names
 
 Extend = Callable[[list[list[int]]], list[dict[int, Logprob]]]
 """Token ids of beams -> for each, the most likely next tokens."""
 
 
+@with_vllm_names("BeamSearchParams", InvalidRequestError)
 @dataclass(slots=True, kw_only=True)
 class BeamSearchParams:
     """
@@ -36,6 +39,8 @@ class BeamSearchParams:
     """Whether `text` shows the end token."""
 
     def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
+            setattr(self, name, plain(getattr(self, name)))
         problems = [
             *integer("beam_width", self.beam_width, 1, MAX_N),
             *integer("max_tokens", self.max_tokens, 1, None),
@@ -43,7 +48,7 @@ class BeamSearchParams:
             *number("temperature", self.temperature, 0, 0),
         ]
         problems += [
-            f"{name} is {getattr(self, name)!r}, expected true or false"
+            f"{name} is {shown(getattr(self, name))}, expected true or false"
             for name in ("ignore_eos", "include_stop_str_in_output")
             if not isinstance(getattr(self, name), bool)
         ]

@@ -1,14 +1,22 @@
 """A model's files: a folder, a hub name, or one GGUF file, which transformers dequantises; and which weights they hold."""
 
+import difflib
 import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from headrace_engine import default_model
+from headrace_engine.errors import ModelLoadError
+
 logger = logging.getLogger(__name__)
+
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 _BLOCK: Final = 4096
 _GGUF_BLOCKS: Final = 256
@@ -24,22 +32,54 @@ def is_gguf(model: str) -> bool:
     return model.endswith(".gguf")
 
 
-def pretrained_source(model: str) -> tuple[str, dict[str, str]]:
-    """What transformers' `from_pretrained` functions take for a model: the first argument and the extra ones."""
+def pretrained_source(model: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
+    """What transformers' `from_pretrained` functions take for a model: the first argument and the extra ones.
+
+    Raises:
+        ModelLoadError: the model is neither here nor a name that a hub could have.
+    """
+    _check_place(model)
+    options = {} if revision is None else {"revision": revision}
     if is_gguf(model):
         path = Path(model)
-        return str(path.parent), {"gguf_file": path.name}
-    return model, {}
+        return str(path.parent), {**options, "gguf_file": path.name}
+    return model, options
 
 
-def fingerprint(model: str) -> str:
+def _check_place(model: str) -> None:
+    """Tell a mistyped path for what it is: transformers takes it for a name on the hub, and complains of that."""
+    try:
+        if Path(model).exists():
+            return
+    except (OSError, ValueError) as error:  # too long, or a zero byte in it
+        raise ModelLoadError(f"model {model[:200]!r} is no path and no hub name: {error}") from error
+    if is_gguf(model):
+        raise ModelLoadError(f"there is no file {model!r}")
+    if not _HUB_NAME.fullmatch(model):
+        hint = ", and ~ is not expanded: give the whole path" if model.startswith("~") else ""
+        raise ModelLoadError(f"there is no folder {model!r}{hint}")
+
+
+def unreadable(model: str, error: Exception) -> ModelLoadError:
+    """The error of a model whose configuration could not be read, which says what was looked for where."""
+    if Path(model).exists():
+        return ModelLoadError(f"model {model!r} cannot be read: {error}")
+    near = difflib.get_close_matches(model.lower(), [default_model.NAME], 1)
+    hint = f"did you mean {near[0]}? It" if near else f"the model {default_model.NAME}"
+    return ModelLoadError(
+        f"there is no folder {model!r}, and the hub did not give a model of this name: {error}; {hint} can be had"
+        " without a hub"
+    )
+
+
+def fingerprint(model: str, revision: str | None = None) -> str:
     """Sixteen hexadecimal digits that are the same for copies of a checkpoint, and others for other weights.
 
     A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no proof
     against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type in which
     they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
     """
-    return _fingerprint(model, _digest_gguf if is_gguf(model) else _digest_model)
+    return _fingerprint(model, _digest_gguf if is_gguf(model) else partial(_digest_model, revision=revision))
 
 
 def adapter_fingerprint(folder: str) -> str:
@@ -57,12 +97,12 @@ def _fingerprint(path: str, digest_files: Any) -> str:
     return digest.hexdigest()
 
 
-def _digest_model(model: str, digest: Any) -> None:
+def _digest_model(model: str, digest: Any, revision: str | None = None) -> None:
     folder = Path(model)
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        folder = Path(cached_file(model, "config.json")).parent
+        folder = Path(cached_file(model, "config.json", revision=revision)).parent
     _digest_config(folder / "config.json", digest)
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():

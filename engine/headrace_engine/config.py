@@ -3,6 +3,7 @@
 Options are checked here, where they are made. Imports no torch.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar
@@ -10,9 +11,11 @@ from typing import Any, Final, Literal, TypeVar
 from headrace_engine.errors import ConfigError, InvalidRequestError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.lora_request import LoRARequest
+from headrace_engine.plain_values import plain, shown
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
+from headrace_engine.vllm_names import RENAMED, with_vllm_names
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
@@ -28,6 +31,29 @@ GENERATION_DEFAULTS: Final = {
 }
 """What is read of a generation config, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names, and those
 of `SamplingParams`."""
+FITTING_LENGTH = -1
+_DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
+_NONE_MEANS = {
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "max_num_seqs": 64,
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "enforce_eager": False,
+    "async_scheduling": False,
+    "logits_processors": (),
+}
+"""What stands for None in options of which vLLM's default is None, or may be."""
+_SWITCHES = (
+    "trust_remote_code",
+    "skip_tokenizer_init",
+    "enforce_eager",
+    "batch_invariant",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "enable_lora",
+)
+_GRAPHLESS_DEVICES = ("auto", "cpu", "cuda", "static-cpu")
 _KV_CACHE_DEVICES = {"bfloat16": ("auto", "cpu", "cuda"), "fp8": ("cuda",)}
 
 
@@ -35,12 +61,22 @@ _KV_CACHE_DEVICES = {"bfloat16": ("auto", "cpu", "cuda"), "fp8": ("cuda",)}
 class ModelConfig:
     model: str
     """Folder in Hugging Face layout, a hub name, or a GGUF file, which is dequantised."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; None takes the model's."""
+    revision: str | None = None
+    """Branch, tag or commit of a model with a hub name."""
+    tokenizer_revision: str | None = None
+    """The same for the tokenizer; None takes the model's."""
+    skip_tokenizer_init: bool = False
+    """Without a tokenizer: prompts are token ids, outputs have no text."""
+    seed: int | None = None
+    """Makes requests without a seed of their own draw the same in each run; None: they draw anew."""
     dtype: str = "auto"
     """float32, bfloat16, or auto: the checkpoint's own, float32 on a CPU that computes bfloat16 more slowly."""
     device: str = "auto"
     """One of `DEVICES`. auto is the CPU: cuda is experimental, and is taken only by those who ask for it."""
     max_model_len: int | None = None
-    """Tokens of prompt and output together; None takes the model's own limit."""
+    """Tokens of prompt and output together; None takes the model's own limit, FITTING_LENGTH what KV memory holds."""
     trust_remote_code: bool = False
     attention_backend: str = "auto"
     """auto, native (compiled kernel), torch (reference) or triton (GPU kernels; on the CPU to check them only)."""
@@ -59,6 +95,13 @@ class ModelConfig:
     """Defaults that replace those, by transformers' names."""
     batch_invariant: bool = False
     """Make logits a function of the sequence alone to the last bit, whatever is computed beside it; slower."""
+
+    @property
+    def tokenizer_source(self) -> tuple[str, str | None]:
+        """Where the tokenizer is: a folder or hub name, and its revision."""
+        if self.tokenizer is not None:
+            return self.tokenizer, self.tokenizer_revision
+        return self.model, self.tokenizer_revision or self.revision
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,18 +185,27 @@ class EngineConfig:
         )
 
 
+@with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
 @dataclass(slots=True, kw_only=True)
 class EngineArgs:
-    """The engine's options in one flat list, named as in vLLM.
+    """The engine's options in one flat list, named as in vLLM (docs/vllm.md).
 
     Raises:
-        ConfigError: from `create_engine_config`, naming every option that is wrong.
+        ConfigError: from `create_engine_config`, naming every option that is wrong; from here, for options that are not
+            known or not supported.
     """
 
-    model: str
+    model: str = field(default="", kw_only=False)
+    tokenizer: str | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    skip_tokenizer_init: bool = False
+    seed: int | None = None
     dtype: str = "auto"
+    """half, float and torch's dtypes are taken, too, where they name one that is computed here."""
     device: str = "auto"
     max_model_len: int | None = None
+    """None takes the model's own limit; -1 as much of it as the KV memory holds."""
     trust_remote_code: bool = False
     attention_backend: str = "auto"
     max_logprobs: int = 20
@@ -166,7 +218,9 @@ class EngineArgs:
     block_size: int = 32
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
+    """vLLM's name kv_cache_memory_bytes means this, too."""
     num_blocks: int | None = None
+    """vLLM's name num_gpu_blocks_override means this, too."""
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -180,6 +234,10 @@ class EngineArgs:
     watermark: float = 0.01
     speculative_config: Mapping[str, Any] | None = None
     """Options of `SpeculativeConfig`, such as {"method": "ngram", "num_speculative_tokens": 4}; None is off."""
+    spec_method: str | None = None
+    """This and the next two are the method, model and num_speculative_tokens of speculative_config."""
+    spec_model: str | None = None
+    spec_tokens: int | None = None
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
@@ -191,6 +249,43 @@ class EngineArgs:
     context_buckets: list[int] | None = None
     tensor_parallel_size: int = 1
     compile_cache_dir: str | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_num_queued_reqs: int | None = None
+
+    def _normalised(self) -> "EngineArgs":
+        """A copy with Headrace's names, and with its one form of what may be given in several.
+
+        Raises:
+            ConfigError: two names of one option contradict each other.
+        """
+        values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        for theirs, ours in RENAMED.items():
+            given, values[theirs] = values[theirs], None
+            if given is None:
+                continue
+            if values[ours] not in (None, given):
+                raise ConfigError(f"{theirs} is {shown(given)} and {ours} is {shown(values[ours])}: give one of them")
+            values[ours] = given
+        for name, fallback in _NONE_MEANS.items():
+            if values[name] is None:
+                values[name] = fallback
+        for name in ("model", "tokenizer"):
+            if isinstance(values[name], os.PathLike):
+                values[name] = os.fspath(values[name])
+        values["dtype"] = _DTYPE_NAMES.get(str(values["dtype"]).removeprefix("torch."), values["dtype"])
+        values["speculative_config"] = self._speculative_options()
+        values |= {"spec_method": None, "spec_model": None, "spec_tokens": None}
+        return type(self)(**values)
+
+    def _speculative_options(self) -> Mapping[str, Any] | None:
+        short = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        short = {name: value for name, value in short.items() if value is not None}
+        if not short:
+            return self.speculative_config
+        if self.speculative_config is not None:
+            raise ConfigError("speculative_config says what spec_method, spec_model and spec_tokens say: give one")
+        return {"method": "draft_model", **short} if "model" in short else short
 
     def _token_budget(self) -> int:
         if self.max_num_batched_tokens is not None:
@@ -198,6 +293,9 @@ class EngineArgs:
         return max(512 if self.device in ("auto", "cpu") else 2048, self.max_num_seqs)
 
     def create_engine_config(self) -> EngineConfig:
+        return self._normalised()._create_engine_config()
+
+    def _create_engine_config(self) -> EngineConfig:
         problems = self._problems()
         if problems:
             raise ConfigError("; ".join(problems))
@@ -227,9 +325,31 @@ class EngineArgs:
         most = self.max_cpu_loras if self.max_cpu_loras is not None else self.max_loras
         return LoRAConfig(max_loras=self.max_loras, max_lora_rank=self.max_lora_rank, max_cpu_loras=most)
 
+    def _type_problems(self) -> list[str]:
+        """What is no name, no switch and no list where one is expected."""
+        problems = []
+        if not isinstance(self.model, str) or not self.model:
+            found = "empty" if self.model in ("", None) else shown(self.model)
+            problems.append(f"model is {found}, expected a model folder or a hub name")
+        problems += [
+            f"{name} is {shown(value)}, expected text that is not empty"
+            for name in ("tokenizer", "revision", "tokenizer_revision", "compile_cache_dir")
+            if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value)
+        ]
+        problems += [
+            f"{name} is {shown(getattr(self, name))}, expected true or false"
+            for name in _SWITCHES
+            if not isinstance(getattr(self, name), bool)
+        ]
+        if self.seed is not None and (type(self.seed) is not int or not -(2**63) <= self.seed < 2**63):
+            problems.append(f"seed is {shown(self.seed)}, expected an integer of 64 bits")
+        if not isinstance(self.logits_processors, list | tuple):
+            problems.append(f"logits_processors is {shown(self.logits_processors)}, expected a list of import paths")
+        return problems
+
     def _problems(self) -> list[str]:
         problems = [
-            f"{name} is {getattr(self, name)!r}, allowed are {', '.join(map(str, allowed))}"
+            f"{name} is {shown(getattr(self, name))}, allowed are {', '.join(map(str, allowed))}"
             for name, allowed in (
                 ("dtype", ("auto", "float32", "bfloat16")),
                 ("device", DEVICES),
@@ -240,8 +360,14 @@ class EngineArgs:
             )
             if getattr(self, name) not in allowed
         ]
+        if str(self.dtype).removeprefix("torch.") in ("half", "float16"):
+            problems = [
+                f"dtype is {shown(self.dtype)}, allowed are auto, float32, bfloat16; bfloat16 has the size of float16"
+            ]
+        type_problems = self._type_problems()
+        problems += type_problems
         problems += [
-            f"{name} is {value!r}, must be an integer of at least {least}"
+            f"{name} is {shown(value)}, must be an integer of at least {least}"
             for name, least in (
                 ("block_size", 1),
                 ("max_num_seqs", 1),
@@ -259,13 +385,14 @@ class EngineArgs:
             )
             # True is an instance of int, too
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < least)
+            if (name, value) != ("max_model_len", FITTING_LENGTH)
         ]
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
-            problems.append(f"watermark is {self.watermark!r}, must be a number of at least 0 and below 1")
+            problems.append(f"watermark is {shown(self.watermark)}, must be a number of at least 0 and below 1")
         if not problems and self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             problems.append(f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras, which is {self.max_loras}")
-        if not self.model:
-            problems.append("model is empty, expected a model folder or a hub name")
+        if type_problems:
+            return problems
         if self.batch_invariant and self.attention_backend not in ("auto", "native"):
             problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
         if self.quantization is not None and self.device not in ("auto", "cpu"):
@@ -280,8 +407,8 @@ class EngineArgs:
             problems.append(f"async_scheduling is set, but only device cuda launches steps ahead, not {self.device}")
         if self.async_scheduling and self.speculative_config is not None:
             problems.append("async_scheduling and speculative_config exclude each other: drafts follow known tokens")
-        if self.enforce_eager and self.device != "cuda":
-            problems.append(f"enforce_eager is set, but only device cuda has graphs, not {self.device}")
+        if self.enforce_eager and self.device not in _GRAPHLESS_DEVICES:
+            problems.append(f"enforce_eager is set, but device {self.device} computes nothing that is not compiled")
         if self.batch_invariant and self.enable_lora:
             problems.append(
                 "batch_invariant and enable_lora exclude each other: adapters' products have no fixed shape"
@@ -311,6 +438,7 @@ class EngineArgs:
         return problems
 
 
+@with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
 @dataclass(slots=True, kw_only=True)
 class AsyncEngineArgs(EngineArgs):
     """Options of `AsyncLLMEngine`."""

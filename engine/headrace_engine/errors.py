@@ -3,6 +3,7 @@
 HeadraceEngineError
 ├── ConfigError              an engine option is wrong or does not fit the machine
 ├── ModelLoadError           the model folder or name cannot be served
+│   └── ModelFetchError      the default model could not be fetched or converted
 ├── InvalidRequestError      the caller's request is wrong; carries every problem found
 │   ├── ContextLengthError   the prompt does not fit the model's context
 │   └── LoRAError            the LoRA adapter cannot be served, or not by this engine
@@ -31,6 +32,10 @@ class ConfigError(HeadraceEngineError, ValueError):
 
 class ModelLoadError(HeadraceEngineError):
     """The model cannot be loaded or has no paged-attention path."""
+
+
+class ModelFetchError(ModelLoadError):
+    """The default model could not be brought into the cache."""
 
 
 class InvalidRequestError(HeadraceEngineError, ValueError):

@@ -11,21 +11,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_engine.bad_words import tokenize_bad_words
+from headrace_engine.chat import ChatMessage as ChatMessage
+from headrace_engine.chat import ChatOptions, read_messages, text_length
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker
 from headrace_engine.logits_processor import LogitsProcessor
 from headrace_engine.lora_request import LoRARequest
+from headrace_engine.plain_values import is_unicode, plain_list, shown
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.request_checks import RequestChecks
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer import ModelTokenizer, NoTokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a map with `prompt` or `prompt_token_ids`."""
-ChatMessage = Mapping[str, Any]
-"""`role` and `content`, as the model's chat template expects them."""
+"""Text, token ids (an array or a tensor, too), or a map with `prompt` or `prompt_token_ids`, and with `cache_salt`."""
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_EMPTY: Any = (None, {}, [])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +50,7 @@ class InputProcessor:
     Args:
         max_logprobs: most log-probabilities a request may ask for at one position; -1 means no limit.
         logits_processors: those of the core; they say what `extra_args` may hold.
+        seed: makes requests without a seed of their own draw the same in each run; None: they draw anew.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class InputProcessor:
         *,
         max_logprobs: int = 20,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
+        seed: int | None = None,
     ) -> None:
+        self._seed = seed
         self.model_info = self._model_info = model_info.with_end_token(tokenizer.eos_token_id)
         self._tokenizer = tokenizer
         self._checks = RequestChecks(self._model_info, max_logprobs, logits_processors)
@@ -84,7 +90,10 @@ class InputProcessor:
             ContextLengthError: the prompt leaves no room for a token.
             InvalidRequestError: anything else that is wrong with it.
         """
+        _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize(prompt)
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            cache_salt = prompt["cache_salt"]
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def process_chat(
@@ -97,13 +106,13 @@ class InputProcessor:
         arrival_time: float = 0.0,
         cache_salt: str = "",
         lora_request: LoRARequest | None = None,
+        chat_options: ChatOptions | None = None,
     ) -> ProcessedRequest:
         """Validate a chat request; errors as `process`."""
-        problems = _message_problems(messages)
-        if problems:
-            raise InvalidRequestError(problems)
-        self._check_text_length(sum(len(str(message["content"])) for message in messages))
-        text, token_ids = self._tokenizer.encode_chat(messages)
+        _check_types(params, priority, lora_request)
+        conversation = read_messages(messages)
+        self._check_text_length(text_length(conversation))
+        text, token_ids = self._tokenizer.encode_chat(conversation, chat_options)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def check_grammar(self, params: SamplingParams) -> None:
@@ -126,21 +135,27 @@ class InputProcessor:
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where it came as text, and its token ids."""
+        text: object = None
         if isinstance(prompt, Mapping):
-            given = {name: prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None}
-            if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
-                raise InvalidRequestError("a prompt map must hold exactly one of prompt and prompt_token_ids")
-            (prompt,) = given.values()
+            _check_prompt_map(prompt)
+            text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequestError(f"prompt is a {type(text).__name__}, expected text")
+            token_ids = prompt.get("prompt_token_ids")
+            prompt = text if token_ids is None and text is not None else token_ids  # type: ignore[assignment]
         if isinstance(prompt, str):
+            if not is_unicode(prompt):
+                raise InvalidRequestError("the prompt is no valid Unicode: it holds a lone surrogate")
             self._check_text_length(len(prompt))
             return prompt, self._tokenizer.encode(prompt)
+        tokens = plain_list(prompt)
         if (
-            isinstance(prompt, bytes | bytearray)
-            or not isinstance(prompt, Sequence)
-            or not all(type(token) is int for token in prompt)
+            isinstance(tokens, bytes | bytearray)
+            or not isinstance(tokens, Sequence)
+            or not all(type(token) is int for token in tokens)
         ):
             raise InvalidRequestError("a prompt must be text or a list of token ids (integers)")
-        return None, [int(token) for token in prompt]
+        return text if isinstance(text, str) else None, list(tokens)
 
     def _check_text_length(self, num_chars: int) -> None:
         """Refuse what cannot fit before the tokenizer spends time on it."""
@@ -163,15 +178,17 @@ class InputProcessor:
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
         self._checks.check_prompt(token_ids)
+        if isinstance(self._tokenizer, NoTokenizer):
+            params = replace(params, detokenize=False)
         bad_words_token_ids = tokenize_bad_words(self._tokenizer, params.bad_words, self._model_info.vocab_size)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
         self.check_grammar(params)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        admission = next(self._admissions)
+        seed = params.seed if params.seed is not None else self._drawn_seed(admission)
         # Output kind and stop strings are the output processor's business and stay here; so does all other text.
         core_params = replace(params, stop=[], bad_words=[])
         # The choices share one prompt: the first reports its log-probabilities, the others may find it in the cache.
         further_params = core_params if params.prompt_logprobs is None else replace(core_params, prompt_logprobs=None)
-        admission = next(self._admissions)
         choices = [
             EngineCoreRequest(
                 request_id=choice_id(request_id, index, admission),
@@ -190,6 +207,9 @@ class InputProcessor:
         return ProcessedRequest(
             request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, seed=seed, choices=choices
         )
+
+    def _drawn_seed(self, admission: int) -> int:
+        return secrets.randbits(63) if self._seed is None else choice_seed(self._seed, admission)
 
 
 def request_id_of(choice: str) -> str:
@@ -213,13 +233,30 @@ def choice_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _message_problems(messages: object) -> list[str]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        return ["messages must be a list with at least one message"]
-    return [
-        f"message {number} must be a map with the texts role and content"
-        for number, message in enumerate(messages)
-        if not isinstance(message, Mapping)
-        or not isinstance(message.get("role"), str)
-        or not isinstance(message.get("content"), str)
-    ]
+def _check_types(params: object, priority: object, lora_request: object) -> None:
+    problems = []
+    if not isinstance(params, SamplingParams):
+        problems.append(
+            f"sampling parameters are a {type(params).__name__}, expected SamplingParams; "
+            "SamplingParams.from_dict makes them of a map"
+        )
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:
+        problems.append(f"priority is {shown(priority)}, expected an integer of 64 bits")
+    if lora_request is not None and not isinstance(lora_request, LoRARequest):
+        problems.append(f"lora_request is a {type(lora_request).__name__}, expected LoRARequest")
+    if problems:
+        raise InvalidRequestError(problems)
+
+
+def _check_prompt_map(prompt: Mapping[str, Any]) -> None:
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise InvalidRequestError("a prompt map must hold prompt or prompt_token_ids")
+    for name, value in prompt.items():
+        if name not in _PROMPT_KEYS and not any(value is empty or value == empty for empty in _EMPTY):
+            raise InvalidRequestError(
+                f"a prompt map holds {str(name)[:40]!r}, but prompts are text or token ids; "
+                "images, audio, video and embeddings are not served"
+            )
+    salt = prompt.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt and is_unicode(salt)):
+        raise InvalidRequestError(f"cache_salt is {shown(salt)}, expected text that is not empty")

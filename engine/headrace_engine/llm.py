@@ -1,19 +1,28 @@
 """LLM: offline generation for a list of prompts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from headrace_engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_together
+from headrace_engine.chat import ChatMessage, ContentFormat
+from headrace_engine.chat_template import read_template
 from headrace_engine.config import EngineArgs
+from headrace_engine.engine_metrics import Metric
 from headrace_engine.errors import HeadraceEngineError, InvalidRequestError
-from headrace_engine.input_processor import ChatMessage, Prompt
+from headrace_engine.input_processor import Prompt
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.outputs import Logprob, RequestOutput
+from headrace_engine.plain_values import plain, plain_list, shown
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.vllm_names import missing_attribute, served_options
+
+Progress = bool | Callable[..., Any]
 
 
 class LLM:
@@ -24,58 +33,98 @@ class LLM:
             print(output.outputs[0].text)
 
     Args:
-        model: folder in Hugging Face layout, or a hub name.
+        model: folder in Hugging Face layout, a hub name, or smollm2-135m-instruct, which is fetched without a hub.
+        chat_template: what `chat` uses unless it is given another one: a template, or the path of its file.
         engine_args: any option of `EngineArgs`.
 
     Raises:
         ModelLoadError, ConfigError: the model cannot be served with these options.
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        self.engine = LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args))
+    def __init__(self, model: str, *, chat_template: str | Path | None = None, **engine_args: Any) -> None:
+        args = EngineArgs(model=model, **engine_args)
+        self._chat_template = read_template(chat_template)
+        self.engine = LLMEngine.from_engine_args(args)
         self._next_id = 0
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        """As the constructor, by the options that all doors take."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in fields(EngineArgs)})
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute("LLM", name)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, step by step."""
+        return self.engine
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs come in the prompts' order.
 
         Args:
             prompts: one prompt or a list. A prompt is text, a list of token ids, or a map with `prompt` or
-                `prompt_token_ids`.
+                `prompt_token_ids`, and `cache_salt`.
             sampling_params: one for all, or one for each prompt; None: `get_default_sampling_params`.
+            use_tqdm: whether to show a progress bar, or what makes one, with tqdm's arguments.
             lora_request: one adapter for all prompts, or for each prompt one or None.
             priority: one for all, or one for each prompt; 0 is served first, where the engine was made with
                 `scheduling_policy="priority"`.
+            tokenization_kwargs, mm_processor_kwargs: not supported.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is wrong; nothing was computed.
             LoRAError: an adapter cannot be served; nothing was computed.
         """
-        items = _as_list(prompts, is_single=_is_single_prompt)
+        _refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        items = _as_list("prompts", prompts, is_single=_is_single_prompt)
         return self._run(items, sampling_params, priority, self.engine.add_request, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them; a conversation is a list of messages with role and content.
 
-        Arguments and errors as of `generate`.
+        Arguments and errors as of `generate`, and those of `ChatOptions`.
         """
-        conversations = _as_list(messages, is_single=lambda m: bool(m) and isinstance(m[0], dict))
-        return self._run(conversations, sampling_params, priority, self.engine.add_chat_request, use_tqdm, lora_request)
+        _refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        conversations = _as_list("messages", messages, is_single=lambda m: bool(m) and isinstance(m[0], Mapping))
+        add = partial(
+            self.engine.add_chat_request,
+            chat_template=self._chat_template if chat_template is None else chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._run(conversations, sampling_params, priority, add, use_tqdm, lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a call without parameters uses: those of the option `generation_config`."""
@@ -85,24 +134,26 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
-        use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
         lora_request: LoRARequest | None = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations that beam search finds, for each prompt.
 
         Args:
             prompts: as of `generate`.
-            concurrency_limit: prompts searched at once; None means all.
             lora_request: one adapter for all prompts.
+            concurrency_limit: prompts searched at once; None means all.
 
         Raises:
             InvalidRequestError: a prompt is wrong, or the engine's `max_logprobs` is below `2 * beam_width`.
         """
-        items = _as_list(prompts, is_single=_is_single_prompt)
-        if concurrency_limit is not None and concurrency_limit < 1:
-            raise InvalidRequestError(f"concurrency_limit is {concurrency_limit}, must be at least 1")
+        items = _as_list("prompts", prompts, is_single=_is_single_prompt)
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"params is a {type(params).__name__}, expected BeamSearchParams")
+        limit = plain(concurrency_limit)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidRequestError(f"concurrency_limit is {shown(limit)}, must be an integer of at least 1")
         info = self.engine.model_info
         searches = [
             BeamSearch(self.engine.tokenize(item), params, info.eos_token_ids, info.max_model_len) for item in items
@@ -116,15 +167,27 @@ class LLM:
             outputs = self.generate(prompts, step_params, use_tqdm=False, lora_request=lora_request)
             return [_next_tokens(output) for output in outputs]
 
-        size = concurrency_limit or max(len(searches), 1)
+        size = limit or max(len(searches), 1)
         groups = [searches[start : start + size] for start in range(0, len(searches), size)]
-        with tqdm(total=len(groups) * params.max_tokens, desc="Searching", unit="token", disable=not use_tqdm) as bar:
+        with _progress_bar(use_tqdm, len(groups) * params.max_tokens, "Searching", "token") as bar:
             for group in groups:
                 for _ in range(params.max_tokens):
                     if not search_together(group, extend):
                         break
                     bar.update()
         return [self._search_output(search) for search in searches]
+
+    def get_tokenizer(self) -> Any:
+        """As `LLMEngine.get_tokenizer`."""
+        return self.engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """As `LLMEngine.get_metrics`."""
+        return self.engine.get_metrics()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `LLMEngine.reset_prefix_cache`."""
+        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def _search_output(self, search: BeamSearch) -> BeamSearchOutput:
         sequences = search.result()
@@ -149,22 +212,27 @@ class LLM:
         return self.engine.pin_lora(lora_id)
 
     def close(self) -> None:
+        """End the engine."""
         self.engine.close()
+
+    def shutdown(self) -> None:
+        """As `close`."""
+        self.close()
 
     def _run(
         self,
         items: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
-        add: Callable[..., None],
-        use_tqdm: bool,
+        priority: int | Sequence[int] | None,
+        add: Callable[..., str],
+        use_tqdm: Progress,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
-        params = _params_for(items, self.get_default_sampling_params() if sampling_params is None else sampling_params)
-        loras = _loras_for(items, lora_request)
-        priorities = [priority] * len(items) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(items):
-            raise InvalidRequestError(f"{len(items)} prompts came with {len(priorities)} priorities")
+        each = _one_each("sampling params", sampling_params, len(items), SamplingParams)
+        default = self.get_default_sampling_params()
+        params = [_final_only(default if own is None else own) for own in each]
+        loras = _one_each("LoRA requests", lora_request, len(items), LoRARequest)
+        priorities = _one_each("priorities", priority, len(items), int)
         order: list[str] = []
         try:
             for item, own, lora, urgency in zip(items, params, loras, priorities, strict=True):
@@ -178,10 +246,10 @@ class LLM:
                 self.engine.abort(request_id)
             raise
 
-    def _collect(self, order: list[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _collect(self, order: list[str], use_tqdm: Progress) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         num_tokens = 0
-        with tqdm(total=len(order), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+        with _progress_bar(use_tqdm, len(order), "Generating", "req") as bar:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     if output.finished:
@@ -193,33 +261,48 @@ class LLM:
         return [finished[request_id] for request_id in order]
 
 
+def _progress_bar(use_tqdm: Progress, total: int, desc: str, unit: str) -> Any:
+    if callable(use_tqdm):
+        return use_tqdm(total=total, desc=desc, unit=unit)
+    return tqdm(total=total, desc=desc, unit=unit, disable=not use_tqdm)
+
+
 def _is_single_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(plain(prompts[0]), int))
 
 
-def _as_list(given: Any, is_single: Callable[[Any], bool]) -> list[Any]:
-    return [given] if is_single(given) else list(given)
+def _as_list(name: str, given: Any, is_single: Callable[[Any], bool]) -> list[Any]:
+    given = plain_list(given)
+    if not isinstance(given, str | Mapping):
+        if isinstance(given, bytes | bytearray | set | frozenset) or not isinstance(given, Iterable):
+            raise InvalidRequestError(f"{name} is a {type(given).__name__}, expected one or a list of them")
+        if not isinstance(given, Sequence):
+            given = list(given)
+    return [given] if isinstance(given, Mapping) or is_single(given) else list(given)
 
 
-def _params_for(items: list[Any], given: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
-    if isinstance(given, SamplingParams):
-        params = [given] * len(items)
-    else:
-        params = list(given)
-        if len(params) != len(items):
-            raise InvalidRequestError(f"{len(items)} prompts came with {len(params)} sampling params")
-    return [_final_only(own) for own in params]
-
-
-def _loras_for(items: list[Any], given: LoRARequest | Sequence[LoRARequest | None] | None) -> list[LoRARequest | None]:
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * len(items)
-    if len(given) != len(items):
-        raise InvalidRequestError(f"{len(items)} prompts came with {len(given)} LoRA requests")
+def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:
+    """A list of as many as there are prompts, of what may be given once for all of them."""
+    given = plain_list(plain(given))
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise InvalidRequestError(f"{name} are a {type(given).__name__}, expected {kind.__name__}, or a list of them")
+    if len(given) != count:
+        raise InvalidRequestError(f"{count} prompts came with {len(given)} {name}")
     return list(given)
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
+def _refuse(**options: object) -> None:
+    _, problems = served_options("generate", (), options)
+    if problems:
+        raise InvalidRequestError(problems)
+
+
+def _final_only(params: Any) -> Any:
+    """The parameters of an output that comes once; what is none is refused later."""
+    if not isinstance(params, SamplingParams):
+        return params
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
 
 

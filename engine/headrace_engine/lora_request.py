@@ -1,16 +1,20 @@
 """LoRARequest: which adapter a request runs with, with vLLM's names. Imports no torch."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.plain_values import is_unicode, plain, shown
+from headrace_engine.vllm_names import with_vllm_names
 
 MAX_LORA_NAME_CHARS = 200
 _LARGEST_ID = 2**63 - 1
 
 
+@with_vllm_names("LoRARequest", InvalidRequestError)
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """A LoRA adapter by name, id and folder. The id is the adapter's identity in the engine.
@@ -28,15 +32,20 @@ class LoRARequest:
     """For `add_lora`: read the folder again although the adapter is loaded."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_int_id", plain(self.lora_int_id))
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         problems = []
         name: object = self.lora_name
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_LORA_NAME_CHARS or not name.isprintable():
             problems.append(f"lora_name must be a printable string of 1 to {MAX_LORA_NAME_CHARS} characters")
         if type(self.lora_int_id) is not int or not 0 <= self.lora_int_id <= _LARGEST_ID:
-            problems.append(f"lora_int_id is {self.lora_int_id!r}, must be an integer from 1 to {_LARGEST_ID}")
+            problems.append(f"lora_int_id is {shown(self.lora_int_id)}, must be an integer from 1 to {_LARGEST_ID}")
         path: object = self.lora_path
         if not isinstance(path, str):
             problems.append(f"lora_path must be a string, not {type(path).__name__}")
+        elif not is_unicode(path):
+            problems.append("lora_path is no valid Unicode")
         if problems:
             raise InvalidRequestError(problems)
         if self.lora_int_id == 0:

@@ -3,15 +3,17 @@
 Runs beside the step loop, never in it: while this module turns step N into text, the core computes step N + 1.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.errors import DuplicateRequestError
 from headrace_engine.input_processor import ProcessedRequest
 from headrace_engine.logprob_texts import LogprobTexts
-from headrace_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace_engine.lora_request import LoRARequest
+from headrace_engine.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from headrace_engine.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -26,6 +28,7 @@ class _Choice:
     """Where the request asks for log-probabilities and for text."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_shown_tokens: int = 0
@@ -62,6 +65,8 @@ class _RequestState:
     choices: list[_Choice]
     choice_ids: list[str]
     """The core's names of the choices, by index."""
+    stats: RequestStateStats
+    lora_request: LoRARequest | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -112,6 +117,8 @@ class OutputProcessor:
             request.params,
             choices=choices,
             choice_ids=[core_request.request_id for core_request in request.choices],
+            stats=RequestStateStats(arrival_time=time.time(), queued_ts=time.monotonic()),
+            lora_request=request.choices[0].lora_request,
         )
         for choice, core_request in zip(choices, request.choices, strict=True):
             choice.token_ids += core_request.output_token_ids
@@ -132,13 +139,19 @@ class OutputProcessor:
         """Whether an output waits for a `process` that shows it."""
         return bool(self._held_back)
 
-    def process(self, outputs: Iterable[EngineCoreOutput], *, hold_back: bool = False) -> ProcessedOutputs:
+    def process(
+        self, outputs: Iterable[EngineCoreOutput], *, hold_back: bool = False, stats: StepStats | None = None
+    ) -> ProcessedOutputs:
         """Take the news of one step in; choices that are not followed (any more) are ignored.
 
         Args:
             hold_back: show only what is the first or the last of a choice. The rest is shown by the next call that does
                 not hold back, whether it brings news of these choices or not.
+            stats: those of the step, which say what it began.
         """
+        now = time.monotonic()
+        if stats is not None:
+            self._note_begun(stats, now)
         touched: dict[str, tuple[_RequestState, list[CompletionOutput]]] = {}
         stopped: list[str] = []
         for output in outputs:
@@ -146,7 +159,10 @@ class OutputProcessor:
             if followed is None or followed[1].finish_reason is not None:
                 continue
             state, choice = followed
+            num_before = len(choice.token_ids)
             self._update(state, choice, output)
+            if len(choice.token_ids) > num_before:
+                _note_tokens(state.stats, len(choice.token_ids) - num_before, now)
             if choice.finish_reason is not None and output.finish_reason is None:
                 stopped.append(output.request_id)
             if not choice.is_due(state.params):
@@ -172,6 +188,12 @@ class OutputProcessor:
             if finished:
                 self._forget(state)
         return ProcessedOutputs(results, stopped)
+
+    def _note_begun(self, stats: StepStats, now: float) -> None:
+        for choice_id in stats.admitted_choice_ids:
+            followed = self._choices.get(choice_id)
+            if followed is not None and not followed[0].stats.scheduled_ts:
+                followed[0].stats.scheduled_ts = now - stats.step_seconds
 
     def abort(self, request_id: str) -> tuple[RequestOutput, list[str]] | None:
         """Stop following a request: its last output, and the core's names of the choices to abort."""
@@ -200,7 +222,9 @@ class OutputProcessor:
         choice.token_ids += output.new_token_ids[:num_taken]
         choice.unshown_text += text
         if output.logprobs is not None:
-            choice.logprobs += _read_logprobs(choice.logprob_texts, output.logprobs[:num_taken])
+            taken = output.logprobs[:num_taken]
+            choice.logprobs += _read_logprobs(choice.logprob_texts, taken)
+            choice.cumulative_logprob += sum(entry[0][1] for entry in taken)  # the sampled token's comes first
         if output.prompt_logprobs is not None:
             texts = None
             if state.params.detokenize:
@@ -241,6 +265,8 @@ def _request_output(state: _RequestState, completions: list[CompletionOutput], f
         prompt_logprobs,
         completions,
         finished,
+        state.stats,
+        state.lora_request,
         state.num_cached_tokens,
         state.error,
     )
@@ -253,5 +279,22 @@ def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
         token_ids, text, logprobs = fresh
     else:
         token_ids, text, logprobs = list(choice.token_ids), choice.detokenizer.text, list(choice.logprobs)
-    wanted = logprobs if state.params.logprobs is not None else None
-    return CompletionOutput(choice.index, text, token_ids, wanted, choice.finish_reason, choice.stop_reason)
+    wants_logprobs = state.params.logprobs is not None
+    return CompletionOutput(
+        choice.index,
+        text,
+        token_ids,
+        choice.cumulative_logprob if wants_logprobs else None,
+        logprobs if wants_logprobs else None,
+        choice.finish_reason,
+        choice.stop_reason,
+        state.lora_request,
+    )
+
+
+def _note_tokens(stats: RequestStateStats, count: int, now: float) -> None:
+    stats.num_generation_tokens += count
+    stats.last_token_ts = now
+    if not stats.first_token_ts:
+        stats.first_token_ts = now
+        stats.first_token_latency = now - stats.queued_ts

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
 from headrace_engine.logits_processor import LogitsProcessor
+from headrace_engine.plain_values import shown
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
 
@@ -50,7 +51,7 @@ class RequestChecks:
     def _vocabulary_problems(self, name: str, token_ids: Iterable[int]) -> list[str]:
         size = self._info.vocab_size
         bad = next((token for token in token_ids if not 0 <= token < size), None)
-        return [] if bad is None else [f"{name} holds {bad}, the vocabulary ends at {size - 1}"]
+        return [] if bad is None else [f"{name} holds {shown(bad)}, the vocabulary ends at {size - 1}"]
 
     def _logprobs_problems(self, name: str, wanted: int | None) -> list[str]:
         if wanted is None or self._max_logprobs == -1:

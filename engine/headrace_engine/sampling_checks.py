@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from headrace_engine.plain_values import data_problem, is_unicode, shown
+
 MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -16,7 +18,8 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIAS = 100.0
 MAX_PATTERN_SIZE = 1024
 
-_SIGNED_64_BITS = (-(2**63), 2**63 - 1)
+_LARGEST_INTEGER = 2**63 - 1
+_SIGNED_64_BITS = (-(2**63), _LARGEST_INTEGER)
 
 
 def value_problems(params: Any) -> list[str]:
@@ -43,7 +46,7 @@ def value_problems(params: Any) -> list[str]:
         if value is not None:
             problems += integer(name, value, low, high)
     problems += [
-        f"{name} is {getattr(params, name)!r}, expected true or false"
+        f"{name} is {shown(getattr(params, name))}, expected true or false"
         for name in (
             "ignore_eos",
             "skip_special_tokens",
@@ -60,8 +63,8 @@ def value_problems(params: Any) -> list[str]:
         problems += _token_ids("allowed_token_ids", params.allowed_token_ids)
     if params.logit_bias is not None:
         problems += _logit_bias(params.logit_bias)
-    if params.extra_args is not None and not _is_map_of_names(params.extra_args):
-        problems.append("extra_args must be a map from names to values")
+    if params.extra_args is not None:
+        problems += _extra_args(params.extra_args)
     return problems or _contradictions(params)
 
 
@@ -84,10 +87,14 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_token_id(value: Any) -> bool:
+    return is_integer(value) and 0 <= value <= _LARGEST_INTEGER
+
+
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> list[str]:
     largest = sys.float_info.max  # Python's integers go beyond it
     if not isinstance(value, int | float) or isinstance(value, bool) or not -largest <= value <= largest:
-        return [f"{name} is {value!r}, expected a finite number"]
+        return [f"{name} is {shown(value)}, expected a finite number"]
     if value < low or value > high or (above and value == low):
         least = f"above {low:g}" if above else f"at least {low:g}"
         most = "" if high == math.inf else f" and at most {high:g}"
@@ -97,10 +104,12 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
 
 def integer(name: str, value: object, low: int, high: int | None) -> list[str]:
     if not is_integer(value):
-        return [f"{name} is {value!r}, expected an integer"]
+        return [f"{name} is {shown(value)}, expected an integer"]
     assert isinstance(value, int)
+    if high is None and value > _LARGEST_INTEGER:
+        high = _LARGEST_INTEGER
     if value < low or (high is not None and value > high):
-        return [f"{name} is {value}, must be at least {low}" + ("" if high is None else f" and at most {high}")]
+        return [f"{name} is {shown(value)}, must be at least {low}" + ("" if high is None else f" and at most {high}")]
     return []
 
 
@@ -112,17 +121,19 @@ def texts(name: str, noun: str, values: object, most: int, most_chars: int) -> l
         problems.append(f"{name} holds {len(values)} strings, the limit is {most}")
     if any(not 1 <= len(value) <= most_chars for value in values):
         problems.append(f"every {noun} must have 1 to {most_chars} characters")
+    if not all(is_unicode(value) for value in values):
+        problems.append(f"{name} holds text that is no valid Unicode: it has a lone surrogate")
     return problems
 
 
 def _token_ids(name: str, values: object) -> list[str]:
-    if not isinstance(values, list) or not all(is_integer(value) and value >= 0 for value in values):
+    if not isinstance(values, list) or not all(_is_token_id(value) for value in values):
         return [f"{name} must be a list of token ids (integers from 0)"]
     return []
 
 
 def _logit_bias(bias: object) -> list[str]:
-    if not isinstance(bias, dict) or not all(is_integer(token_id) and token_id >= 0 for token_id in bias):
+    if not isinstance(bias, dict) or not all(_is_token_id(token_id) for token_id in bias):
         return ["logit_bias must be a map from token ids (integers from 0) to numbers"]
     for token_id, value in bias.items():
         problems = number(f"logit_bias of token {token_id}", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
@@ -131,8 +142,11 @@ def _logit_bias(bias: object) -> list[str]:
     return []
 
 
-def _is_map_of_names(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+def _extra_args(value: object) -> list[str]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        return ["extra_args must be a map from names to values"]
+    problem = data_problem("extra_args", value)
+    return [problem] if problem else []
 
 
 def pattern_problems(params: Any) -> list[str]:

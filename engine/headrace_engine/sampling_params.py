@@ -5,13 +5,42 @@ Values are checked when the object is made, and every problem is reported at onc
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.plain_values import plain, plain_data, plain_list, shown
 from headrace_engine.sampling_checks import pattern_problems, value_problems
 from headrace_engine.structured_outputs_params import StructuredOutputsParams as StructuredOutputsParams
+from headrace_engine.vllm_names import with_vllm_names
+
+_LONGEST_TOKEN_ID_DIGITS = 19
+_NUMBERS = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "stream_interval",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+_numbers_of = attrgetter(*_NUMBERS)
+_PYTHONS_NUMBERS = frozenset({int, float, bool, type(None)})
 
 # Below this temperature float32 softmax is a one-hot up to rounding: take the arg max outright.
 GREEDY_TEMPERATURE = 1e-5
@@ -41,11 +70,14 @@ class RepetitionDetectionParams:
     """How often the pattern must stand in a row, at least 2."""
 
     def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            setattr(self, name, plain(getattr(self, name)))
         problems = pattern_problems(self)
         if problems:
             raise InvalidRequestError(problems)
 
 
+@with_vllm_names("SamplingParams", InvalidRequestError)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How tokens of one request are chosen and when it ends.
@@ -80,7 +112,8 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence or stop token can be drawn before this many tokens."""
     logprobs: int | None = None
-    """Log-probabilities returned for each generated token beside its own (0 to the engine's max_logprobs; -1: all)."""
+    """Log-probabilities returned for each generated token beside its own (0 to the engine's max_logprobs; -1: all).
+    True means 1."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first; they come with the first generated token."""
     detokenize: bool = True
@@ -115,6 +148,13 @@ class SamplingParams:
 
     def _normalise(self) -> list[str]:
         """Bring the short forms that callers may use to the one form that the engine reads."""
+        if not _PYTHONS_NUMBERS.issuperset(map(type, _numbers_of(self))):
+            for name in _NUMBERS:
+                setattr(self, name, plain(getattr(self, name)))
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
         self.stop = _as_list(self.stop)
         self.stop_token_ids = _as_list(self.stop_token_ids)
         self.bad_words = _as_list(self.bad_words)
@@ -124,10 +164,16 @@ class SamplingParams:
             self.allowed_token_ids = _as_list(self.allowed_token_ids)
         bias: Any = self.logit_bias
         if isinstance(bias, Mapping):
-            self.logit_bias = {
-                int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id: value
-                for token_id, value in bias.items()
-            }
+            self.logit_bias = {_token_id(token_id): plain(value) for token_id, value in bias.items()}
+        if self.extra_args is not None:
+            self.extra_args = plain_data(self.extra_args)
+        kind: object = self.output_kind
+        if not isinstance(kind, RequestOutputKind):
+            try:
+                self.output_kind = RequestOutputKind(kind)
+            except ValueError:
+                self.output_kind = RequestOutputKind.CUMULATIVE
+                return [f"output_kind is {shown(kind)}, allowed are cumulative, delta, final_only"]
         detection: object = self.repetition_detection
         if detection is None or isinstance(detection, RepetitionDetectionParams):
             return []
@@ -158,16 +204,22 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """Build from a plain map such as a decoded message; unknown names are refused by name."""
+        if not isinstance(values, Mapping):
+            raise InvalidRequestError(f"sampling parameters must be a map, not {shown(values)}")
         known = {f.name for f in fields(cls)}
-        unknown = sorted(str(name) for name in values if name not in known)
+        unknown = sorted(str(name)[:40] for name in values if name not in known)
         if unknown:
             raise InvalidRequestError([f"sampling parameter {name!r} is not known" for name in unknown])
-        kind = values.get("output_kind", RequestOutputKind.CUMULATIVE)
-        try:
-            kind = RequestOutputKind(kind)
-        except ValueError:
-            raise InvalidRequestError(f"output_kind is {kind!r}, allowed are cumulative, delta, final_only") from None
-        return cls(**{**values, "output_kind": kind})
+        return cls(**values)
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Build from values of which None means the default. Only `max_tokens` keeps None: as many as fit."""
+        return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares no list and no map with this one."""
+        return deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The plain map that `from_dict` reads; all keys are text, so that JSON and strict msgpack carry it."""
@@ -191,9 +243,14 @@ class SamplingParams:
 
 
 def _as_list(value: Any) -> Any:
-    """A list of what may be given as one string, as a tuple, or not at all; anything else is left for the checks."""
+    """A list of what may be given as one string, as an array, or not at all; anything else is left for the checks."""
     if value is None:
         return []
-    if isinstance(value, str):
-        return [value]
-    return [*value] if isinstance(value, tuple) else value
+    return [value] if isinstance(value, str) else plain_list(value)
+
+
+def _token_id(value: Any) -> Any:
+    """A token id that may be given in digits, as the keys of JSON are."""
+    if isinstance(value, str) and value.isdecimal() and len(value) <= _LONGEST_TOKEN_ID_DIGITS:
+        return int(value)
+    return plain(value)

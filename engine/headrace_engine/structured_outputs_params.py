@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.vllm_names import with_vllm_names
 
 MAX_GRAMMAR_BYTES = 65536
 """Of a schema, regular expression, grammar, or of all choices together, as UTF-8."""
@@ -14,6 +15,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _CONTROLS = frozenset(chr(code) for code in (*range(32), 127)) - set("\t\n\r")
 
 
+@with_vllm_names("StructuredOutputsParams", InvalidRequestError)
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
     """Exactly one form that the output must have, with vLLM's names.

@@ -10,8 +10,12 @@ from importlib import import_module
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from headrace_engine import chat_template
+from headrace_engine.chat import ChatOptions
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.plain_values import is_unicode
 from headrace_engine.token_pieces import TokenPieces
 from headrace_engine.tokenizer_parts import TokenizerParts
 
@@ -24,6 +28,7 @@ class ModelTokenizer:
         self.backend.encode_special_tokens = parts.split_special_tokens
         self.eos_token_id = parts.eos_token_id
         self._chat_template = parts.chat_template
+        self._tool_chat_template = parts.tool_chat_template
         self._special_tokens = parts.special_tokens
 
     @cached_property
@@ -43,29 +48,36 @@ class ModelTokenizer:
         """Without the special tokens that a prompt gets."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
-        """Apply the chat template; returns its text and ids, ready for the assistant's turn.
+    def encode_chat(
+        self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
+    ) -> tuple[str, list[int]]:
+        """Apply the chat template to messages of `read_messages`; returns its text and ids.
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
         """
-        if not self._chat_template:
+        options = options or ChatOptions()
+        own = (self._tool_chat_template if options.tools else None) or self._chat_template
+        template = options.chat_template or own
+        if not template:
             raise InvalidRequestError("the model has no chat template: send a prompt instead of messages")
         try:
-            text = self._render_chat(self._chat_template, messages)
+            text = self._render_chat(template, conversation, options)
         except Exception as error:  # templates are programs of the model's authors and raise what they like
-            raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
+            if options.continue_final_message and isinstance(error, ValueError):
+                raise InvalidRequestError(
+                    "continue_final_message cannot be served: the last message has no text, or the chat template does "
+                    "not render it as it is"
+                ) from None  # the error quotes the whole conversation
+            whose = "the given" if options.chat_template else "the model's"
+            raise InvalidRequestError(f"{whose} chat template refuses these messages: {error}") from error
+        if not is_unicode(text):
+            raise InvalidRequestError("the chat template made text that is no valid Unicode")
         # The template writes the special tokens itself.
         return text, self.encode_plain(text)
 
-    def _render_chat(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        """As transformers' `apply_chat_template`, which leaves out what is None, too."""
-        conversation = [{name: value for name, value in message.items() if value is not None} for message in messages]
-        texts, _ = _chat_templates().render_jinja_template(
-            [conversation], chat_template=template, add_generation_prompt=True, **self._special_tokens
-        )
-        text: str = texts[0]
-        return text
+    def _render_chat(self, template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        return chat_template.rendered(template, conversation, options, self._special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """With special tokens."""
@@ -76,20 +88,30 @@ class ModelTokenizer:
         return self.backend.to_str()
 
 
-def create_tokenizer(model: str, parts: TokenizerParts, *, trust_remote_code: bool = False) -> ModelTokenizer:
+class NoTokenizer(ModelTokenizer):
+    """Stands for a tokenizer that was not to be read (`skip_tokenizer_init`): whatever needs one is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            TokenizerParts(tokenizer_json=Tokenizer(WordLevel({}, unk_token="")).to_str(), special_tokens={})
+        )
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise InvalidRequestError(
+            "the engine was made with skip_tokenizer_init: give prompt_token_ids, and ask for nothing that needs text"
+        )
+
+    encode = encode_plain = encode_chat = to_json = _refuse
+    longest_token_chars = property(_refuse)
+
+
+def create_tokenizer(
+    model: str, parts: TokenizerParts, *, trust_remote_code: bool = False, revision: str | None = None
+) -> ModelTokenizer:
     """The tokenizer of these parts; read once more from the model, torch and all, where they do not suffice."""
     if not parts.has_own_methods:
         return ModelTokenizer(parts)
     loader = import_module("headrace_engine.tokenizer_loader")
-    whole = loader.read_tokenizer(model, trust_remote_code=trust_remote_code)
+    whole = loader.read_tokenizer(model, trust_remote_code=trust_remote_code, revision=revision)
     tokenizer: ModelTokenizer = loader.OwnMethodsTokenizer(parts, whole)
     return tokenizer
-
-
-def import_chat_templates() -> None:
-    """Import what the first chat needs, which takes a second: for a moment when nothing waits for this process."""
-    _chat_templates()
-
-
-def _chat_templates() -> Any:
-    return import_module("transformers.utils.chat_template_utils")

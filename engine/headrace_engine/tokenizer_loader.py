@@ -9,8 +9,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from headrace_engine import chat_template
+from headrace_engine.chat import ChatOptions
 from headrace_engine.checkpoint import pretrained_source
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import EngineConfig, ModelConfig
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
@@ -21,13 +23,18 @@ _METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_templat
 
 def load_tokenizer(config: EngineConfig) -> TokenizerParts:
     """`EngineConfig.tokenizer` names this function. Raises ModelLoadError."""
-    model = config.model
-    return parts_of(read_tokenizer(model.model, trust_remote_code=model.trust_remote_code))
+    return parts_of(read_tokenizer_of(config.model))
 
 
-def read_tokenizer(model: str, *, trust_remote_code: bool) -> Any:
+def read_tokenizer_of(model: ModelConfig) -> Any:
+    """As `read_tokenizer`, by the engine's options."""
+    source, revision = model.tokenizer_source
+    return read_tokenizer(source, trust_remote_code=model.trust_remote_code, revision=revision)
+
+
+def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None = None) -> Any:
     """A fast (Rust) tokenizer of transformers. Raises ModelLoadError: there is none, or only a slow one."""
-    source, options = pretrained_source(model)
+    source, options = pretrained_source(model, revision)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # a broken file is a plain Exception of tokenizers', and folders have code of their own
@@ -46,13 +53,12 @@ def parts_of(tokenizer: Any) -> TokenizerParts:
         tokenizer_json = backend.to_str()
     except Exception as error:  # so tokenizers says that a step is a Python object
         raise ModelLoadError(f"the tokenizer {type(tokenizer).__name__} cannot be had as JSON: {error}") from error
-    try:
-        chat_template = tokenizer.get_chat_template()
-    except ValueError:  # it has none, or several of which none is the default
-        chat_template = None
+    template = _template(tokenizer)
+    tool_template = _template(tokenizer, tools=[])
     return TokenizerParts(
         tokenizer_json=tokenizer_json,
-        chat_template=chat_template,
+        chat_template=template,
+        tool_chat_template=tool_template if tool_template != template else None,
         special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         eos_token_id=tokenizer.eos_token_id,
         split_special_tokens=bool(tokenizer.split_special_tokens),
@@ -60,6 +66,14 @@ def parts_of(tokenizer: Any) -> TokenizerParts:
             getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name) for name in _METHODS
         ),
     )
+
+
+def _template(tokenizer: Any, **options: Any) -> str | None:
+    try:
+        template: str = tokenizer.get_chat_template(**options)
+    except ValueError:  # it has none, or several of which none is the default
+        return None
+    return template
 
 
 class OwnMethodsTokenizer(ModelTokenizer):
@@ -77,11 +91,14 @@ class OwnMethodsTokenizer(ModelTokenizer):
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _render_chat(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render_chat(self, template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            chat_template.with_format(template, conversation, options),
+            tools=options.tools,
             chat_template=template,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **(options.chat_template_kwargs or {}),
         )
         return text

@@ -11,6 +11,8 @@ class TokenizerParts:
     """The content of `tokenizer.json`, with the tokens that the tokenizer's configuration adds."""
     chat_template: str | None = None
     """The template of a chat without tools."""
+    tool_chat_template: str | None = None
+    """The template of a chat with tools, where it is another one."""
     special_tokens: dict[str, str]
     """By the names that templates have for them, such as bos_token."""
     eos_token_id: int | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel, load_model_tokenizer
@@ -46,9 +48,18 @@ def processor(llama: TinyModel) -> InputProcessor:
         (b"bytes", "a prompt must be text or a list of token ids"),
         (7, "a prompt must be text or a list of token ids"),
         (None, "a prompt must be text or a list of token ids"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one of prompt and prompt_token_ids"),
-        ({}, "exactly one of prompt and prompt_token_ids"),
-        ({"prompt": "a", "image": "b"}, "exactly one of prompt and prompt_token_ids"),
+        ({}, "a prompt map must hold prompt or prompt_token_ids"),
+        ({"prompt": None}, "a prompt map must hold prompt or prompt_token_ids"),
+        ({"prompt": "a", "image": "b"}, "a prompt map holds 'image', but prompts are text or token ids"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "images, audio, video and embeddings are not served"),
+        ({"prompt": 5}, "prompt is a int, expected text"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt is '', expected text that is not empty"),
+        ("a\ud800", "the prompt is no valid Unicode: it holds a lone surrogate"),
+        ({"prompt": "\udfff"}, "the prompt is no valid Unicode: it holds a lone surrogate"),
+        ([10**5000], "prompt_token_ids holds an integer of 16610 bits, the vocabulary ends at"),
+        (np.array([1.0]), "a prompt must be text or a list of token ids"),
+        (np.array([[1]]), "a prompt must be text or a list of token ids"),
+        (np.array([True]), "a prompt must be text or a list of token ids"),
     ],
 )
 def test_a_wrong_prompt_is_refused(processor: InputProcessor, prompt: Any, sentence: str) -> None:
@@ -84,7 +95,21 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(processor: InputProcesso
         ("hello", "messages must be a list with at least one message"),
         ([{"role": "user"}], "message 0 must be a map with the texts role and content"),
         ([{"role": "user", "content": "a"}, 5], "message 1 must be a map"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 0 must be a map"),
+        ({"role": "user", "content": "a"}, "messages is one map, expected a list of messages: put it into a list"),
+        ([{"role": "user", "content": None}], "message 0 must be a map with the texts role and content"),
+        ([{"role": "user", "content": 5}], "message 0 must be a map with the texts role and content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "part 0 of message 0 is of type 'image_url', but",
+        ),
+        ([{"role": "user", "content": ["a", {"type": "input_audio"}]}], "part 1 of message 0 is of type 'input_audio'"),
+        ([{"role": "user", "content": [5]}], "part 0 of message 0 must be text, or a map with the texts type and text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "part 0 of message 0 has no text, or one that is no text"),
+        ([{"role": "user", "content": "\ud800"}], "message 0 holds text that is no valid Unicode"),
+        ([{"role": "\ud800", "content": ""}], "message 0 holds text that is no valid Unicode"),
+        ([{"role": "user", "content": "a", "extra": object()}], "message 0 holds a object; numbers, text, lists and"),
+        ([{"role": "assistant", "tool_calls": 5}], "tool_calls of message 0 must be a list of maps"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls of message 0 must hold maps with a function"),
         ([{"role": "critic", "content": "bad"}], "refuses these messages: critics are not served"),
     ],
 )
@@ -92,6 +117,49 @@ def test_wrong_messages_are_refused(processor: InputProcessor, messages: Any, se
     with pytest.raises(InvalidRequestError) as refused:
         processor.process_chat("a", messages, SamplingParams())
     assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor, tuple, lambda ids: [np.int64(token) for token in ids]])
+def test_token_ids_may_come_as_an_array(processor: InputProcessor, array: Any) -> None:
+    made = processor.process("a", array([3, 4]), SamplingParams())
+    assert made.prompt_token_ids == [3, 4]
+    assert {type(token) for token in made.prompt_token_ids} == {int}
+    assert processor.process("a", {"prompt_token_ids": array([3, 4])}, SamplingParams()).prompt_token_ids == [3, 4]
+
+
+def test_a_prompt_map_may_hold_the_text_of_its_tokens_and_a_salt(processor: InputProcessor) -> None:
+    made = processor.process(
+        "a", {"prompt": "as I say", "prompt_token_ids": [3, 4], "cache_salt": "mine"}, SamplingParams()
+    )
+    assert (made.prompt, made.prompt_token_ids, made.choices[0].cache_salt) == ("as I say", [3, 4], "mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"params": {"n": 1}}, "sampling parameters are a dict, expected SamplingParams"),
+        ({"priority": "high"}, "priority is 'high', expected an integer of 64 bits"),
+        ({"priority": True}, "priority is True, expected an integer of 64 bits"),
+        ({"priority": 2**63}, f"priority is {2**63}, expected an integer of 64 bits"),
+        ({"lora_request": "sql"}, "lora_request is a str, expected LoRARequest"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(
+    processor: InputProcessor, options: dict[str, Any], sentence: str
+) -> None:
+    for process, prompt in ((processor.process, [1]), (processor.process_chat, [{"role": "user", "content": "a"}])):
+        with pytest.raises(InvalidRequestError) as refused:
+            process("a", prompt, **{"params": SamplingParams(), **options})
+        assert sentence in str(refused.value)
+
+
+def test_an_engines_seed_makes_its_requests_draw_the_same_in_each_run(processor: InputProcessor) -> None:
+    def drawn(seed: int) -> list[int]:
+        made = InputProcessor(processor._model_info, processor._tokenizer, seed=seed)
+        return [made.process("a", [1], SamplingParams()).seed for _ in range(3)]
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert len(set(drawn(0))) == 3
 
 
 def test_a_chat_is_rendered_for_the_assistants_turn(processor: InputProcessor, llama: TinyModel) -> None:

@@ -17,9 +17,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from engine.json_schemas import Schema, schemas
-from headrace_engine import LLM, SamplingParams, StructuredOutputsParams
-from headrace_workers import default_model
-from headrace_workers.errors import ModelFetchError
+from headrace_engine import LLM, SamplingParams, StructuredOutputsParams, default_model
+from headrace_engine.errors import ModelFetchError
 
 NUM_SCHEMAS = int(os.environ.get("HEADRACE_SCHEMAS", "6"))
 SEED = int(os.environ.get("HEADRACE_SCHEMAS_SEED", "20"))

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.tiny_models import load_model_tokenizer
-from headrace_engine import LLM, SamplingParams
-from headrace_workers import default_model
-from headrace_workers.errors import ModelFetchError
+from headrace_engine import LLM, SamplingParams, default_model
+from headrace_engine.errors import ModelFetchError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_REQUESTS = 12

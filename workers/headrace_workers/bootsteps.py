@@ -18,7 +18,7 @@ from headrace_broker.connections import REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.tokenizer import import_chat_templates
+from headrace_engine.chat_template import import_chat_templates
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields

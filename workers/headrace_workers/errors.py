@@ -1,8 +1,7 @@
 """The exceptions of the worker side.
 
 HeadraceWorkerError
-├── WorkerSettingsError   an environment variable or flag is wrong
-└── ModelFetchError       the default model could not be fetched or converted
+└── WorkerSettingsError   an environment variable or flag is wrong
 """
 
 
@@ -12,7 +11,3 @@ class HeadraceWorkerError(Exception):
 
 class WorkerSettingsError(HeadraceWorkerError, ValueError):
     """A setting cannot be used; the message names it, its value and what is allowed."""
-
-
-class ModelFetchError(HeadraceWorkerError):
-    """The default model could not be brought into the cache."""

@@ -14,6 +14,7 @@ from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import Claim
 from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
+from headrace_engine.chat import ChatOptions
 from headrace_engine.input_processor import InputProcessor, ProcessedRequest
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -156,6 +157,7 @@ class Intake:
                 priority=incoming.priority,
                 arrival_time=arrival_time,
                 lora_request=lora_request,
+                chat_options=ChatOptions(**request.chat_options),
             )
         prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
         assert prompt is not None

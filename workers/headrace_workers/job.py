@@ -209,6 +209,6 @@ def recorded_prompt_logprobs(entries: Sequence[StreamEvent]) -> PromptLogprobs |
 
 def _candidates(entry: Mapping[int, EngineLogprob]) -> list[Logprob]:
     return [
-        Logprob(token_id, found.logprob, found.rank, found.decoded_token, found.bytes)
+        Logprob(token_id, found.logprob, found.rank or 0, found.decoded_token, found.bytes)
         for token_id, found in entry.items()
     ]

@@ -10,10 +10,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from headrace_broker.errors import SettingsError
 from headrace_broker.messages import name_problems
 from headrace_broker.settings import BrokerSettings
+from headrace_engine import default_model
 from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
-from headrace_workers import default_model
 from headrace_workers.adapters import Adapters
 from headrace_workers.errors import WorkerSettingsError
 

@@ -148,6 +148,15 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hashed_in_use += 1
 
+    def forget_all(self) -> bool:
+        """Make no content findable any more. False: a block is in use, and nothing was forgotten."""
+        if self.num_free < self.num_usable:
+            return False
+        for block in self._by_hash.values():
+            block.block_hash = None
+        self._by_hash.clear()
+        return True
+
     def _forget(self, block: Block) -> None:
         if block.block_hash is not None:
             del self._by_hash[block.block_hash]

@@ -6,13 +6,14 @@ this one meanwhile. Everything else in this package serves one of these three. I
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, cast
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import FITTING_LENGTH, EngineConfig
 from headrace_engine.core.grammar_preparation import GrammarPreparation
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.lora_manager import LoRAManager
@@ -65,6 +66,9 @@ class EngineCore:
         """What the runner said last of its graphs, their compilation, and operators that the device lacks."""
         spec = runner.kv_spec()
         num_blocks = _num_blocks(config, spec, self.model_info.max_model_len)
+        if config.model.max_model_len == FITTING_LENGTH:
+            most = (num_blocks - 1) * spec.block_size
+            self.model_info = replace(self.model_info, max_model_len=min(self.model_info.max_model_len, most))
         runner.init_kv_cache(num_blocks)
         runner.warm_up()
         self.scheduler = Scheduler(
@@ -76,6 +80,8 @@ class EngineCore:
             max_loras=config.lora.max_loras if config.lora else 0,
         )
         self._config = config
+        self._stepping = threading.Lock()
+        """Held by a step, for calls that come from another thread."""
         self._grammars = GrammarPreparation(self._create_grammar_compiler)
         self._tokenizer: TokenizerParts | None = None
         """Kept from a door's call until the first grammar, which needs it, too."""
@@ -154,10 +160,16 @@ class EngineCore:
         """Do something beside the step loop and answer; `args` and the answer are plain data. From any thread.
 
         `tokenizer`: the model's `TokenizerParts`.
+        `reset_prefix_cache`: forget all blocks; False where requests run.
         `add_lora`, `remove_lora`, `list_loras`, `pin_lora`: see `LoRAManager`.
         """
         if method == "tokenizer":
             return self._describe_tokenizer()
+        if method == "reset_prefix_cache":
+            done: Future[Any] = Future()
+            with self._stepping:
+                done.set_result(self.scheduler.kv.pool.forget_all())
+            return done
         if self.loras is None:
             refused: Future[Any] = Future()
             refused.set_exception(LoRAError(_NO_LORA))
@@ -179,6 +191,10 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Compute one step and return its news. Call only while `has_work()`."""
+        with self._stepping:
+            return self._step()
+
+    def _step(self) -> EngineCoreOutputs:
         if self.loras is not None and self.loras.has_news:
             self._add_those_with_adapters(self.loras)
         started = time.perf_counter()
@@ -339,6 +355,8 @@ def _num_blocks(config: EngineConfig, spec: KVSpec, max_model_len: int) -> int:
         memory = config.cache.kv_cache_memory
         available = (memory if memory is not None else spec.default_memory) // spec.bytes_per_block
         source = "the default of free memory" if memory is None else f"kv_cache_memory={memory}"
+    if config.model.max_model_len == FITTING_LENGTH:
+        needed = min(needed, max(available, 2))
     if available < needed:
         raise ConfigError(
             f"one request of max_model_len={max_model_len} tokens needs {needed} KV blocks "

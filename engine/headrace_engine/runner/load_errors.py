@@ -5,7 +5,7 @@ is, and the engine process is started again.
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,8 +34,13 @@ _MAY_PASS_WORDS = ("memory", "unable to mmap", "can't start new thread", "i/o er
 
 
 @contextmanager
-def lasting_errors(model: str, verb: str) -> Iterator[None]:
-    """Raise ModelLoadError, `model '...' cannot be <verb>: ...`, for what another try would meet again."""
+def lasting_errors(
+    model: str, verb: str, describe: Callable[[str, Exception], ModelLoadError] | None = None
+) -> Iterator[None]:
+    """Raise ModelLoadError for what another try would meet again.
+
+    Its text is `model '...' cannot be <verb>: ...`, or what `describe` makes of transformers' own errors.
+    """
     try:
         yield
     except HeadraceEngineError:
@@ -43,6 +48,8 @@ def lasting_errors(model: str, verb: str) -> Iterator[None]:
     except Exception as error:
         if _may_pass(error):
             raise
+        if describe is not None and isinstance(error, (OSError, ValueError, ImportError)):
+            raise describe(model, error) from error
         # transformers' own sentences stand alone; "KeyError" or "OverflowError" says what kind of words follow
         kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
         raise ModelLoadError(f"model {model!r} cannot be {verb}: {kind}{error}") from error

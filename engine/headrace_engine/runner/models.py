@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from headrace_engine.checkpoint import pretrained_source
-from headrace_engine.config import ModelConfig
+from headrace_engine.checkpoint import pretrained_source, unreadable
+from headrace_engine.config import FITTING_LENGTH, ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner import generation, rope
 from headrace_engine.runner.load_errors import lasting_errors
@@ -33,8 +33,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_config(config: ModelConfig) -> Any:
     """The model's transformers config. Raises ModelLoadError naming the model."""
-    with lasting_errors(config.model, "read"):
-        source, options = pretrained_source(config.model)
+    with lasting_errors(config.model, "read", unreadable):
+        source, options = pretrained_source(config.model, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
     generation.drop_foreign_pad_token(hf_config)
     return hf_config
@@ -49,7 +49,7 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
     transformers_logging.disable_progress_bar()
-    source, options = pretrained_source(config.model)
+    source, options = pretrained_source(config.model, config.revision)
     model: PreTrainedModel
     with lasting_errors(config.model, "loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -157,7 +157,7 @@ def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
     """The option where it is given, else what the model is made for without length-dependent scaling."""
     text_config = hf_config.get_text_config()
     limit: int | None = getattr(text_config, "max_position_embeddings", None)
-    if config.max_model_len is None:
+    if config.max_model_len is None or config.max_model_len == FITTING_LENGTH:
         if limit is None:
             raise ConfigError(f"model {config.model!r} states no context length: set max_model_len")
         unscaled = rope.unscaled_length(text_config)

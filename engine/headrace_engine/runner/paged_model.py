@@ -98,7 +98,7 @@ class PagedModel:
             device=device.type,
             attention=self._backend.name,
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
-            weights=fingerprint(config.model),
+            weights=fingerprint(config.model, config.revision),
         )
         self.num_fused = self.num_packed = 0
         self._stack: DecoderStack | None = None

@@ -3,12 +3,15 @@
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_broker.chat_rules import CHAT_OPTIONS
 from headrace_broker.errors import InvalidRequestError
 from headrace_broker.messages import MAX_MESSAGES, MAX_PROMPT_TOKENS, MAX_TEXT_BYTES, GenerateRequest
+from headrace_broker.sampling_rules import SAMPLING_RULES
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=50)
 TOKEN_IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)
@@ -50,8 +53,20 @@ JSON_LIKE = st.recursive(
     max_leaves=8,
 )
 HOSTILE = st.dictionaries(
-    st.sampled_from(["prompt", "prompt_token_ids", "messages", "sampling_params", "model", "lora", "other"]), JSON_LIKE
+    st.sampled_from(
+        ["prompt", "prompt_token_ids", "messages", "sampling_params", "model", "lora", "other", *CHAT_OPTIONS]
+    ),
+    JSON_LIKE
+    | st.lists(
+        st.fixed_dictionaries({"role": st.just("user"), "content": JSON_LIKE}, optional={"tool_calls": JSON_LIKE})
+    ),
 )
+
+
+CHAT_OF_ONE = [{"role": "user", "content": "x"}]
+NESTED: list[Any] = []
+for _ in range(40):
+    NESTED = [NESTED]
 
 
 def problems_of(kwargs: Any) -> tuple[str, ...]:
@@ -66,6 +81,47 @@ def test_a_valid_request_survives_the_wire(prompt: dict[str, Any], params: dict[
     wire = msgpack.unpackb(msgpack.packb(request.to_kwargs()))
     assert GenerateRequest.parse(wire) == request
     assert request.sampling_params == {name: value for name, value in params.items() if value is not None}
+
+
+def test_a_chat_with_tools_survives_the_wire_and_null_counts_as_absent() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "grind", "arguments": '{"grain": "rye"}'}}
+    chat: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "flour"}, "please"], "name": "miller"},
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "reasoning": "hm"},
+            {"role": "tool", "content": "done", "tool_call_id": "1"},
+            {"role": "assistant", "content": "Here"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "grind", "parameters": {"type": "object"}}}],
+        "chat_template_kwargs": {"mood": "glad"},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "prompt": None,
+    }
+    request = GenerateRequest.parse(chat)
+    assert GenerateRequest.parse(msgpack.unpackb(msgpack.packb(request.to_kwargs()))) == request
+    assert request.messages is not None
+    assert request.messages[1] == {"role": "assistant", "tool_calls": [call], "reasoning": "hm"}
+    assert request.chat_options == {name: chat[name] for name in request.chat_options}
+    assert len(request.chat_options) == 4
+    assert GenerateRequest.parse({"messages": CHAT_OF_ONE, "tools": None}).chat_options == {}
+
+
+def test_null_is_the_default_of_every_sampling_parameter() -> None:
+    request = GenerateRequest.parse({"prompt": "x", "sampling_params": dict.fromkeys(SAMPLING_RULES)})
+    assert request.sampling_params == {}
+    with pytest.raises(InvalidRequestError, match="min_tokens must be at most max_tokens"):
+        GenerateRequest.parse({"prompt": "x", "sampling_params": {"max_tokens": None, "min_tokens": 17}})
+
+
+def test_numbers_and_arrays_of_numpy_are_sent_as_plain_ones() -> None:
+    params = {"temperature": np.float32(0.5), "n": np.int64(2), "stop_token_ids": np.array([3]), "ignore_eos": np.True_}
+    request = GenerateRequest.parse({"prompt_token_ids": np.array([1, 2]), "sampling_params": params})
+    assert request.prompt_token_ids == [1, 2]
+    assert request.sampling_params == {"temperature": 0.5, "n": 2, "stop_token_ids": [3], "ignore_eos": True}
+    assert msgpack.packb(request.to_kwargs())
+    for wrong in (np.array([1.5]), np.array([[1]]), np.array(1), [np.float64(1)]):
+        assert problems_of({"prompt_token_ids": wrong})
 
 
 @given(HOSTILE)
@@ -116,9 +172,52 @@ def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: s
         ({"prompt_token_ids": [True]}, "not True at position 0"),
         ({"prompt_token_ids": "12"}, "must be a list"),
         ({"messages": {}}, "must be a list"),
-        ({"messages": [{"role": "user"}]}, "position 0"),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "position 0"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "content of message 0"),
+        ({"messages": [{"role": "user"}]}, "content of message 0 must be a string or a list of text parts, not None"),
+        ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "the one at position 0 holds 'nmae'"),
+        ({"messages": [7]}, "the one at position 0 is 7"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "content of message 0 must be a string or a list"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "part 0 of message 0 must be text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "part 0 of message 0 is of type 'image_",
+        ),
+        ({"messages": [{"role": "user", "content": ["a", {"type": 7}]}]}, "part 1 of message 0 is of type '7'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "part 0 of message 0 must be"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogates"),
+        ({"messages": [{"role": "user", "content": ["\ud800"]}]}, "lone surrogates"),
+        (
+            {"messages": [{"role": "user", "content": "x", "name": 5}]},
+            "the name of message 0 must be a printable string",
+        ),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": ""}]}, "the tool_call_id of message 0 must be"),
+        ({"messages": [{"role": "assistant", "reasoning": 5}]}, "the reasoning of message 0 must be text, not 5"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls of message 0 must be a list"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "tool_calls of message 0 must hold maps of",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 2**64}}}]}
+                ]
+            },
+            "tool_calls of message 0 must hold integers of 64 bits",
+        ),
+        ({"messages": CHAT_OF_ONE, "tools": "grind"}, "tools must be a list of maps, not str of length 5"),
+        ({"messages": CHAT_OF_ONE, "tools": [{}] * 1025}, "tools must hold at most 1024 tools, not 1025"),
+        ({"messages": CHAT_OF_ONE, "tools": [{"a": {1: 2}}]}, "tools must hold maps with texts as keys only"),
+        ({"messages": CHAT_OF_ONE, "tools": [{"a": "\ud800"}]}, "tools must hold valid Unicode text"),
+        ({"messages": CHAT_OF_ONE, "tools": [{"a": "x" * MAX_TEXT_BYTES}]}, "the text of all messages must be at most"),
+        ({"messages": CHAT_OF_ONE, "chat_template_kwargs": [1]}, "chat_template_kwargs must be a map, not list"),
+        (
+            {"messages": CHAT_OF_ONE, "chat_template_kwargs": {"a": NESTED}},
+            "chat_template_kwargs must be nested at most",
+        ),
+        ({"messages": CHAT_OF_ONE, "add_generation_prompt": 1}, "add_generation_prompt must be true or false, not 1"),
+        ({"messages": CHAT_OF_ONE, "continue_final_message": True}, "add_generation_prompt must be false where"),
+        ({"messages": CHAT_OF_ONE, "chat_template": "{{ x }}"}, "chat_template cannot be sent"),
+        ({"prompt": "x", "tools": [{}]}, "tools goes with messages only"),
         ({"messages": [{"role": "", "content": "x"}]}, "role of message 0"),
         ({"messages": [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1)}, "chat messages"),
         ({"messages": [{"role": "user", "content": "x" * (MAX_TEXT_BYTES // 2 + 1)}] * 2}, "text of all messages"),

@@ -1,5 +1,6 @@
 """What a client checks before it sends, and how it reads what it gets."""
 
+import uuid
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,6 +50,27 @@ def test_absent_options_are_not_sent_and_each_request_gets_its_own_id() -> None:
     assert first.expires is None
     assert first.request_id != second.request_id
     assert len(first.request_id) == 32
+
+
+@pytest.mark.parametrize(("given", "text"), [(0, "0"), (uuid.UUID(int=7), str(uuid.UUID(int=7))), ("a", "a")])
+def test_a_request_id_may_be_a_number_or_a_uuid(given: Any, text: str) -> None:
+    assert prepared(request_id=given).request_id == text
+
+
+@pytest.mark.parametrize(
+    "given", ["", True, 1.5, b"a", ["a"], 10**5000, "\ud800"], ids=lambda given: type(given).__name__
+)
+def test_what_cannot_be_a_request_id_is_refused(given: Any) -> None:
+    assert "request_id must be 1 to 128 of the characters" in problems_of(request_id=given)[0]
+
+
+def test_what_begins_alike_does_so_in_parts_and_with_the_same_tools() -> None:
+    whole = prepared(**chat("Be brief.", "hi"))
+    parts: Any = [{"role": "system", "content": ["Be brief."]}, {"role": "user", "content": "ho"}]
+    in_parts = prepared(prompt=None, messages=parts)
+    with_tools = prepared(prompt=None, messages=parts, tools=[{"a": 1}])
+    assert whole.headers["prefix"] == in_parts.headers["prefix"] != with_tools.headers["prefix"]
+    assert with_tools.request.tools == [{"a": 1}]
 
 
 def chat(*contents: str) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +43,6 @@ from headrace_engine.sampling_params import RepetitionDetectionParams, RequestOu
         ("frequency_penalty", -2.1, "frequency_penalty is -2.1, must be at least -2 and at most 2"),
         ("repetition_penalty", 0.0, "repetition_penalty is 0, must be above 0"),
         ("logprobs", -2, "logprobs is -2, must be at least -1"),
-        ("logprobs", True, "logprobs is True, expected an integer"),
         ("prompt_logprobs", -2, "prompt_logprobs is -2, must be at least -1"),
         ("stream_interval", 0, "stream_interval is 0, must be at least 1"),
         ("logit_bias", [1], "logit_bias must be a map from token ids (integers from 0) to numbers"),
@@ -80,6 +82,20 @@ from headrace_engine.sampling_params import RepetitionDetectionParams, RequestOu
         ("stop", [1], "stop must be a string or a list of strings"),
         ("stop", 5, "stop must be a string or a list of strings"),
         ("stop_token_ids", [-1], "stop_token_ids must be a list of token ids (integers from 0)"),
+        ("stop", "a\ud800", "stop holds text that is no valid Unicode: it has a lone surrogate"),
+        ("bad_words", ["\udfff"], "bad_words holds text that is no valid Unicode: it has a lone surrogate"),
+        pytest.param("max_tokens", 2**63, f"must be at least 1 and at most {2**63 - 1}", id="beyond 64 bits"),
+        pytest.param("min_tokens", 10**5000, "min_tokens is an integer of 16610 bits", id="beyond what is printed"),
+        pytest.param("seed", -(10**5000), "seed is an integer of 16610 bits", id="below what is printed"),
+        pytest.param("logit_bias", {"9" * 5000: 1}, "must be a map from token ids", id="more digits than are read"),
+        ("stop_token_ids", [2**64], "stop_token_ids must be a list of token ids (integers from 0)"),
+        ("stop_token_ids", np.array([1.5]), "stop_token_ids must be a list of token ids (integers from 0)"),
+        ("extra_args", {"a": 2**64}, f"extra_args holds {2**64}, an integer beyond 64 bits: send it as text"),
+        ("extra_args", {"a": [-(2**63) - 1]}, "an integer beyond 64 bits: send it as text"),
+        ("extra_args", {"a": {"b": object}}, "extra_args holds a type; numbers, text, lists and maps can be sent"),
+        ("extra_args", {"a": {1: 2}}, "extra_args holds a map with a key that is no text"),
+        ("extra_args", {"a": "\ud800"}, "extra_args holds text that is no valid Unicode"),
+        ("output_kind", "everything", "output_kind is 'everything', allowed are cumulative, delta, final_only"),
         ("stop_token_ids", 3, "stop_token_ids must be a list of token ids (integers from 0)"),
         ("ignore_eos", 1, "ignore_eos is 1, expected true or false"),
     ],
@@ -119,6 +135,55 @@ def test_short_forms_are_accepted() -> None:
     )
     nothing: Any = None
     assert SamplingParams(stop=nothing, stop_token_ids=nothing).stop_token_ids == []
+
+
+@pytest.mark.parametrize("number", [np.int8, np.int64, np.uint32, np.array], ids=lambda kind: kind.__name__)
+def test_numbers_of_numpy_are_taken_as_pythons(number: Callable[[Any], Any]) -> None:
+    given: Any = {name: number(1) for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")}
+    given |= {"logit_bias": {np.int64(7): np.float32(0.5)}, "extra_args": {"a": [number(1)]}}
+    params = SamplingParams(**given, temperature=np.float32(0.5), ignore_eos=np.bool_(True))  # type: ignore[arg-type]
+    assert params == SamplingParams(
+        n=1,
+        top_k=1,
+        seed=1,
+        max_tokens=1,
+        min_tokens=1,
+        logprobs=1,
+        logit_bias={7: 0.5},
+        extra_args={"a": [1]},
+        temperature=0.5,
+        ignore_eos=True,
+    )
+    assert SamplingParams.from_dict(msgpack.unpackb(msgpack.packb(params.to_dict()))) == params
+
+
+@pytest.mark.parametrize("array", [np.array, tuple], ids=lambda kind: kind.__name__)
+def test_token_ids_may_come_as_an_array(array: Callable[[Any], Any]) -> None:
+    params = SamplingParams(stop_token_ids=array([3, 4]), allowed_token_ids=array([3, 5]))
+    assert (params.stop_token_ids, params.allowed_token_ids) == ([3, 4], [3, 5])
+    assert msgpack.packb(params.to_dict())
+
+
+def test_log_probabilities_asked_for_by_true_are_those_of_one_more_token() -> None:
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)
+    assert (params.logprobs, params.prompt_logprobs) == (1, 1)
+    assert type(params.logprobs) is type(params.prompt_logprobs) is int
+
+
+def test_none_means_the_default_where_it_is_said_to() -> None:
+    given: Any = dict.fromkeys(field.name for field in fields(SamplingParams))
+    assert SamplingParams.from_optional(**given) == SamplingParams(max_tokens=None)
+    assert SamplingParams.from_optional(temperature=0.5, seed=None) == SamplingParams(temperature=0.5)
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, structured_outputs={"choice": ["x"]})  # type: ignore[arg-type]
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("b")
+    assert clone.structured_outputs is not None
+    clone.structured_outputs.choice = ["y"]
+    assert (params.stop, params.structured_outputs.choice) == (["a"], ["x"])  # type: ignore[union-attr]
 
 
 def test_unknown_names_are_refused_by_name() -> None:

@@ -13,6 +13,8 @@ from headrace_broker.events import ChunkEvent
 from headrace_broker.streams import Claim
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_workers.adapters import Adapters
 from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
@@ -97,6 +99,27 @@ def test_wrong_requests_are_refused_with_their_code(intake: Intake, kwargs: Any,
     with pytest.raises(RefusedError) as refused:
         intake.process(incoming(kwargs))
     assert refused.value.error.code == code
+
+
+def test_the_options_of_a_chat_reach_the_models_template(intake: Intake) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}"
+        "{% endfor %}"
+        "{{ tools[0].name }}{{ letters }}{% if add_generation_prompt %}z{% endif %}"
+    )
+    parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
+    door = Intake(InputProcessor(MODEL, ModelTokenizer(parts)), ["tiny"], Adapters({}), 3600)
+    call = {"function": {"name": "grind", "arguments": '{"x": "c"}'}}
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": ["a", "b"]}, {"role": "assistant", "tool_calls": [call]}],
+        "tools": [{"name": "d"}],
+        "chat_template_kwargs": {"letters": "e"},
+    }
+    assert door.process(incoming(chat)).prompt == "a\nbcdez"
+    continued = {**chat, "messages": [{"role": "assistant", "content": "f"}], "add_generation_prompt": False}
+    assert door.process(incoming(continued)).prompt == "fde"
+    with pytest.raises(RefusedError, match="chat_template_kwargs holds messages, which is no variable"):
+        door.process(incoming({**chat, "chat_template_kwargs": {"messages": []}}))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headrace_workers import default_model
+from headrace_engine import default_model
 from headrace_workers.demo import MAX_TOKENS, QUESTIONS, Answer, Demo, Report
 from headrace_workers.steady_load import SteadyLoad
 

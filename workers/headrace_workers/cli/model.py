@@ -2,7 +2,7 @@
 
 import click
 
-from headrace_workers import default_model
+from headrace_engine import default_model
 
 
 @click.command()

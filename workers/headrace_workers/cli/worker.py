@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from headrace_engine import default_model
 from headrace_engine.config import DEVICES
-from headrace_workers import default_model
 
 
 @click.command()

@@ -66,7 +66,7 @@ class StaticPagedRunner:
             device=self._flavour.name,
             attention="static paged",
             num_parameters=part.num_parameters,
-            weights=fingerprint(self._config.model.model),
+            weights=fingerprint(self._config.model.model, self._config.model.revision),
         )
         logger.info(
             "loaded %s on %d rank(s) of %s: %.0f M parameters, %s, %.1f s",

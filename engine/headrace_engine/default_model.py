@@ -15,8 +15,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace_engine.errors import ModelFetchError
 from headrace_engine.private_folder import first_private, make_private
-from headrace_workers.errors import ModelFetchError
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _download(scratch: Path) -> Path:
 def _convert_in_child(gguf: Path, target: Path, dtype: str) -> None:
     """In a process of its own, so that torch and the float32 copy leave the memory of this one alone."""
     done = subprocess.run(
-        [sys.executable, "-m", "headrace_workers.convert_gguf", str(gguf), str(target), dtype],
+        [sys.executable, "-m", "headrace_engine.convert_gguf", str(gguf), str(target), dtype],
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""`python -m headrace_workers.convert_gguf FILE.gguf FOLDER DTYPE`: SmolLM2's GGUF as a safetensors folder."""
+"""`python -m headrace_engine.convert_gguf FILE.gguf FOLDER DTYPE`: SmolLM2's GGUF as a safetensors folder."""
 
 import sys
 from pathlib import Path

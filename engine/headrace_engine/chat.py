@@ -1,0 +1,229 @@
+"""What a chat consists of: messages as a template reads them, and the options of rendering them.
+
+All of it is plain data, so that it can be rendered in another process.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.plain_values import data_problem, is_unicode, plain_data, shown
+from headrace_engine.vllm_names import with_vllm_names
+
+ChatMessage = Mapping[str, Any]
+"""`role` and `content`, which is text or a list of text parts; an assistant's `tool_calls`; a tool's `tool_call_id`."""
+ContentFormat = Literal["auto", "string", "openai"]
+
+_TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Kinds of content parts that are text, and where each has it."""
+_NOT_VARIABLES = frozenset(
+    {
+        "messages",
+        "conversation",
+        "conversations",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "return_assistant_tokens_mask",
+        "return_tensors",
+        "return_dict",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+        "processor_kwargs",
+    }
+)
+"""What a renderer would take for an option of its own."""
+
+
+@with_vllm_names("ChatOptions", InvalidRequestError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation becomes a prompt, with vLLM's names.
+
+    Raises:
+        InvalidRequestError: a value makes no sense; all of them are named.
+    """
+
+    chat_template: str | None = None
+    """A template in Jinja; None takes the model's."""
+    chat_template_content_format: ContentFormat = "auto"
+    """How the template wants contents: string, openai (a list of parts), or auto: as its loops tell."""
+    add_generation_prompt: bool = True
+    """End the prompt where the assistant's turn begins."""
+    continue_final_message: bool = False
+    """End the prompt with the last message's text, for the output to continue it."""
+    tools: list[dict[str, Any]] | None = None
+    """Descriptions of functions, which the template shows to the model."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {shown(getattr(self, name))}, expected true or false"
+            for name in ("add_generation_prompt", "continue_final_message")
+            if not isinstance(getattr(self, name), bool)
+        ]
+        if self.continue_final_message is True and self.add_generation_prompt is True:
+            problems.append(
+                "continue_final_message and add_generation_prompt exclude each other: set add_generation_prompt=False"
+            )
+        template: object = self.chat_template
+        if template is not None and not (isinstance(template, str) and template and is_unicode(template)):
+            problems.append(f"chat_template is {shown(template)}, expected the text of a template")
+        if self.chat_template_content_format not in ("auto", "string", "openai"):
+            problems.append(
+                f"chat_template_content_format is {shown(self.chat_template_content_format)}, "
+                "allowed are auto, string, openai"
+            )
+        problems += self._tool_problems()
+        problems += self._variable_problems()
+        if problems:
+            raise InvalidRequestError(problems)
+
+    def _tool_problems(self) -> list[str]:
+        tools: object = self.tools
+        if tools is None:
+            return []
+        if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+            return ["tools must be a list of maps that describe functions"]
+        object.__setattr__(self, "tools", plain_data(tools) or None)
+        problem = data_problem("tools", self.tools)
+        return [problem] if problem else []
+
+    def _variable_problems(self) -> list[str]:
+        given: object = self.chat_template_kwargs
+        if given is None:
+            return []
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            return ["chat_template_kwargs must be a map from names to values"]
+        object.__setattr__(self, "chat_template_kwargs", plain_data(given))
+        problem = data_problem("chat_template_kwargs", self.chat_template_kwargs)
+        problems = [
+            f"chat_template_kwargs holds {name}, which is no variable" for name in given if name in _NOT_VARIABLES
+        ]
+        return [*problems, problem] if problem else problems
+
+    @classmethod
+    def from_optional(cls, **options: Any) -> "ChatOptions":
+        """Build from options of which None means the default."""
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
+    def to_wire(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a chat, checked and as a template reads them: plain data, arguments of tool calls as maps.
+
+    Raises:
+        InvalidRequestError: naming every message that is wrong.
+    """
+    if isinstance(messages, Mapping):
+        raise InvalidRequestError("messages is one map, expected a list of messages: put it into a list")
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes | bytearray) or not messages:
+        raise InvalidRequestError("messages must be a list with at least one message")
+    problems: list[str] = []
+    conversation = []
+    for number, message in enumerate(messages):
+        try:
+            conversation.append(_read_message(f"message {number}", message))
+        except InvalidRequestError as error:
+            problems += error.problems
+    if problems:
+        raise InvalidRequestError(problems)
+    return conversation
+
+
+def _read_message(name: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"{name} must be a map with the texts role and content")
+    read: dict[str, Any] = plain_data({key: value for key, value in message.items() if value is not None})
+    problem = data_problem(name, read)
+    if problem:
+        raise InvalidRequestError(problem)
+    read["content"] = _read_content(name, read)
+    calls = read.pop("tool_calls", None)
+    if calls:
+        read["tool_calls"] = _read_tool_calls(name, calls)
+    return read
+
+
+def _read_content(name: str, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant":
+        return ""  # it called tools, or is to be continued
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{name} must be a map with the texts role and content")
+    parts = [_read_part(f"part {number} of {name}", part) for number, part in enumerate(content)]
+    if message["role"] == "tool":
+        return joined(parts)
+    return parts
+
+
+def _read_part(name: str, part: object) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        raise InvalidRequestError(f"{name} must be text, or a map with the texts type and text")
+    if kind not in _TEXT_PARTS:
+        raise InvalidRequestError(f"{name} is of type {shown(kind)}, but only text is served")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{name} has no {_TEXT_PARTS[kind]}, or one that is no text")
+    return {"type": "text", "text": text}
+
+
+def _read_tool_calls(name: str, calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequestError(f"tool_calls of {name} must be a list of maps")
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or call.get("type", "function") != "function"
+        ):
+            raise InvalidRequestError(
+                f"tool_calls of {name} must hold maps with a function that has a name and arguments"
+            )
+        arguments = _read_arguments(name, function.get("arguments"))
+        read.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return read
+
+
+def _read_arguments(name: str, arguments: object) -> dict[str, Any]:
+    """A map, as templates expect it. What a model once wrote wrong does not end the conversation: it becomes empty."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return {}
+        if data_problem(name, arguments):
+            return {}
+    return dict(arguments) if isinstance(arguments, Mapping) else {}
+
+
+def joined(content: str | list[dict[str, Any]]) -> str:
+    """A content as one text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def text_length(conversation: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of all contents."""
+    return sum(len(joined(message["content"])) for message in conversation)

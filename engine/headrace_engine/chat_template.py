@@ -1,0 +1,91 @@
+"""Chat templates: what a template wants of contents, and the text that it makes of a conversation.
+
+Imports transformers when the first chat is rendered.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from headrace_engine.chat import ChatOptions, joined
+from headrace_engine.errors import InvalidRequestError
+
+
+def read_template(given: str | Path | None) -> str | None:
+    """A template that may be given as the path of its file.
+
+    Raises:
+        InvalidRequestError: there is no such file.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str) and any(sign in given for sign in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text()
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"chat_template is no template, and no file that can be read: {error}") from error
+
+
+def rendered(
+    template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions, special_tokens: Mapping[str, str]
+) -> str:
+    """Render as transformers' `apply_chat_template` does. Raises what the template raises."""
+    texts, _ = _chat_templates().render_jinja_template(
+        [with_format(template, conversation, options)],
+        tools=options.tools,
+        chat_template=template,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        **{**special_tokens, **(options.chat_template_kwargs or {})},
+    )
+    text: str = texts[0]
+    return text
+
+
+def with_format(template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> list[dict[str, Any]]:
+    """The conversation with each content in the form that the template wants: text, or a list of parts."""
+    wanted = options.chat_template_content_format
+    in_parts = wanted == "openai" or (wanted == "auto" and loops_over_content(template))
+    given = [{name: value for name, value in message.items() if value is not None} for message in conversation]
+    return [{**message, "content": _as_parts(message) if in_parts else joined(message["content"])} for message in given]
+
+
+def _as_parts(message: Mapping[str, Any]) -> Any:
+    content = message["content"]
+    if isinstance(content, str) and message["role"] != "tool":
+        return [{"type": "text", "text": content}] if content else []
+    return content
+
+
+@lru_cache(maxsize=16)
+def loops_over_content(template: str) -> bool:
+    """Whether a template reads contents part by part, as those of models that see images do."""
+    from jinja2 import nodes
+
+    def is_content(node: Any) -> bool:
+        while isinstance(node, nodes.Filter | nodes.Test):
+            node = node.node
+        if isinstance(node, nodes.Getattr):
+            return bool(node.attr == "content")
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return isinstance(node, nodes.Name) and node.name in names
+
+    names = {"content"}
+    tree = _chat_templates()._compile_jinja_template(template).environment.parse(template)
+    for assignment in tree.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and is_content(assignment.node):
+            names.add(assignment.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def import_chat_templates() -> None:
+    """Import what the first chat needs, which takes a second: for a moment when nothing waits for this process."""
+    _chat_templates()
+
+
+def _chat_templates() -> Any:
+    return import_module("transformers.utils.chat_template_utils")

@@ -1,0 +1,112 @@
+"""Counts and levels of one engine, as `LLM.get_metrics` returns them: vLLM's classes and names.
+
+The service has metrics of its own, which the worker makes of the same numbers.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace_engine.core.outputs import StepStats
+from headrace_engine.outputs import RequestOutput
+
+
+@dataclass(slots=True)
+class Metric:
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(slots=True)
+class Counter(Metric):
+    """Only ever grows."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class Gauge(Metric):
+    """A level."""
+
+    value: float
+
+
+@dataclass(slots=True)
+class Vector(Metric):
+    """Counters by position."""
+
+    values: list[int]
+
+
+class EngineMetrics:
+    """Adds up what each step tells."""
+
+    def __init__(self, model: str) -> None:
+        self._labels = {"model_name": model, "engine": "0"}
+        self._last = StepStats()
+        self._counts: Tally[str] = Tally()
+        self._finished: Tally[str] = Tally()
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+
+    def observe(self, stats: StepStats, num_new_tokens: int, outputs: Iterable[RequestOutput]) -> None:
+        """Take a step in.
+
+        Args:
+            num_new_tokens: tokens that the step generated.
+            outputs: those of the step.
+        """
+        self._last = stats
+        self._counts["generation_tokens"] += num_new_tokens
+        self._counts["num_preemptions"] += stats.preemptions
+        self._counts["prefix_cache_queries"] += stats.prefix_queried_tokens
+        self._counts["prefix_cache_hits"] += stats.prefix_hit_tokens
+        _add(self._drafted, stats.drafted_per_position)
+        _add(self._accepted, stats.accepted_per_position)
+        for output in outputs:
+            if output.finished:
+                self._counts["prompt_tokens"] += len(output.prompt_token_ids)
+                for choice in output.outputs:
+                    self._finished[choice.finish_reason or "error"] += 1
+
+    def snapshot(self, *, idle: bool) -> list[Metric]:
+        """All of them.
+
+        Args:
+            idle: whether no request is left. The last step's levels are from before its requests finished.
+        """
+        last = StepStats() if idle else self._last
+        used = last.kv_blocks_used / last.kv_blocks_total if last.kv_blocks_total else 0.0
+        metrics: list[Metric] = [
+            Gauge("vllm:num_requests_running", self._labels, last.running),
+            Gauge("vllm:num_requests_waiting", self._labels, last.waiting),
+            Gauge("vllm:kv_cache_usage_perc", self._labels, used),
+        ]
+        metrics += [
+            Counter(f"vllm:{name}", self._labels, self._counts[name])
+            for name in (
+                "prompt_tokens",
+                "generation_tokens",
+                "num_preemptions",
+                "prefix_cache_queries",
+                "prefix_cache_hits",
+            )
+        ]
+        metrics += [
+            Counter("vllm:request_success", {**self._labels, "finished_reason": reason}, count)
+            for reason, count in sorted(self._finished.items())
+        ]
+        if self._drafted:
+            metrics += [
+                Counter("vllm:spec_decode_num_drafts", self._labels, self._drafted[0]),
+                Counter("vllm:spec_decode_num_draft_tokens", self._labels, sum(self._drafted)),
+                Counter("vllm:spec_decode_num_accepted_tokens", self._labels, sum(self._accepted)),
+                Vector("vllm:spec_decode_num_accepted_tokens_per_pos", self._labels, [*self._accepted]),
+            ]
+        return metrics
+
+
+def _add(totals: list[int], counts: list[int]) -> None:
+    totals += [0] * (len(counts) - len(totals))
+    for position, count in enumerate(counts):
+        totals[position] += count

@@ -71,7 +71,8 @@ class ServerUrl:
         options = dict(parse_qsl(parts.query))
         if _CREDENTIALS & options.keys():  # redis-py would read them, and kombu not
             raise SettingsError(
-                f"redis_url names a user or a password as an option: write redis://user:password@host:port/db; {_ENCODED}"
+                "redis_url names a user or a password as an option: write redis://user:password@host:port/db;"
+                f" {_ENCODED}"
             )
         match parts.scheme:
             case "redis" | "rediss" if parts.hostname:

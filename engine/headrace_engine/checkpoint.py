@@ -1,4 +1,7 @@
-"""A model's files: a folder, a hub name, or one GGUF file, which transformers dequantises; and which weights they hold."""
+"""Where a model's files are, and which weights they hold.
+
+A model is a folder, a hub name, or one GGUF file, which transformers dequantises.
+"""
 
 import hashlib
 import json
@@ -35,9 +38,9 @@ def pretrained_source(model: str) -> tuple[str, dict[str, str]]:
 def fingerprint(model: str) -> str:
     """Sixteen hexadecimal digits that are the same for copies of a checkpoint, and others for other weights.
 
-    A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no proof
-    against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type in which
-    they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
+    A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no
+    proof against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type
+    in which they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
     """
     return _fingerprint(model, _digest_gguf if is_gguf(model) else _digest_model)
 

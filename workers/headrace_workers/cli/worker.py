@@ -133,7 +133,9 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
         exit_codes.append(sender.exitcode or 0)
 
     plain = [] if takes_colours(sys.stdout) else ["--no-color"]  # Celery's banner asks about stderr
-    app.worker_main([*plain, "worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"])
+    app.worker_main(
+        [*plain, "worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"]
+    )
     sys.exit(max(exit_codes, default=1))
 
 

@@ -119,8 +119,8 @@ def _digest_tensors(files: list[Path], digest: Any) -> None:
             for offset in _sampled(size, 3 if len(tensors) < _MANY_TENSORS else 1):
                 digest.update(os.pread(opened[path].fileno(), min(_BLOCK, size - offset), at + offset))
     finally:
-        for file in opened.values():
-            file.close()
+        for done in opened.values():
+            done.close()
 
 
 def _digest_gguf(model: str, digest: Any) -> None:

@@ -12,6 +12,6 @@ def eviction_warning(info: Mapping[str, Any]) -> str | None:
     if policy == SAFE_POLICY:
         return None
     return (
-        f"Redis has maxmemory-policy {policy}: where memory gets short it drops messages, streams and results, and requests"
-        f" are lost without an error; set it to {SAFE_POLICY}"
+        f"Redis has maxmemory-policy {policy}: where memory gets short it drops messages, streams and results, and"
+        f" requests are lost without an error; set it to {SAFE_POLICY}"
     )

@@ -7,6 +7,7 @@ sentinel://[user:password@]host:port,host:port,host:port/db?master=name  whateve
 sentinels://...?ssl_ca_certs=/etc/ca.pem                                 the same, all over TLS
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 from headrace_broker.errors import SettingsError
 
 _FORMS: Final = "redis://host:port/db, rediss://..., unix:///path?db=0 or sentinel://host:port,host:port/db?master=name"
+_ENCODED: Final = "in a password, @ : / ? # and % are written %40 %3A %2F %3F %23 and %25"
 _SENTINEL_PORT: Final = 26379
 
 # redis-py's names work everywhere; Celery's documentation uses the names of the ssl module.
@@ -23,6 +25,18 @@ _CERT_REQS: Final = {"CERT_REQUIRED": "required", "CERT_OPTIONAL": "optional", "
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TLS_OPTIONS: Final = (*_TLS_FILES, "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_OPTIONS: Final = ("master", "sentinel_username", "sentinel_password")
+# Which redis-py's connections read; kombu takes the ones that it knows.
+_SERVER_OPTIONS: Final = (
+    "client_name",
+    "health_check_interval",
+    "max_connections",
+    "retry_on_timeout",
+    "socket_connect_timeout",
+    "socket_keepalive",
+    "socket_timeout",
+)
+_OPTION_NAME: Final = re.compile(r"[a-z]+(_[a-z]+)*")
+_CREDENTIALS: Final = {"password", "passwd", "pass", "auth", "username", "user"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +64,16 @@ class ServerUrl:
             if parts.scheme in ("redis", "rediss"):
                 _ = parts.port  # raises
         except ValueError:  # whose sentence may quote a password
-            raise SettingsError("redis_url has a host or a port that cannot be one") from None
+            raise SettingsError(f"redis_url has a host or a port that cannot be one; {_ENCODED}") from None
+        if parts.fragment or ("@" in parts.path and not parts.scheme.endswith(("unix", "socket"))):
+            # the rest of a password, which would be shown as a host or a database
+            raise SettingsError(f"redis_url has a # or a / in its password, or an @ behind its host; {_ENCODED}")
         options = dict(parse_qsl(parts.query))
+        if _CREDENTIALS & options.keys():  # redis-py would read them, and kombu not
+            raise SettingsError(
+                "redis_url names a user or a password as an option: write redis://user:password@host:port/db;"
+                f" {_ENCODED}"
+            )
         match parts.scheme:
             case "redis" | "rediss" if parts.hostname:
                 return cls._tcp(parts.scheme, parts.netloc, parts.path, options)
@@ -67,6 +89,7 @@ class ServerUrl:
         db = _database(path.lstrip("/") or options.get("db", ""))
         if options.pop("db", str(db)) != str(db):
             raise SettingsError(f"redis_url names two databases, {db} in its path and another one as db")
+        _check_known(options, _SERVER_OPTIONS)
         _check_tls(options, tls=scheme == "rediss")
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
         username, password = _credentials(netloc)
@@ -77,6 +100,7 @@ class ServerUrl:
         if netloc.rpartition("@")[2] or path in ("", "/"):
             raise SettingsError("redis_url must name its socket by a whole path, as unix:///run/redis.sock does")
         db = _database(options.pop("virtual_host", "") or options.pop("db", ""))
+        _check_known(options, _SERVER_OPTIONS)
         _check_tls(options, tls=False)
         text = urlunsplit(("unix", netloc, path, urlencode({"db": db, **options}), ""))
         username, password = _credentials(netloc)
@@ -93,10 +117,7 @@ class ServerUrl:
             raise SettingsError(
                 f"redis_url must name the master that its Sentinels watch: {scheme}://.../0?master=name"
             )
-        known = (*_SENTINEL_OPTIONS, *_TLS_OPTIONS)
-        unknown = sorted(options.keys() - set(known))
-        if unknown:
-            raise SettingsError(f"redis_url has unknown options: {', '.join(unknown)}; known are {', '.join(known)}")
+        _check_known(options, _SENTINEL_OPTIONS)
         _check_tls(options, tls=tls)
         username, password = _credentials(netloc)
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
@@ -163,6 +184,16 @@ def _host_and_port(text: str) -> tuple[str, int]:
     if not host:
         raise SettingsError(f"redis_url must list Sentinels as host:port,host:port, not {text!r}")
     return host, port or _SENTINEL_PORT
+
+
+def _check_known(options: Mapping[str, str], known: tuple[str, ...]) -> None:
+    """Refuse what no library reads. Options of TLS have a check of their own."""
+    unknown = sorted(name for name in options if name not in known and not name.startswith("ssl_"))
+    if unknown:
+        # with a question mark in a password, anything may stand here
+        named = [name for name in unknown if _OPTION_NAME.fullmatch(name)]
+        names = f": {', '.join(named)}" if named == unknown else ""
+        raise SettingsError(f"redis_url has unknown options{names}; known are {', '.join((*known, *_TLS_OPTIONS))}")
 
 
 def _check_tls(options: dict[str, str], *, tls: bool) -> None:

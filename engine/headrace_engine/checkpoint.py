@@ -1,4 +1,7 @@
-"""A model's files: a folder, a hub name, or one GGUF file, which transformers dequantises; and which weights they hold."""
+"""Where a model's files are, and which weights they hold.
+
+A model is a folder, a hub name, or one GGUF file, which transformers dequantises.
+"""
 
 import difflib
 import hashlib
@@ -75,9 +78,9 @@ def unreadable(model: str, error: Exception) -> ModelLoadError:
 def fingerprint(model: str, revision: str | None = None) -> str:
     """Sixteen hexadecimal digits that are the same for copies of a checkpoint, and others for other weights.
 
-    A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no proof
-    against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type in which
-    they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
+    A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no
+    proof against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type
+    in which they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
     """
     return _fingerprint(model, _digest_gguf if is_gguf(model) else partial(_digest_model, revision=revision))
 
@@ -156,8 +159,8 @@ def _digest_tensors(files: list[Path], digest: Any) -> None:
             for offset in _sampled(size, 3 if len(tensors) < _MANY_TENSORS else 1):
                 digest.update(os.pread(opened[path].fileno(), min(_BLOCK, size - offset), at + offset))
     finally:
-        for file in opened.values():
-            file.close()
+        for done in opened.values():
+            done.close()
 
 
 def _digest_gguf(model: str, digest: Any) -> None:

@@ -1,7 +1,7 @@
 """Folders of this user alone, for files that are run or believed: compiled kernels, converted weights.
 
-A file there is as good as this user's own word, so nobody else may be able to have put it there: neither as the owner of
-a folder on the way to it, nor through a permission, nor by a symbolic link.
+Nobody else may be able to put a file there: neither as the owner of a folder on the way to it, nor through a permission
+or by a symbolic link.
 """
 
 import os
@@ -102,7 +102,7 @@ def check_private(folder: Path, *, alone: bool = False) -> None:
 def read_private(file: Path) -> bytes:
     """The content of a file. Raises PermissionError where another user than this one and root could have written it."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "rb") as opened:
+    with open(descriptor, "rb") as opened:  # noqa: PTH123
         status = os.fstat(descriptor)
         _check_owner(file, status)
         if not stat.S_ISREG(status.st_mode):

@@ -11,9 +11,11 @@ Context is `process_fields.set(worker=...)` once at the start, and structlog's
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Mapping
+from logging.handlers import WatchedFileHandler
 from typing import TextIO
 
 import structlog
@@ -90,17 +92,32 @@ def set_level(level: str) -> str:
     return str(before)
 
 
-def configure_logging(level: str = "INFO", json: bool | None = None, *, stream: TextIO | None = None) -> None:
+def takes_colours(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether colour codes may be written: to a terminal that knows them, and whose user does not refuse them."""
+    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def configure_logging(
+    level: str = "INFO",
+    json: bool | None = None,
+    *,
+    stream: TextIO | None = None,
+    file: str | None = None,
+    colours: bool = True,
+) -> None:
     """Send every log line to `stream` (stderr) in one format. Calling it again replaces the first call.
 
     Args:
         level: DEBUG, INFO, WARNING, ERROR or CRITICAL, in any case. Raises LogLevelError for another.
         json: one JSON object a line; None means JSON unless `stream` is a terminal.
+        file: append to this file instead, and open it anew where it was renamed, as logrotate does.
+        colours: False leaves them out even where the terminal takes them.
     """
     if level.upper() not in LEVELS:
         raise LogLevelError(level, LEVELS)
     stream = sys.stderr if stream is None else stream
-    as_json = not stream.isatty() if json is None else json
+    as_json = (file is not None or not stream.isatty()) if json is None else json
+    colours = colours and file is None and takes_colours(stream)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         process_fields,
@@ -120,7 +137,7 @@ def configure_logging(level: str = "INFO", json: bool | None = None, *, stream: 
         # a cached logger would keep the processors of an earlier call
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(stream) if file is None else WatchedFileHandler(file, encoding="utf-8")
     handler.addFilter(remove_private_arguments)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -131,19 +148,22 @@ def configure_logging(level: str = "INFO", json: bool | None = None, *, stream: 
                 structlog.processors.StackInfoRenderer(),
                 structlog.processors.format_exc_info,
                 remove_private_keys,
-                _renderer(as_json),
+                _renderer(as_json, colours=colours),
             ],
         )
     )
     root = logging.getLogger()
+    for replaced in root.handlers:
+        if isinstance(replaced, WatchedFileHandler):
+            replaced.close()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
-def _renderer(as_json: bool) -> Processor:
+def _renderer(as_json: bool, *, colours: bool) -> Processor:
     if as_json:
         return structlog.processors.JSONRenderer()
-    return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    return structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
 
 
 def remove_private_keys(_: WrappedLogger, __: str, event_dict: EventDict) -> EventDict:

@@ -71,9 +71,7 @@ def split(folder: Path) -> None:
         split,
     ],
 )
-def test_a_copy_of_a_checkpoint_has_its_fingerprint(
-    original: Path, copy: Path, change: Callable[[Path], None]
-) -> None:
+def test_a_copy_of_a_checkpoint_has_its_fingerprint(original: Path, copy: Path, change: Callable[[Path], None]) -> None:
     change(copy)
     assert len(fingerprint(str(original))) == 16
     assert fingerprint(str(copy)) == fingerprint(str(original))

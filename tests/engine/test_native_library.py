@@ -188,9 +188,7 @@ def test_where_nothing_can_be_kept_a_kernel_is_built_for_this_process(
     assert "compiled kernels cannot be kept, so every start builds them" in caplog.text
 
 
-def test_where_files_must_not_run_a_kernel_is_loaded_from_memory(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_files_must_not_run_a_kernel_is_loaded_from_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths: list[str] = []
 
     def refuse_files(path: str) -> ctypes.CDLL:  # as a file system that is mounted noexec does

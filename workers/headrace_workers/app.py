@@ -43,8 +43,9 @@ def create_app(settings: WorkerSettings) -> Celery:
     app.steps["worker"].add(EngineStep)
     app.steps["consumer"].add(EngineConsumerStep)
 
-    def configure(**_: Any) -> None:
-        configure_logging(settings.log_level, settings.log_json)
+    def configure(*, logfile: str | None = None, colorize: bool | None = None, **_: Any) -> None:
+        # Celery's own --logfile and --no-color
+        configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False)
         logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # a line a request, with nothing new in it
 
     setup_logging.connect(configure, weak=False)

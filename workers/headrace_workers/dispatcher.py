@@ -91,6 +91,7 @@ class Dispatcher:
         self._on_given_up = on_given_up
         self._in_flight = InFlight(client, self.settlement, metrics, self._tracing, publish_interval)
         self._intake: Intake | None = None
+        self._model_info: ModelInfo
         self._engine_waiting = 0
         self._draining = False
         self._paused = False

@@ -116,8 +116,8 @@ class Settlement:
         """As `complete`, for a job that this worker's model must not continue: it would be another's answer."""
         logger.warning("model changed", **job.log_fields, begun_with=str(job.begun_with), serves=str(job.model))
         message = (
-            f"the request was begun with {job.begun_with}, and this worker serves {job.model}: its tokens so far are kept,"
-            " and another model must not continue them; send it again under a new id"
+            f"the request was begun with {job.begun_with}, and this worker serves {job.model}: its tokens so far are"
+            " kept, and another model must not continue them; send it again under a new id"
         )
         self.complete(job, "error", ErrorInfo("model_changed", message))
 

@@ -1,7 +1,7 @@
 """Compiled kernels: C sources of this package, built once a machine and loaded through ctypes.
 
-A library is built with the C compiler at hand and kept in the user's cache, keyed by source, compiler and processor. What
-is loaded runs with all rights of this process, so it is kept and taken only where nobody else can write.
+A library is built with the C compiler at hand and kept in the user's cache, keyed by source, compiler and processor.
+What is loaded runs with all rights of this process, so it is kept and taken only where nobody else can write.
 """
 
 import ctypes
@@ -115,7 +115,10 @@ def _identity(source: str, compiler: str) -> str:
 
 
 def _intact(library: Path) -> bool:
-    """Whether it is there, this user's own, and whole: the process that loads what a crash cut short ends by a signal."""
+    """Whether it is there, this user's own, and whole.
+
+    A process that loads what a crash cut short ends by a signal.
+    """
     try:
         content = read_private(library)
     except FileNotFoundError:
@@ -130,7 +133,7 @@ def _intact(library: Path) -> bool:
 
 
 def _build(source_name: str, source: str, compiler: str, target: Path) -> Path:
-    """Compile into a file that nobody else knows yet. Raises CompilerError, or OSError where there is no room for it."""
+    """Compile into a file that nobody else knows yet. Raises CompilerError, or OSError where there is no room."""
     done = subprocess.run(
         [compiler, *_FLAGS, "-x", "c", "-", "-o", str(target), "-lm"],
         input=source,

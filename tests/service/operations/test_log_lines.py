@@ -1,14 +1,16 @@
 """The log of a real worker: its level changes while it runs, and its lines say whom they are about."""
 
+import sys
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 from click.testing import CliRunner, Result
 
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_workers.cli.control import control
 from service.workers.conftest import make_service, model_folder
-from service.workers.service import Service
+from service.workers.service import DEADLINE, Service
 
 __all__ = ["make_service", "model_folder"]
 
@@ -57,3 +59,14 @@ def test_level_and_fields(make_service: Callable[..., Service]) -> None:
     quiet_again = uuid.uuid4().hex
     send(quiet_again)
     assert [line for line in lines(quiet_again) if line.get("logger", "").startswith("headrace")] == []
+
+
+def test_celerys_own_log_file_gets_the_lines_and_no_colour_codes(
+    make_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    service = make_service()
+    file = tmp_path / "celery.log"
+    command = [sys.executable, "-m", "celery", "-A", "headrace_workers.app", "worker", "--logfile", str(file)]
+    worker = service.start_worker(command=command, log_json="false")
+    service.wait_until(lambda: file.exists() and "engine ready after" in file.read_text(), DEADLINE)
+    assert "\x1b[" not in file.read_text() + worker.log_text()

@@ -221,7 +221,7 @@ def test_the_operator_may_broadcast_and_revoke_and_others_may_not(
     app.close()
     for user in ("client", "producer", "subscriber", "exporter"):
         app = app_of(user)
-        with pytest.raises((redis.exceptions.NoPermissionError, OperationalError), match="(?i)no.?perm"):
+        with pytest.raises((redis.exceptions.NoPermissionError, OperationalError), match=r"(?i)no.?perm"):
             app.control.revoke(stream_of_another)
         app.close()
 
@@ -343,9 +343,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("what", FORBIDDEN)
 @pytest.mark.parametrize("user", ["client", "producer", "subscriber"])
-def test_clients_reach_nothing_of_others(
-    server: EmbeddedServer, stream_of_another: str, user: str, what: str
-) -> None:
+def test_clients_reach_nothing_of_others(server: EmbeddedServer, stream_of_another: str, user: str, what: str) -> None:
     with connect(url_of(server, "admin")) as admin, connect(url_of(server, user)) as client:
         before = sorted(admin.keys())
         for command in FORBIDDEN[what]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from service.workers.service import Service, assert_result_is_stream, results
 
 LONG = 1500
@@ -103,3 +105,69 @@ def test_celerys_own_command_names_a_wrong_setting_in_one_sentence(make_service:
     assert worker.wait() == 1
     [sentence] = worker.log_text().strip().splitlines()
     assert sentence.startswith("headrace: HEADRACE_MAX_NUM_SEQS: ")
+
+
+def other_weights(folder: Path) -> None:
+    """As if another revision had been put there."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 1.0
+    written = file.with_suffix(".new")
+    save_file(tensors, written, metadata={"format": "pt"})
+    written.replace(file)
+
+
+def test_a_worker_of_another_revision_ends_what_was_begun_and_serves_the_rest(
+    make_service: Callable[..., Service], model_folder: str, tmp_path: Path
+) -> None:
+    service = make_service()
+    first = service.start_worker(lease_seconds=1).wait_ready()
+    [begun] = send_all(service, 1)
+    service.wait_tokens([begun.id], at_least=3)
+    first.process.kill()
+    first.wait()
+    revision = tmp_path / "revision"
+    shutil.copytree(model_folder, revision)
+    other_weights(revision)
+    service.start_worker(model=str(revision), lease_seconds=1).wait_ready()
+    fresh = service.generate(max_tokens=4)
+    logs = service.wait_ended([begun.id, fresh.id])
+    for request_id, result in results([begun, fresh]).items():
+        assert_result_is_stream(result, logs[request_id])
+    end = logs[begun.id].end
+    assert end is not None
+    assert end["error"]["code"] == "model_changed"
+    assert end["usage"]["completion_tokens"] == logs[begun.id].num_tokens >= 3
+    assert logs[fresh.id].num_tokens == 4
+    service.wait_settled()
+
+
+def test_files_that_are_replaced_under_a_worker_end_it_when_its_engine_has_to_start_again(
+    make_service: Callable[..., Service], model_folder: str, tmp_path: Path
+) -> None:
+    service = make_service()
+    replaced = tmp_path / "model"
+    shutil.copytree(model_folder, replaced)
+    worker = service.start_worker(model=str(replaced), lease_seconds=60).wait_ready()
+    handles = send_all(service, 2)
+    service.wait_tokens([handle.id for handle in handles], at_least=3)
+    other_weights(replaced)
+    os.kill(worker.engine_pid(), signal.SIGKILL)
+    assert worker.wait() == 1
+    worker.wait_for_log("the model's files were replaced while the worker ran")
+    assert service.leased() == 0
+    assert service.queued() == len(handles)
+
+
+def test_weights_that_are_damaged_end_the_worker_at_its_first_try(
+    make_service: Callable[..., Service], model_folder: str, tmp_path: Path
+) -> None:
+    service = make_service()
+    damaged = tmp_path / "model"
+    shutil.copytree(model_folder, damaged)
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    worker = service.start_worker(model=str(damaged))
+    assert worker.wait() == 1
+    worker.wait_for_log("the worker stops: model .* cannot be loaded: SafetensorError")
+    assert "engine lost" not in worker.log_text()

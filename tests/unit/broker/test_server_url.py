@@ -68,6 +68,8 @@ def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
         ("unix:///run/redis.sock?db=x", "by a number"),
         ("sentinel://a:1,b:2/0", "must name the master"),
         ("sentinel://a:1,/0?master=m", "host:port,host:port, not ''"),
+        ("redis://queue/0?socket_time_out=3", "unknown options: socket_time_out; known are client_name"),
+        ("unix:///run/redis.sock?colour=red", "unknown options: colour; known are client_name"),
         ("sentinel://a:1;sentinel://b:2/0?master=m", "host:port,host:port"),
         ("sentinel://a:1/0?master=m&quorum=2", "unknown options: quorum"),
         ("sentinel:///0?master=m", "must look like"),
@@ -76,6 +78,34 @@ def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_with_the_reason(url: str, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         ServerUrl.parse(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("redis://queue/0?password=hunter2", r"as an option: write redis://user:password@host:port/db"),
+        ("redis://u:hunter2@queue/0?username=hunter2", "as an option"),
+        ("rediss://queue/0?password=hunter2&db=1", "as an option"),
+        ("unix:///run/redis.sock?password=hunter2", "as an option"),
+        ("sentinel://a:1/0?master=m&password=hunter2", "as an option"),
+        ("redis://u:7#hunter2@queue/0", "a # or a / in its password.* %23"),
+        ("redis://u:hunter2#x@queue/0", "a host or a port that cannot be one; in a password"),
+        ("redis://u:7/hunter2@queue/0", "a # or a / in its password.* %2F"),
+        ("redis://u:hunter2/x@queue/0", "a host or a port that cannot be one"),
+        ("redis://u:7?hunter2=x@queue/0", "unknown options; known"),
+        ("redis://u:7?Hunter2=&x=@queue/0", "unknown options"),
+        ("sentinel://u:hunter2/x@a:1/0?master=m", "a # or a / in its password"),
+    ],
+)
+def test_a_password_in_a_wrong_place_is_refused_and_not_shown(url: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint) as error:
+        ServerUrl.parse(url)
+    assert "hunter2" not in str(error.value).lower()
+    assert error.value.__cause__ is None
+
+
+def test_a_password_of_any_characters_is_read_where_it_is_encoded() -> None:
+    assert ServerUrl.parse("redis://u:%40%3A%2F%3F%23%25@queue/0").password == "@:/?#%"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def _restore_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
+    configure_logging()  # which closes the file of an earlier call
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
@@ -193,3 +195,54 @@ def test_fields_of_the_process_are_on_every_line_of_every_thread(lines: Lines) -
     finally:
         process_fields.set()
     assert [line["worker"] for line in lines()] == ["w1", "w1"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ESCAPE = "\x1b["
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_gets_colours_unless_its_user_refuses_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], coloured: bool
+) -> None:
+    for name, value in {"TERM": "xterm", "NO_COLOR": "", **variables}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    configure_logging(stream=terminal)
+    structlog.get_logger("x").warning("engine ready", slots=8)
+    assert (ESCAPE in terminal.getvalue()) == coloured
+    assert "slots" in terminal.getvalue()
+    terminal = Terminal()
+    configure_logging(stream=terminal, colours=False)
+    structlog.get_logger("x").warning("engine ready", slots=8)
+    assert ESCAPE not in terminal.getvalue()
+
+
+def test_what_is_no_terminal_gets_no_colours_whatever_the_format(stream: io.StringIO, tmp_path: Path) -> None:
+    for as_json in (True, False):
+        configure_logging(json=as_json, stream=stream)
+        structlog.get_logger("x").warning("engine ready", slots=8)
+        configure_logging(json=as_json, stream=Terminal(), file=str(tmp_path / "log"))
+        try:
+            raise ValueError("x")
+        except ValueError:
+            logging.getLogger("y").exception("lost")
+    assert ESCAPE not in stream.getvalue()
+    assert ESCAPE not in (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count("lost") == 2
+
+
+def test_a_log_file_is_opened_anew_after_it_was_renamed(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    configure_logging(file=str(file))
+    logging.getLogger("y").warning("one")
+    file.rename(tmp_path / "log.1")
+    logging.getLogger("y").warning("two")
+    assert json.loads(file.read_text())["event"] == "two"

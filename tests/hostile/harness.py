@@ -1,6 +1,5 @@
 """Hostile messages by the hundred into a running service, and an account of what became of every single one."""
 
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from typing import Any
 
 import msgpack
 
-from headrace_broker.envelope import is_request_id
+from headrace_broker.content import loads_stored
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.keys import ended_key, result_key, stream_key
 from hostile.messages import HONEST_TOKENS, SECRET, Generator, Hostile
 from service.workers.service import Service, StreamLog
@@ -162,7 +162,7 @@ class Harness:
             if time.monotonic() > deadline:
                 return f"lost: an end, {log.end}, but no result"
             time.sleep(0.02)
-        stored: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
+        stored: dict[str, Any] = loads_stored(packed)
         if stored["status"] == "REVOKED":
             return "revoked"
         if stored["status"] == "FAILURE" and log.end["error"] is not None:
@@ -204,11 +204,7 @@ class Harness:
 
 def id_of(raw: bytes) -> str | None:
     """The request id that a message carries, where it can be one."""
-    try:
-        request_id = json.loads(raw)["headers"]["id"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return request_id if is_request_id(request_id) else None
+    return DeadLetter("", "", 0, raw).request_id
 
 
 def resident_mib(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""What a stranger may put into the queue: 32 kinds of wrong messages, and one of honest ones, all drawn from a seed.
+"""What a stranger may put into the queue: 33 kinds of wrong messages, and one of honest ones, all drawn from a seed.
 
 Every text in them holds `SECRET`, which must never stand in a log.
 """
@@ -270,6 +270,13 @@ class Generator:
         except (OverflowError, ValueError):
             good["body"] = ""
         return good
+
+    def kind_json_body(self) -> dict[str, Any]:
+        params = {self._draw.choice(PARAMS): self._odd()}
+        content = json.dumps([[], {"prompt": self._text(), "sampling_params": params}, EMBED]).encode()
+        cut = self._draw.randrange(len(content)) if self._draw.random() < 0.2 else len(content)
+        content_type = {"content_type": "application/json", "content_encoding": "utf-8"}
+        return message(content[:cut], request_id=self._id(), **content_type)
 
     def kind_bad_base64(self) -> dict[str, Any]:
         good = self._good()

@@ -5,13 +5,19 @@ run in the engine, and Redis holds what waits. A command that has no meaning her
 that are not named here are Celery's own. Importing this module registers them.
 """
 
+import platform
+import re
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
+from celery.app.utils import HIDDEN_SETTINGS
 from celery.exceptions import WorkerShutdown
 from celery.platforms import EX_OK
+from celery.utils.serialization import jsonify
 from celery.worker import control
+from kombu.utils.encoding import safe_repr
 
 from headrace_broker.delayed_messages import DelayedMessage, delayed_messages
 from headrace_broker.envelope import MAX_ID_CHARS, is_request_id
@@ -36,6 +42,7 @@ REFUSED: Final = {
 """Why each of these commands does nothing."""
 
 _MAX_IDS: Final = 1000
+_URL_SECRETS: Final = re.compile(r"(?<=://)[^/@]*@|\?[^;]*")
 _MAX_SCHEDULED: Final = 100
 
 
@@ -43,6 +50,22 @@ def engine_step(state: Any) -> "EngineStep":
     """The worker's own step; `state` is what Celery gives to each command."""
     step: EngineStep = state.consumer.controller.headrace
     return step
+
+
+def conf(state: Any, with_defaults: Any = False, **_: Any) -> dict[str, Any]:
+    """Celery's settings without secrets. Celery's own fails where the server is a socket, and shows ?password=."""
+    table = state.app.conf.table(with_defaults=bool(with_defaults), censored=False)
+    shown: dict[str, Any] = jsonify(
+        table, keyfilter=lambda key: isinstance(key, str) and not key.startswith("__"), unknown_type_filter=safe_repr
+    )
+    return {name: _censored(name, value) for name, value in shown.items()}
+
+
+def report(state: Any, **_: Any) -> dict[str, str]:
+    """Versions and settings, for a report of a fault."""
+    versions = " ".join(f"{name}:{version(name)}" for name in ("headrace", "celery", "kombu", "redis"))
+    settings = "\n".join(f"{name}: {value!r}" for name, value in conf(state).items())
+    return {"ok": f"{versions} python:{platform.python_version()}\n{platform.platform()}\n\n{settings}"}
 
 
 def stats(state: Any, **_: Any) -> dict[str, Any]:
@@ -152,6 +175,17 @@ def _bad_ids(value: Any, most: int = _MAX_IDS) -> bool:
     return not isinstance(ids, list | tuple) or len(ids) > most or not all(map(is_request_id, ids))
 
 
+def _censored(name: str, value: Any) -> Any:
+    """A setting without what is secret by its name, and without users, passwords and options of URLs."""
+    if isinstance(value, dict):
+        return {inner: _censored(str(inner), of) for inner, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_censored("", of) for of in value]
+    if HIDDEN_SETTINGS.search(name) and value:
+        return "********"
+    return _URL_SECRETS.sub("", value) if isinstance(value, str) and "://" in value else value
+
+
 def _is_plain(value: Any) -> bool:
     """Whether it is a name or a number, and no URL, which may hold a password."""
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and "@" not in value)
@@ -178,6 +212,9 @@ def _schedule_entry(message: DelayedMessage) -> dict[str, Any]:
 
 
 _OURS: Final = {
+    "conf": conf,
+    "dump_conf": conf,
+    "report": report,
     "stats": stats,
     "scheduled": scheduled,
     "dump_schedule": scheduled,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
 from service.operations.client_snippets import commands
 from service.ports import free_port
@@ -51,6 +52,14 @@ def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             made.close()
 
 
+@pytest.fixture(scope="module")
+def name(service: Service) -> str:
+    """The worker's: a command for it alone does not wait for others."""
+    with Celery(broker=service.url, set_as_current=False) as app:
+        [answer] = app.control.ping(timeout=60, limit=1)
+    return str(*answer)
+
+
 def command_line(service: Service, arguments: str) -> list[str]:
     return [sys.executable, "-m", "celery", "-b", service.url, "--result-backend", service.url, *shlex.split(arguments)]
 
@@ -72,21 +81,20 @@ def test_the_readme_shows_these_commands() -> None:
 
 
 def test_status_sees_the_worker(service: Service) -> None:
-    assert "1 node online" in celery(service, "status --timeout 30")
+    assert "1 node online" in celery(service, "status --timeout 10")
 
 
 @pytest.mark.parametrize("command", INSPECT)
-def test_inspect_gets_an_answer(service: Service, command: str) -> None:
-    printed = celery(service, f"inspect --timeout 30 --json {command}")
+def test_inspect_gets_an_answer(service: Service, name: str, command: str) -> None:
+    printed = celery(service, f"inspect --timeout 60 -d {name} --json {command}")
     [answer] = json.loads(printed).values()
     assert answer is not None
 
 
-def test_a_refused_command_is_printed_as_an_error(service: Service) -> None:
-    printed = celery(service, "control --timeout 30 pool_grow 3")
-    assert "--max-num-seqs" in printed
-    assert QUEUE in celery(service, "control --timeout 30 add_consumer foreign")
-    assert "1 node online" in celery(service, "status --timeout 30")
+def test_a_refused_command_is_printed_as_an_error(service: Service, name: str) -> None:
+    assert "--max-num-seqs" in celery(service, f"control --timeout 60 -d {name} pool_grow 3")
+    assert QUEUE in celery(service, f"control --timeout 60 -d {name} add_consumer foreign")
+    assert "pong" in celery(service, f"inspect --timeout 60 -d {name} ping")
 
 
 def test_call_sends_a_request_and_result_reads_it(service: Service) -> None:
@@ -97,10 +105,10 @@ def test_call_sends_a_request_and_result_reads_it(service: Service) -> None:
     assert "'completion_tokens': 3" in celery(service, f"result {request_id}")
 
 
-def test_control_revokes_a_running_request(service: Service) -> None:
+def test_control_revokes_a_running_request(service: Service, name: str) -> None:
     running = service.generate(max_tokens=2000)
     service.wait_tokens([running.id], at_least=3)
-    assert running.id in celery(service, f"control --timeout 30 terminate TERM {running.id}")
+    assert running.id in celery(service, f"control --timeout 60 -d {name} terminate TERM {running.id}")
     log = service.wait_ended([running.id])[running.id]
     assert log.end is not None
     assert log.end["finish_reason"] == "cancelled"

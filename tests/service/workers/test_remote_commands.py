@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,6 +116,7 @@ def test_a_worker_whose_queue_was_cancelled_takes_nothing_and_is_not_ready(
         assert running.get(timeout=120)["usage"]["completion_tokens"] == 2000
         assert service.queued() == 1
         service.cut_connections(worker)
+    with Celery(broker=service.url, set_as_current=False) as app:
         assert ask(app, "active_queues") == []
         assert "ok" in ask(app, "add_consumer", {"queue": QUEUE})
         assert waiting.get(timeout=60)["usage"]["completion_tokens"] == 4
@@ -153,33 +155,25 @@ def test_delayed_messages_are_scheduled_until_their_time(service: Service, bare:
 
 
 def test_events_of_tasks_can_be_switched_off_and_on(service: Service, bare: Celery) -> None:
-    heard: list[dict[str, Any]] = []
-
-    def listen_until(kind: str) -> list[str]:
-        service.wait_until(lambda: drain() or any(event["type"] == kind for event in heard))
-        return [event["type"] for event in heard]
+    heard: list[str] = []
 
     with bare.connection_for_read() as connection:
-        receiver = bare.events.Receiver(connection, handlers={"*": heard.append})
-        with receiver.Consumer(connection.channel(), queues=[receiver.queue], accept=receiver.accept, no_ack=True) as c:
-            c.callbacks = [lambda body, _: [receiver._receive(body, None)]]
-
-            def drain() -> None:
-                try:
-                    connection.drain_events(timeout=0.2)
-                except TimeoutError:
-                    return
-
-            assert ask(bare, "disable_events") == {"ok": "task events disabled"}
-            assert ask(bare, "disable_events") == {"ok": "task events already disabled"}
-            service.generate(max_tokens=2).get(timeout=60)
-            ask(bare, "heartbeat")
-            listen_until("worker-heartbeat")
-            drain()
-            assert not any(event["type"].startswith("task-") for event in heard)
-            assert ask(bare, "enable_events") == {"ok": "task events enabled"}
-            service.generate(max_tokens=2).get(timeout=60)
-            assert "task-received" in listen_until("task-succeeded")
+        receiver = bare.events.Receiver(connection, handlers={"*": lambda event: heard.append(event["type"])})
+        listener = threading.Thread(target=receiver.capture, kwargs={"limit": None}, daemon=True)
+        listener.start()
+        service.wait_until(lambda: "worker-heartbeat" in heard)
+        assert ask(bare, "disable_events") == {"ok": "task events disabled"}
+        assert ask(bare, "disable_events") == {"ok": "task events already disabled"}
+        service.generate(max_tokens=2).get(timeout=60)
+        service.wait_settled()
+        before = heard.count("worker-heartbeat")
+        service.wait_until(lambda: heard.count("worker-heartbeat") > before + 1)
+        assert not any(kind.startswith("task-") for kind in heard)
+        assert ask(bare, "enable_events") == {"ok": "task events enabled"}
+        service.generate(max_tokens=2).get(timeout=60)
+        service.wait_until(lambda: "task-succeeded" in heard)
+        receiver.should_stop = True
+        listener.join()
 
 
 def test_a_shutdown_lets_running_requests_finish(make_service: Callable[..., Service]) -> None:

@@ -10,7 +10,9 @@ DEAD_LETTERS_KEY: Final = "headrace:dead"
 # The worker's lease transport; one set of keys serves all queues of a Redis database.
 LEASES_KEY: Final = "headrace:lease:leases"  # sorted set: lease id -> when it expires, by Redis's clock
 # :held:<list>, :delayed:<list>  the same, of one list's messages: in a worker's hands, and before their time
-LEASE_REQUESTS_KEY: Final = f"{LEASES_KEY}:request"  # hash: request id -> lease id of the message that came first with it
+LEASE_REQUESTS_KEY: Final = (
+    f"{LEASES_KEY}:request"  # hash: request id -> lease id of the message that came first with it
+)
 LEASE_BODIES_KEY: Final = "headrace:lease:body"  # hash: lease id -> the message, byte for byte, sorted or leased
 LEASE_RECORDS_KEY: Final = "headrace:lease:record"  # hash: lease id -> its place and charge, msgpack
 LEASE_META_KEY: Final = "headrace:lease:meta"  # hash: lease id -> "<owner>|<list it came from>"

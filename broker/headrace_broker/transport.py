@@ -27,8 +27,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
-from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.dead_letters import DUPLICATE_ID
+from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.envelope import check_envelope, content_digest
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare

@@ -12,7 +12,6 @@ from typing import Any
 
 import redis
 import structlog
-from celery.worker.state import task_ready
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.dead_letters import DUPLICATE, DUPLICATE_ID, DeadLetter
@@ -137,9 +136,9 @@ class Settlement:
         """The stream takes nothing more from this job."""
         logger.info("stream refused a chunk", **job.log_fields, outcome=outcome.value)
         if outcome in (WriteOutcome.FENCED, WriteOutcome.ROLLED_BACK):
-            # Fenced: another worker has it. Then this lease is lost, too, and handing back does nothing; where it is not,
-            # somebody else wrote to the stream, and the next claim sees what is there. Rolled back: more is lost than was
-            # kept here, and the next attempt generates it again. Whose doing either is cannot be told, so it counts.
+            # Fenced: another worker has the request, and this lease is lost: then handing back does nothing. Or
+            # somebody else wrote to the stream: then the next claim sees what is there. Rolled back: more is lost than
+            # was kept here, and the next attempt generates it again. Whose doing it is cannot be told, so it counts.
             self.forget(job)
             self._metrics.request_handed_back()
             self._metrics.message_returned(outcome.value)

@@ -8,7 +8,7 @@ from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.scripts import lua
-from headrace_broker.streams import Ending, ENDED_SECONDS, StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams import ENDED_SECONDS, Ending, StreamWrite, StreamWriter, WriteOutcome
 from headrace_broker.submission import cancel_call
 from headrace_broker.subscriber import read_stream, read_streams
 

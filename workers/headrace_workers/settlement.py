@@ -188,7 +188,6 @@ class Settlement:
     def set_aside(self, request_id: str, celery_request: Any) -> None:
         """The request id is another message's: this one becomes a dead letter, and changes nothing of the other's."""
         logger.warning("request id is another message's", request_id=request_id)
-        celery_request.cost(0)
         celery_request.set_aside()
 
     def give_back(self, celery_request: Any, error: Exception) -> bool:

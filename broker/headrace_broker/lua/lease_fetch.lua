@@ -81,8 +81,10 @@ local function set_aside(body, list, tenant, first)
   bytes_left = bytes_left - #known
   if not is_readable(known) then
     local record = record_of(first)
-    record.request = nil
-    keep(first, record)
+    if record then
+      record.request = nil
+      keep(first, record)
+    end
     return false
   end
   local content = content_of(body)

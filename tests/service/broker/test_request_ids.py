@@ -74,6 +74,20 @@ def test_a_second_message_of_the_same_content_is_dropped_whatever_its_envelope_s
     assert (reported, dead_letters(redis_client)) == ([], [])
 
 
+def test_a_message_that_waits_for_its_time_keeps_its_id(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r", eta="2099-01-01T00:00:00"))
+    [leased] = take(leases)
+    leases.postpone(leased.lease_id, 3600)
+    redis_client.lpush(LISTS[0], raw("r", b"another"), raw("r"))
+    assert take(leases) == []
+    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+    redis_client.zadd(LEASES_KEY, {leased.lease_id: 1})
+    leases.reap()
+    assert [again.bound_id for again in take(leases)] == ["r"]
+
+
 def end_by_ack(leases: Leases, leased: LeasedMessage) -> None:
     leases.ack(leased.lease_id)
 

@@ -389,7 +389,7 @@ class Generator:
             case 1:
                 return message(msgpack.packb([1, self._text()]), request_id=request_id)
             case 2:
-                return self._good(request_id=request_id, expires=(self._now - timedelta(days=1)).isoformat())
+                return self._good(request_id=request_id, expires="2001-01-01T00:00:00")
             case 3:
                 return self._good(request_id=request_id, task="os.system")
             case 4:

@@ -197,7 +197,7 @@ class StreamWriter:
         if abandon_after is not None:
             start["abandon_after"] = abandon_after
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
-        args = [pack(start), self._ttl_seconds, content or ""]
+        args: list[str | int | bytes] = [pack(start), self._ttl_seconds, content or ""]
         attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if state == _ENDED else None
@@ -251,7 +251,8 @@ class StreamWriter:
         if content:
             data["content"] = content
         keys = [stream_key(request_id), ended_key(request_id)]
-        args = [pack(data), self._ttl_seconds, self._ttl_seconds, ENDED_SECONDS, content]
+        ttl = self._ttl_seconds
+        args: list[str | int | bytes] = [pack(data), ttl, ttl, ENDED_SECONDS, content]
         found = self._end(keys=keys, args=args)
         if found is None:
             return Ending.WRITTEN

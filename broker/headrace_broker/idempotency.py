@@ -22,7 +22,7 @@ KEPT_SECONDS: Final = 86_400
 
 
 class IdempotencyKeys:
-    """The keys of a Redis database; each belongs to one model, one tenant and one content. Redis's errors pass through."""
+    """The keys of a Redis database; each is bound to a model, a tenant and a content. Redis's errors pass through."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
@@ -42,11 +42,8 @@ class IdempotencyKeys:
         bound: set[str] = set()
         for submission in submissions:
             if submission.request_id in used_ids and not self._is_known(submission):
-                raise InvalidRequestError(
-                    [
-                        f"request_id {submission.request_id!r} was used for a request that runs or has ended: choose a new id"
-                    ]
-                )
+                used = f"request_id {submission.request_id!r} was used for a request that runs or has ended"
+                raise InvalidRequestError([f"{used}: choose a new id"])
             if "idempotency_key" not in submission.headers:
                 request_ids.append(submission.request_id)
                 to_send.append(submission)

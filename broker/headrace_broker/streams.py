@@ -151,8 +151,8 @@ def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -
 class Claim:
     """The right to write to a stream as `attempt`, and everything that earlier attempts wrote.
 
-    Where `ended` is set the request was already over, where `is_anothers` the stream is that of another message with the
-    same request id: nothing was claimed and nothing may be written.
+    Nothing was claimed and nothing may be written where `ended` is set, as the request was already over, and where
+    `is_anothers` is, as the stream is that of another message with the same request id.
     """
 
     attempt: int
@@ -162,7 +162,7 @@ class Claim:
     """How many engine processes, of any worker, died with this request in them; see `engine_losses.py`."""
     is_anothers: bool = False
     has_replaced: bool = False
-    """What lay in the stream's place could not be gone on with, and was deleted: no worker of ours had written it."""
+    """The stream had ids behind which nothing can come, which no worker writes: it was deleted and begun anew."""
 
 
 def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
@@ -215,7 +215,7 @@ class StreamWriter:
         if model is not None:
             start |= model.to_wire()
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
-        args = [pack(start), self._ttl_seconds, content or ""]
+        args: list[str | int | bytes] = [pack(start), self._ttl_seconds, content or ""]
         attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if state == _ENDED else None
@@ -266,13 +266,15 @@ class StreamWriter:
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
         """Ends a stream that this worker never claimed, or that is no longer its own.
 
-        `content` is the digest of the message that is over: only its own stream is ended.
+        `content` is the digest of the message that is over: only its own stream is ended. A key of another type in the
+        stream's place is replaced.
         """
         data = end_data(finish_reason, None, error)
         if content:
             data["content"] = content
         keys = [stream_key(request_id), ended_key(request_id)]
-        args = [pack(data), self._ttl_seconds, self._ttl_seconds, ENDED_SECONDS, content]
+        ttl = self._ttl_seconds
+        args: list[str | int | bytes] = [pack(data), ttl, ttl, ENDED_SECONDS, content]
         found = self._end(keys=keys, args=args)
         if found is None:
             return Ending.WRITTEN

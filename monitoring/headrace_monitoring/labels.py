@@ -37,7 +37,7 @@ RETURN_REASONS = (
     "rolled_back",
     "result_not_stored",
 )
-"""Why a worker gives a message back to the queue. The first four are the fleet's own doing; the others count as a delivery."""
+"""Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
 # where a value outside its set is counted: a new reason must not become a new series

@@ -136,7 +136,7 @@ class Metrics:
         self._queue.returned[reason].inc()
 
     def stream_replaced(self) -> None:
-        """What lay in a stream's place was deleted, as no worker can have written it."""
+        """A stream was deleted and begun anew, as no worker can have written it."""
         self._queue.streams_replaced.inc()
 
     def stream_gone(self) -> None:

@@ -1,7 +1,8 @@
 """Rounds of faults on a running service, and what each cost.
 
 A round sends requests, waits until tokens flow, breaks something, and then waits for every stream to end. Nothing may
-be lost, doubled or out of order, and every output must be what the same request gave undisturbed.
+be lost, doubled or out of order, and every output must be what the same request gave undisturbed. All the while an
+intruder attacks the requests with a producer's rights.
 """
 
 import random
@@ -15,10 +16,11 @@ import redis
 from celery.result import AsyncResult
 
 from chaos.faults import FAULTS, Fault
+from chaos.intruder import TENANT, Intruder
 from chaos.load import kinds
 from chaos.site import Site
 from chaos.watcher import Watcher
-from service.workers.service import ChoiceStream, assert_result_is_stream
+from service.workers.service import QUEUE, ChoiceStream, assert_result_is_stream
 
 REQUESTS_A_ROUND = 8
 END_SECONDS = 300.0  # all workers may have to start anew, on a slow machine
@@ -32,6 +34,8 @@ class Round:
     number: int
     fault: str
     requests: int = 0
+    attacks: int = 0
+    """What the intruder did meanwhile."""
     resumed: int = 0
     """Requests that more than one attempt worked on."""
     lost: int = 0
@@ -85,6 +89,7 @@ class Harness:
         handles = [self._site.service.send(self._kinds[number].body) for number in numbers]
         account.requests = len(handles)
         watcher = Watcher(self._site.server.url, [handle.id for handle in handles])
+        intruder = self._intrude(handles, numbers)
         try:
             self._wait_for_tokens(watcher, handles, at_least=self._draw.randrange(1, 80))
             open_streams = [handle.id for handle in handles if handle.id not in watcher.ended]
@@ -93,6 +98,8 @@ class Harness:
             self._wait(lambda: len(watcher.ended) == len(handles), END_SECONDS)
         finally:
             watcher.stop()
+            intruder.stop()
+        account.attacks = intruder.num_attacks
         account.gaps = watcher.longest_gaps(broken_at, open_streams)
         for handle, kind_number in zip(handles, numbers, strict=True):
             self._check(account, handle, kind_number, ended=handle.id in watcher.ended)
@@ -100,6 +107,13 @@ class Harness:
         self._forget(handles)
         account.seconds = time.monotonic() - started
         return account
+
+    def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
+        """From when a worker has seen every request: a message that comes before an id's own would have the id."""
+        request_ids = [handle.id for handle in handles]
+        self._wait(lambda: self._site.client.llen(QUEUE) == 0, 30.0)
+        prompts = [self._kinds[number].prompt for number in numbers]
+        return Intruder(self._site.server.url, request_ids, prompts, self._draw.randrange(2**32))
 
     def _strike(self, account: Round, fault: Fault) -> float | None:
         try:
@@ -140,10 +154,10 @@ class Harness:
             self._site.service.wait_settled(SETTLE_SECONDS)
         except AssertionError as error:
             account.problems.append(f"messages are left over: {error}"[:400])
-        dead = self._site.client.llen("headrace:dead")
+        dead = [letter for letter in self._site.service.dead_letters() if TENANT.encode() not in letter[b"body"]]
         if dead:
-            account.problems.append(f"{dead} dead letters")
-            self._site.client.delete("headrace:dead")
+            account.problems.append(f"{len(dead)} dead letters: {[letter[b'reason'] for letter in dead]}"[:400])
+        self._site.client.delete("headrace:dead")
         gone = self._site.take_ended()
         account.problems += [f"a worker ended by itself, see {log}" for log in gone]
 
@@ -170,6 +184,7 @@ def _line(name: str, rounds: Sequence[Round]) -> dict[str, Any]:
         "fault": name,
         "rounds": len(rounds),
         "requests": sum(r.requests for r in rounds),
+        "attacks": sum(r.attacks for r in rounds),
         "resumed": sum(r.resumed for r in rounds),
         "lost": sum(r.lost for r in rounds),
         "broken": sum(r.broken for r in rounds),

@@ -125,6 +125,8 @@ class Generator:
         self._draw = random.Random(seed)
         self._now = datetime.now(UTC)
         self._honest_ids: list[str] = []
+        self._urgent_honest_ids: list[str] = []
+        """Of those in the list that hostile messages go to: these come behind them."""
         self._last: bytes = b"{}"
         self._kinds: list[tuple[str, Callable[[], bytes | dict[str, Any]]]] = [
             (name[5:], getattr(self, name))
@@ -148,6 +150,8 @@ class Generator:
         )
         made["properties"]["priority"] = priority
         self._honest_ids.append(made["headers"]["id"])
+        if not priority:
+            self._urgent_honest_ids.append(made["headers"]["id"])
         return Hostile("honest", dumps(made), f"{QUEUE}{SEPARATOR}{priority}" if priority else QUEUE, honest=True)
 
     def _hostile(self) -> Hostile:
@@ -382,6 +386,27 @@ class Generator:
 
     def kind_same_id(self) -> dict[str, Any]:
         return self._good(request_id=self._draw.choice(self._honest_ids) if self._honest_ids else "same")
+
+    def kind_same_id_and_worse(self) -> dict[str, Any]:
+        """What would end the honest request of that id, or have it answered otherwise."""
+        request_id = self._urgent_honest_ids[-1] if self._urgent_honest_ids else "same"
+        match self._draw.randrange(7):
+            case 0:
+                return message(b"\xc1", request_id=request_id)
+            case 1:
+                return message(msgpack.packb([1, self._text()]), request_id=request_id)
+            case 2:
+                return self._good(request_id=request_id, expires="2001-01-01T00:00:00")
+            case 3:
+                return self._good(request_id=request_id, task="os.system")
+            case 4:
+                return self._good(request_id=request_id, compression="application/x-gzip")
+            case 5:
+                return message(body({"prompt": self._text(), "sampling_params": {"n": 0}}), request_id=request_id)
+            case _:
+                return message(
+                    body({"prompt": self._text(), "sampling_params": params(max_tokens=9)}), request_id=request_id
+                )
 
     # -- what the queue acts on -----------------------------------------------------------------------------------
 

@@ -147,9 +147,9 @@ class Settlement:
         """The stream takes nothing more from this job."""
         logger.info("stream refused a chunk", **job.log_fields, outcome=outcome.value)
         if outcome in (WriteOutcome.FENCED, WriteOutcome.ROLLED_BACK):
-            # Fenced: another worker has it. Then this lease is lost, too, and handing back does nothing; where it is not,
-            # somebody else wrote to the stream, and the next claim sees what is there. Rolled back: more is lost than was
-            # kept here, and the next attempt generates it again. Whose doing either is cannot be told, so it counts.
+            # Fenced: another worker has the request, and this lease is lost: then handing back does nothing. Or
+            # somebody else wrote to the stream: then the next claim sees what is there. Rolled back: more is lost than
+            # was kept here, and the next attempt generates it again. Whose doing it is cannot be told, so it counts.
             self.forget(job)
             self._metrics.request_handed_back()
             self._metrics.message_returned(outcome.value)
@@ -210,7 +210,6 @@ class Settlement:
     def set_aside(self, request_id: str, celery_request: Any) -> None:
         """The request id is another message's: this one becomes a dead letter, and changes nothing of the other's."""
         logger.warning("request id is another message's", request_id=request_id)
-        celery_request.cost(0)
         celery_request.set_aside()
 
     def give_back(self, celery_request: Any, error: Exception) -> bool:

@@ -95,12 +95,15 @@ local function holder_of(request)
   return id and redis.call('HEXISTS', BODIES, id) == 1 and id or nil
 end
 
--- The message is known no more, and its request id is free.
-local function forget(id)
-  local record = record_of(id)
+local function unbind(id, record)
   if record and record.request and redis.call('HGET', REQUESTS, record.request) == id then
     redis.call('HDEL', REQUESTS, record.request)
   end
+end
+
+-- The message is known no more, and its request id is free.
+local function forget(id)
+  unbind(id, record_of(id))
   redis.call('HDEL', BODIES, id)
   redis.call('HDEL', RECORDS, id)
 end

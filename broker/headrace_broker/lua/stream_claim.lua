@@ -1,10 +1,9 @@
 -- Begins the next attempt at a request, which fences all earlier ones, and reads what they wrote.
 -- KEYS: stream, engine losses, mark of the stream's end, which an earlier life of the request may have left.
 -- ARGV: data of the start entry, seconds to live, digest of the message's content.
--- Returns {attempt, state, entries, engine losses, 1 if what lay there was deleted}. State is 0 where the attempt has
+-- Returns {attempt, state, entries, engine losses, 1 if the stream was deleted first}. State is 0 where the attempt has
 -- begun, 1 where the stream had ended, 2 where it is another message's: then nothing was written.
-local replaced = drop_unusable(KEYS[1])
-local last, attempt = tail(KEYS[1])
+local last, attempt, _, replaced = usable_tail(KEYS[1])
 if last and is_of_another(KEYS[1], ARGV[3]) then return {attempt, 2, {}, 0, replaced} end
 local losses = redis.pcall('GET', KEYS[2]) -- where it is of another type, nothing is known
 losses = type(losses) == 'string' and tonumber(losses) or 0

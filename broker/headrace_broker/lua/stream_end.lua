@@ -3,8 +3,8 @@
 -- exist, seconds that the mark outlives the stream; from a worker also the digest of its message's content.
 -- Returns nothing, or the data of the end entry that was there already, or '' where the stream is another message's.
 local content = ARGV[5]
-if content then drop_unusable(KEYS[1]) end
-local last, attempt, tokens = tail(KEYS[1])
+if content and redis.call('TYPE', KEYS[1]).ok ~= 'stream' then redis.call('DEL', KEYS[1]) end
+local last, attempt, tokens = usable_tail(KEYS[1])
 if last and content and is_of_another(KEYS[1], content) then return '' end
 if last and field(last, 'type') == 'end' then return field(last, 'data') end
 local seconds = last and ARGV[2] or ARGV[3]

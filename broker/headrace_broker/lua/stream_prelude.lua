@@ -42,17 +42,13 @@ end
 -- No worker counts attempts or tokens so far. An id has 64 bits for each, and Lua counts exactly up to 2^53.
 local HIGHEST_COUNT = 1000000000
 
--- Deletes what lies in the stream's place and cannot be gone on with: a key of another type, or entries with ids behind
--- which there is no room for the next. Returns 1 where it did.
-local function drop_unusable(key)
-  local kind = redis.call('TYPE', key).ok
-  if kind == 'none' then return 0 end
-  if kind == 'stream' then
-    local _, attempt, tokens = tail(key)
-    if attempt < HIGHEST_COUNT and tokens < HIGHEST_COUNT then return 0 end
-  end
+-- As `tail`, of a stream that can be gone on with. One with ids behind which there is no room for the next is deleted;
+-- then the last value is 1.
+local function usable_tail(key)
+  local last, attempt, tokens = tail(key)
+  if attempt < HIGHEST_COUNT and tokens < HIGHEST_COUNT then return last, attempt, tokens, 0 end
   redis.call('DEL', key)
-  return 1
+  return nil, 0, 0, 1
 end
 
 local function append(key, attempt, offset, kind, data)

@@ -91,7 +91,7 @@ def _deliveries() -> list[Panel]:
         ),
         graph(
             "Streams replaced (1 h)",
-            "What lay in a stream's place could not be gone on with; no worker had written it.",
+            "Streams with ids behind which nothing can come; no worker writes these.",
             "none",
             [(increase("streams_replaced_total", "instance"), "{{instance}}")],
         ),

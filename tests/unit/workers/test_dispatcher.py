@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 
 from headrace_broker.dead_letters import DeadLetter
 from headrace_engine.core.outputs import EngineCoreOutput
@@ -491,3 +493,67 @@ def test_a_stream_that_is_deleted_under_a_running_request_leaves_a_mark_of_its_e
     assert desk.results["r1"]["error"]["code"] == "expired"
     assert request.fate == ["accepted"]
     assert desk.value("headrace_streams_gone_total") == 1
+
+
+REFUSED = redis.ResponseError("NOAUTH or whatever it says")
+
+
+def test_a_stream_that_alone_is_refused_counts_against_its_request_and_keeps_no_other_out(desk: Desk) -> None:
+    desk.redis.error, desk.redis.refuses_all = REFUSED, False
+    request = desk.accept(FakeCeleryRequest())
+    assert request.fate == ["handed back with a strike"]
+    assert desk.value("headrace_queue_returned_messages_total", reason="stream_refused") == 1
+    desk.redis.error = None
+    desk.assert_idle()
+
+
+def test_a_server_that_refuses_all_writes_counts_against_no_request(desk: Desk) -> None:
+    desk.redis.error = REFUSED
+    request = desk.accept(FakeCeleryRequest())
+    assert request.fate == ["handed back"]
+    assert desk.dispatcher.credit() == 0
+    assert desk.value("headrace_queue_returned_messages_total", reason="redis") == 1
+
+
+def test_a_stream_whose_entries_are_lost_again_and_again_counts_against_its_request(desk: Desk) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.redis.streams["headrace:stream:r1"] = [(0, 0, "start", {"worker": "one that nobody knows"})]
+    desk.generate(14)
+    desk.assert_idle()
+    assert request.fate == ["accepted", "handed back with a strike"]
+    assert desk.value("headrace_queue_returned_messages_total", reason="rolled_back") == 1
+
+
+@pytest.mark.parametrize("sampling_params", [{"n": 2}, {"max_tokens": 0}])
+def test_another_message_with_the_id_of_a_request_that_runs_is_set_aside(
+    desk: Desk, sampling_params: dict[str, Any]
+) -> None:
+    request = desk.accept(FakeCeleryRequest())
+    kwargs = {"prompt": "xyz", "sampling_params": sampling_params}
+    other = desk.accept(FakeCeleryRequest("r1", kwargs, lease_id="l2", content="another"))
+    desk.generate(13, finish=FinishReason.LENGTH)
+    desk.assert_idle()
+    assert (other.fate, request.fate) == (["set aside"], ["accepted"])
+    assert desk.results["r1"]["error"] is None
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["running elsewhere", "ended"])
+@pytest.mark.parametrize("sampling_params", [{"n": 1}, {"max_tokens": 0}], ids=["valid", "invalid"])
+def test_another_message_touches_neither_stream_nor_result_of_the_first(
+    desk: Desk, sampling_params: dict[str, Any], is_over: bool
+) -> None:
+    desk.redis.streams["headrace:stream:r1"] = [(1, 0, "start", {"worker": "another", "content": "first"})]
+    if is_over:
+        desk.redis.streams["headrace:stream:r1"].append((1, 1, "end", {"finish_reason": "stop"}))
+    before = list(desk.redis.entries("r1"))
+    kwargs = {"prompt": "xyz", "sampling_params": sampling_params}
+    other = desk.accept(FakeCeleryRequest("r1", kwargs, content="another"))
+    letter = DeadLetter("undecodable", "headrace.tiny", 1, b'{"headers": {"id": "r1"}}')
+    desk.dispatcher.settlement.dead_letter(letter)
+    desk.dispatcher.settlement.dead_letter(replace(letter, bound_id="r1"))
+    desk.dispatcher.settlement.refuse_malformed("r1", "another")
+    desk.assert_idle()
+    assert other.fate == ["set aside"]
+    assert desk.redis.entries("r1") == before
+    assert desk.results == {}

@@ -1,0 +1,215 @@
+"""Which message a request id belongs to, from its arrival until the message is known no more."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE_ID, DeadLetter, dead_letters, requeue
+from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, LEASES_KEY, queue_lists, stream_key
+from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.results import ErrorInfo
+from headrace_broker.streams import Ending, StreamWrite, StreamWriter
+from service.workers.messages import message
+
+pytestmark = pytest.mark.redis
+
+LISTS = queue_lists("headrace.m")
+OTHER_LISTS = queue_lists("headrace.n")
+
+
+@pytest.fixture
+def leases(redis_client: "redis.Redis") -> Leases:
+    return Leases(redis_client, lease_seconds=60, delivery_limit=2)
+
+
+@pytest.fixture
+def reported(leases: Leases) -> list[DeadLetter]:
+    letters: list[DeadLetter] = []
+    leases.on_dead_letter = letters.append
+    return letters
+
+
+def raw(request_id: Any, body: bytes = b"mine", **changes: Any) -> bytes:
+    return json.dumps(message(body, request_id=request_id, **changes)).encode()
+
+
+def take(leases: Leases, lists: list[str] = LISTS) -> list[LeasedMessage]:
+    messages = leases.fetch(lists, 10)
+    for leased in messages:
+        leases.hold(leased.lease_id, leased)
+    return messages
+
+
+def bound(client: "redis.Redis") -> dict[bytes, bytes]:
+    known: Any = client.hgetall(LEASE_REQUESTS_KEY)
+    return dict(known)
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["waiting", "taken"])
+@pytest.mark.parametrize("lists", [LISTS, OTHER_LISTS], ids=["its own queue", "another queue"])
+def test_a_second_message_of_other_content_becomes_a_dead_letter_that_owns_no_id(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", lists: list[str], is_taken: bool
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"))
+    if is_taken:
+        take(leases)
+    redis_client.lpush(lists[0], raw("r", b"another"), raw("r", tenant="t"), raw("s"))
+    taken = take(leases, [*LISTS, *lists])
+    assert {leased.bound_id for leased in taken} == ({"s"} if is_taken else {"r", "s"})
+    assert [(letter.reason, letter.bound_id, letter.request_id) for letter in reported] == [
+        (DUPLICATE_ID, None, "r")
+    ] * 2
+    assert requeue(redis_client, dead_letters(redis_client)) == []
+
+
+def test_a_second_message_of_the_same_content_is_dropped_whatever_its_envelope_says(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"), raw("r", enqueued_at=7.5), raw("r", expires="2001-01-01T00:00:00"))
+    redis_client.lpush(LISTS[2], raw("r", eta="2001-01-01T00:00:00"))
+    assert [leased.body for leased in take(leases)] == [raw("r")]
+    assert (reported, dead_letters(redis_client)) == ([], [])
+
+
+def test_a_message_that_waits_for_its_time_keeps_its_id(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r", eta="2099-01-01T00:00:00"))
+    [leased] = take(leases)
+    leases.postpone(leased.lease_id, 3600)
+    redis_client.lpush(LISTS[0], raw("r", b"another"), raw("r"))
+    assert take(leases) == []
+    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+    redis_client.zadd(LEASES_KEY, {leased.lease_id: 1})
+    leases.reap()
+    assert [again.bound_id for again in take(leases)] == ["r"]
+
+
+def end_by_ack(leases: Leases, leased: LeasedMessage) -> None:
+    leases.ack(leased.lease_id)
+
+
+def end_by_burial(leases: Leases, leased: LeasedMessage) -> None:
+    leases.bury(leased.lease_id, "poison: x")
+
+
+def end_by_limit(leases: Leases, leased: LeasedMessage) -> None:
+    for _ in range(2):
+        leases.release(leased.lease_id, strike=True)
+        take(leases)
+
+
+def end_by_purge(leases: Leases, leased: LeasedMessage) -> None:
+    leases.release(leased.lease_id)
+    leases.purge(LISTS)
+
+
+@pytest.mark.parametrize("end", [end_by_ack, end_by_burial, end_by_limit, end_by_purge])
+def test_an_id_is_free_again_when_its_message_is_known_no_more(
+    leases: Leases,
+    reported: list[DeadLetter],
+    redis_client: "redis.Redis",
+    end: Callable[[Leases, LeasedMessage], None],
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"))
+    [leased] = take(leases)
+    leases.release(leased.lease_id)
+    [leased] = take(leases)
+    assert bound(redis_client) == {b"r": leased.lease_id.encode()}
+    end(leases, leased)
+    assert bound(redis_client) == {}
+    assert {letter.bound_id for letter in reported} <= {"r"}
+    redis_client.lpush(LISTS[0], raw("r", b"another"))
+    assert [again.bound_id for again in take(leases)] == ["r"]
+
+
+def test_a_message_past_its_limit_still_owns_its_id_and_its_digest_is_that_of_its_stream(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"))
+    [leased] = take(leases)
+    end_by_limit(leases, leased)
+    [letter] = reported
+    assert (letter.reason, letter.bound_id) == (DELIVERY_LIMIT, "r")
+    writer = StreamWriter(redis_client, 60)
+    writer.claim("r", "w", content=letter.content)
+    error = ErrorInfo("dead_letter", "x")
+    assert writer.end_unclaimed("r", "error", error, "of another") is Ending.ANOTHERS
+    assert writer.end_unclaimed("r", "error", error, letter.content) is Ending.WRITTEN
+
+
+@pytest.mark.parametrize("spelled", ['"headers" : {', '"\\u0068eaders": {', '"headers":\n\n{'])
+def test_what_the_scripts_cannot_read_is_bound_by_what_the_message_says(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", spelled: str
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"), raw("r", b"odd").replace(b'"headers": {', spelled.encode()))
+    redis_client.lpush(LISTS[0], raw("s", b"odd").replace(b'"headers": {', spelled.encode()))
+    first, *others = take(leases)
+    assert leases.bind(first, "r")
+    for leased in others:
+        names_r = b'"r"' in leased.body
+        assert leases.bind(leased, json.loads(leased.body)["headers"]["id"]) is not names_r
+        if names_r:
+            leases.bury(leased.lease_id, DUPLICATE_ID)
+    assert set(bound(redis_client)) == {b"r", b"s"}
+    assert all(letter.bound_id is None for letter in reported)
+
+
+def test_the_ids_of_messages_that_an_earlier_worker_ended_are_forgotten(
+    leases: Leases, redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], *(raw(f"r{number}") for number in range(5)))
+    kept = take(leases)[0]
+    for lease_id in redis_client.hkeys(LEASE_BODIES_KEY):
+        if lease_id.decode() != kept.lease_id:
+            redis_client.hdel(LEASE_BODIES_KEY, lease_id)
+    leases.reap()
+    assert bound(redis_client) == {b"r0": kept.lease_id.encode()}
+
+
+def test_a_dead_letter_whose_id_another_message_has_now_is_not_requeued(
+    leases: Leases, redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"))
+    end_by_burial(leases, take(leases)[0])
+    redis_client.lpush(LISTS[0], raw("r", b"another"))
+    [alive] = take(leases)
+    StreamWriter(redis_client, 60).claim("r", "w")
+    assert requeue(redis_client, dead_letters(redis_client)) == []
+    assert redis_client.exists(stream_key("r"))
+    leases.ack(alive.lease_id)
+    assert len(requeue(redis_client, dead_letters(redis_client))) == 1
+
+
+def test_a_claim_of_other_content_reads_and_writes_nothing(redis_client: "redis.Redis") -> None:
+    writer = StreamWriter(redis_client, 60)
+    writer.claim("r", "w", content="first")
+    for _ in range(2):
+        before = redis_client.xrange(stream_key("r"))
+        claim = writer.claim("r", "thief", content="second")
+        assert (claim.is_anothers, claim.entries, claim.ended) == (True, [], None)
+        assert redis_client.xrange(stream_key("r")) == before
+        writer.publish([StreamWrite.end("r", 1, 0, finish_reason="stop")])
+    assert writer.claim("r", "w", content="first").ended is not None
+
+
+@pytest.mark.parametrize(
+    "planted", ["18446744073709551615-18446744073709551615", "1-18446744073709551614", "9007199254740993-0"]
+)
+@pytest.mark.parametrize("by_end", [False, True], ids=["claimed", "ended"])
+def test_a_planted_stream_refuses_neither_a_claim_nor_an_end(
+    redis_client: "redis.Redis", planted: str, by_end: bool
+) -> None:
+    writer = StreamWriter(redis_client, 60)
+    redis_client.xadd(stream_key("r"), {"type": "chunk"}, id=planted)
+    redis_client.lpush("headrace:losses:r", "of another type")
+    if by_end:
+        assert writer.end_unclaimed("r", "error", None, "content") is Ending.WRITTEN
+    else:
+        claim = writer.claim("r", "w", content="content")
+        assert (claim.attempt, claim.has_replaced, claim.engine_losses) == (1, True, 0)
+    assert len(redis_client.xrange(stream_key("r"))) == 1
+    assert redis_client.zcard(LEASES_KEY) == 0

@@ -13,6 +13,7 @@ from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import MODELS_KEY, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
+from headrace_broker.queue_purge import PurgedMessages
 from headrace_broker.registry import RegisteredModel, read_models
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
@@ -150,6 +151,10 @@ class AsyncClient:
     async def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
         """See `Client.purge_dead_letters`."""
         return await asyncio.to_thread(self._client.purge_dead_letters, letters)
+
+    async def purge_queue(self, model: str | None = None) -> PurgedMessages:
+        """See `Client.purge_queue`."""
+        return await asyncio.to_thread(self._client.purge_queue, model)
 
     async def models(self) -> dict[str, RegisteredModel]:
         """See `Client.models`."""

@@ -30,6 +30,7 @@ from headrace_broker.keys import queue_name, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue_levels import QueueLevelReader, read_tenant_level, retry_after
+from headrace_broker.queue_purge import PurgedMessages, purge_queue
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
@@ -45,6 +46,7 @@ from headrace_broker.submission import (
     prepare_all,
     read_result,
     read_status,
+    require_model,
     was_cancelled,
 )
 from headrace_broker.subscriber import BEGINNING, read_stream, read_streams
@@ -246,6 +248,15 @@ class Client:
         """Deletes these messages for good, and returns how many were still there."""
         with unavailable(self.settings, "purge dead letters"):
             return purge(self._redis, letters)
+
+    def purge_queue(self, model: str | None = None) -> PurgedMessages:
+        """Ends every request that waits in the model's queue, and says how many; those that run are left alone.
+
+        Their streams and results end as those of cancelled requests do.
+        """
+        model = require_model(model or self._model)
+        with unavailable(self.settings, "purge a queue"):
+            return purge_queue(self._redis, queue_name(model), ttl_seconds=self.settings.result_ttl_seconds)
 
     def _require_served(self, submissions: Iterable[Submission]) -> None:
         asked = {submission.model for submission in submissions}

@@ -1,7 +1,6 @@
 """Messages that no worker will be given again, with the reason. The newest thousand are kept in Redis."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.envelope import is_request_id
+from headrace_broker.envelope import is_request_id, read_envelope
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
@@ -58,11 +57,7 @@ class DeadLetter:
     @cached_property
     def headers(self) -> dict[str, Any]:
         """The message's headers, where they can be read; they say nothing of the prompt if our client wrote them."""
-        try:
-            headers = json.loads(self.body)["headers"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return {}
-        return headers if isinstance(headers, dict) else {}
+        return dict(read_envelope(self.body)[0])
 
 
 def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:

@@ -4,6 +4,7 @@ Celery decodes whatever a message names: it inflates a body that calls itself co
 runs it through any codec of Python. Nothing of that is needed here.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -25,6 +26,16 @@ def check_envelope(payload: Mapping[str, Any]) -> None:
         raise MalformedMessageError("it is compressed, which is not accepted")
     if payload.get("content-encoding") not in _ENCODINGS:
         raise MalformedMessageError(f"its content-encoding is none of {', '.join(_ENCODINGS)}")
+
+
+def read_envelope(body: bytes) -> tuple[Mapping[str, Any], str | None]:
+    """Headers and content type of a message as far as they can be read; neither says anything of the prompt."""
+    try:
+        envelope = json.loads(body)
+        headers, content_type = envelope["headers"], envelope.get("content-type")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}, None
+    return headers if isinstance(headers, dict) else {}, content_type if isinstance(content_type, str) else None
 
 
 def is_request_id(value: object) -> bool:

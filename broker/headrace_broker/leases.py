@@ -114,6 +114,7 @@ class Leases:
         self._reap: Final = script(_lease_lua("reap"))
         self._bury: Final = script(_lease_lua("bury"))
         self._purge: Final = script(_lease_lua("purge"))
+        self._take_delayed: Final = script(_lease_lua("take_delayed"))
 
     def __len__(self) -> int:
         """How many messages are held."""
@@ -175,6 +176,11 @@ class Leases:
             for lease_id, list_name, body, deliveries, quota, waited in leased
         ]
         return unsorted, problem.decode(errors="replace")
+
+    def take_delayed(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
+        """Leases up to `count` messages of one queue whose time has not come. Redis's errors pass through."""
+        taken = self._take_delayed(keys=[*_KEYS, *lists], args=[count, self.owner, self.lease_seconds])
+        return [LeasedMessage(lease_id.decode(), name.decode(), body, 0) for lease_id, name, body in taken]
 
     def purge(self, lists: Sequence[str]) -> int:
         """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""

@@ -117,6 +117,15 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     return Submission(request, model, request_id, priority, deadline, headers)
 
 
+def require_model(model: str | None) -> str:
+    """The served name that a call is about. Raises InvalidRequestError."""
+    if model is None:
+        raise InvalidRequestError(["model must be given, here or when the client is made"])
+    if problems := name_problems("model", model):
+        raise InvalidRequestError(problems)
+    return model
+
+
 def prefix_of(request: GenerateRequest, model: object) -> str:
     """A hash of how the prompt begins: its system message, or else its first characters or tokens.
 

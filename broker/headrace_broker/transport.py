@@ -42,6 +42,10 @@ _REFUSED_SECONDS: Final = 1.0
 OVER_QUOTA: Final = "headrace_over_quota"
 """In a message's delivery_info: the quota, where the message is over it and only to be refused, or 0."""
 
+QUEUED_AT: Final = "headrace_queued_at"
+"""In a message's delivery_info: since when it waits by Redis's clock, as a moment of this process's monotonic clock; or
+None, where that is not known."""
+
 _COMMAND_TIMEOUT: Final = 5.0
 _DEFAULT_CREDIT: Final = 16
 
@@ -351,6 +355,7 @@ class Channel(kombu_redis.Channel):
         properties["delivery_tag"] = message.lease_id
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
+        properties["delivery_info"][QUEUED_AT] = None if message.waited is None else time.monotonic() - message.waited
         self.Message(payload, channel=self)
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload

@@ -9,7 +9,7 @@ from celery.worker.request import Request
 from celery.worker.state import task_ready
 
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.transport import OVER_QUOTA
+from headrace_broker.transport import OVER_QUOTA, QUEUED_AT
 
 if TYPE_CHECKING:
     from headrace_workers.dispatcher import Dispatcher
@@ -50,6 +50,12 @@ class EngineRequest(Request):
         """The quota, where the tenant has too many requests in the queue and this one is to be refused; else 0."""
         quota: int = self._message.delivery_info.get(OVER_QUOTA, 0)
         return quota
+
+    @property
+    def queued_at(self) -> float | None:
+        """Since when the message waits by Redis's clock, as a moment of the monotonic clock; None if not known."""
+        moment: float | None = self._message.delivery_info.get(QUEUED_AT)
+        return moment
 
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""

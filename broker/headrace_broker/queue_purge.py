@@ -1,0 +1,86 @@
+"""`purge_queue`: ends every request that waits in a queue, and tells those who wait for it.
+
+A message is leased before its stream is ended, and acknowledged after its result is stored. So a purge that dies midway
+loses nothing: what it held comes back to the queue, and what it has ended is answered from its stream.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
+
+from kombu.serialization import dumps
+
+from headrace_broker.envelope import is_request_id, read_envelope
+from headrace_broker.keys import queue_lists, result_key
+from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.results import ErrorInfo, GenerateResult
+from headrace_broker.streams import StreamWriter
+
+if TYPE_CHECKING:
+    import redis
+
+_AT_ONCE: Final = 100
+_LEASE_SECONDS: Final = 60.0
+_ANY_DELIVERIES: Final = 10**9
+_PURGED: Final = ErrorInfo("cancelled", "the request was purged from the queue")
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedMessages:
+    """How many messages a purge has ended."""
+
+    waiting: int
+    delayed: int
+    """Of those whose time had not come."""
+
+
+def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> PurgedMessages:
+    """Ends the messages that no worker holds, as far as they are there when it begins. Redis's errors pass through.
+
+    Each request's stream ends as cancelled and so does its result, unless it had ended before. Both live `ttl_seconds`.
+    """
+    lists = queue_lists(queue)
+    leases = Leases(client, lease_seconds=_LEASE_SECONDS, delivery_limit=_ANY_DELIVERIES)
+    writer = StreamWriter(client, ttl_seconds)
+    levels = QueueLevelReader(client).read([queue], with_dead=False)[queue]
+
+    def end(messages: Iterable[LeasedMessage]) -> None:
+        for message in messages:
+            headers, content_type = read_envelope(message.body)
+            request_id = headers.get("id")
+            if is_request_id(request_id) and writer.end_unclaimed(request_id, "cancelled", _PURGED):
+                _store_result(client, request_id, content_type, ttl_seconds)
+            leases.hold(message.lease_id, message)
+            leases.cost(message.lease_id, 0)  # its tenant pays nothing
+            leases.ack(message.lease_id)
+
+    def purge(take: Callable[[int], list[LeasedMessage]], most: int) -> int:
+        purged = 0
+        while purged < most and (messages := take(min(_AT_ONCE, most - purged))):
+            end(messages)
+            purged += len(messages)
+        return purged
+
+    return PurgedMessages(
+        waiting=purge(lambda count: leases.fetch(lists, count), levels.num_ready),
+        delayed=purge(lambda count: leases.take_delayed(lists, count), levels.delayed),
+    )
+
+
+def _store_result(client: "redis.Redis", request_id: str, content_type: str | None, ttl_seconds: int) -> None:
+    """As Celery's Redis backend does in a worker, readable for the producer of a message of this content type."""
+    meta = {
+        "task_id": request_id,
+        "status": "SUCCESS",
+        "result": GenerateResult(request_id, [], None, _PURGED).to_wire(),
+        "traceback": None,
+        "children": [],
+        "date_done": datetime.now(UTC).isoformat(),
+    }
+    _, _, packed = dumps(meta, serializer="json" if content_type == "application/json" else "msgpack")
+    with client.pipeline(transaction=True) as pipe:
+        pipe.set(result_key(request_id), packed, ex=ttl_seconds)
+        pipe.publish(result_key(request_id), packed)
+        pipe.execute()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, TypedDict
 
+from headrace_broker.call_rules import check_all
 from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
 from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpack
 from headrace_broker.keys import ended_key, stream_key
@@ -61,7 +62,7 @@ class SubmitOptions(TypedDict, total=False):
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
     model: str | None  # served name; the client's own unless given
     lora: str | None  # name of a LoRA adapter that the model's workers serve
-    priority: int  # 0 is served first, 9 last
+    priority: int | None  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
     tenant: str | None
     abandon_after: float | None  # seconds, 1 to 3600: cancelled when nobody has listened for so long
@@ -88,17 +89,17 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         request = GenerateRequest.parse({key: value for key, value in options.items() if key in _CONTENT})
     except InvalidRequestError as error:
         problems += error.problems
-    model = options.get("model") or default_model
+    model = default_model if options.get("model") is None else options["model"]
     if model is None:
         problems.append("model must be given, here or when the client is made")
     else:
         problems += name_problems("model", model)
-    priority = options.get("priority", 0)
+    priority = 0 if options.get("priority") is None else options["priority"]
     if not (is_integer(priority) and 0 <= priority <= LOWEST_PRIORITY):
         problems.append(f"priority must be an integer from 0 (first) to {LOWEST_PRIORITY}, not {shown(priority)}")
-    request_id = options.get("request_id") or uuid.uuid4().hex
+    request_id = uuid.uuid4().hex if options.get("request_id") is None else options["request_id"]
     if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
-        problems.append("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
+        problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, not {shown(request_id)}")
     headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}
     for header in ("tenant", "idempotency_key"):
         value = options.get(header)
@@ -146,7 +147,7 @@ def prefix_of(request: GenerateRequest, model: object) -> str:
 def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:
     """Checks all of them, so that either all are sent or none."""
     submissions, problems = [], []
-    for position, options in enumerate(many):
+    for position, options in enumerate(check_all("requests", many, Mapping)):
         try:
             submissions.append(prepare(options, default_model=default_model))
         except InvalidRequestError as error:

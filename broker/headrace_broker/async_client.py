@@ -12,10 +12,10 @@ from headrace_broker.connections import connect_async
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, StreamEvent
-from headrace_broker.keys import MODELS_KEY, result_key, stream_key
+from headrace_broker.keys import result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
 from headrace_broker.queue_purge import PurgedMessages
-from headrace_broker.registry import RegisteredModel, read_models
+from headrace_broker.registry import RegisteredModel
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
@@ -166,5 +166,4 @@ class AsyncClient:
 
     async def models(self) -> dict[str, RegisteredModel]:
         """See `Client.models`."""
-        with unavailable(self.settings, "read the models"):
-            return read_models(await self._redis.hgetall(MODELS_KEY))
+        return await asyncio.to_thread(self._client.models)

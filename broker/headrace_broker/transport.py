@@ -197,11 +197,16 @@ class Channel(kombu_redis.Channel):
         return super()._get(queue)
 
     def _size(self, queue: str) -> int:
-        """Messages that wait, sorted or not."""
-        size: int = super()._size(queue)
-        if self._is_leased(queue):
-            with self.conn_or_acquire() as client:
-                size += sum(client.zcard(sorted_ids_key(name)) for name in self._lists_of(queue))
+        """Messages that wait, sorted or not; 0 where a key has the wrong type, as a worker asks when it starts."""
+        try:
+            size: int = super()._size(queue)
+            if self._is_leased(queue):
+                with self.conn_or_acquire() as client:
+                    size += sum(client.zcard(sorted_ids_key(name)) for name in self._lists_of(queue))
+        except redis.ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            return 0
         return size
 
     def _purge(self, queue: str) -> int:

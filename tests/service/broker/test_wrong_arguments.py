@@ -13,6 +13,7 @@ from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import HeadraceBrokerError, InvalidRequestError, QueueUnavailableError, SettingsError
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
+from headrace_broker.keys import DEAD_LETTERS_KEY, MODELS_KEY
 from headrace_broker.streams import StreamWrite, StreamWriter
 
 pytestmark = pytest.mark.redis
@@ -155,6 +156,12 @@ def test_a_deadline_far_away_is_refused(client: Client, moment: datetime) -> Non
 
 
 def test_a_server_that_refuses_is_not_called_unavailable(client: Client, redis_client: "redis.Redis") -> None:
-    redis_client.set("headrace:models", "x")
+    redis_client.set(DEAD_LETTERS_KEY, "x")
     with pytest.raises(QueueUnavailableError, match=r"refused .*WRONGTYPE"):
-        client.submit("x")
+        client.dead_letters()
+
+
+def test_something_else_in_place_of_the_models_stops_no_client(client: Client, redis_client: "redis.Redis") -> None:
+    redis_client.set(MODELS_KEY, "x")
+    assert client.models() == {}
+    assert client.submit("x")

@@ -7,7 +7,9 @@ from typing import Any, Final
 import msgpack
 import pytest
 import redis
+from kombu import Connection
 
+from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.connections import connect
 from headrace_broker.dead_letters import dead_letters, purge, requeue
 from headrace_broker.keys import (
@@ -45,6 +47,11 @@ PUT: Final[dict[str, Callable[["redis.Redis", str], object]]] = {
 def client() -> Iterator["redis.Redis"]:
     with make_server() as server, connect(server.url) as client:
         yield client
+
+
+def url_of(client: "redis.Redis") -> str:
+    options = client.connection_pool.connection_kwargs
+    return f"redis://{options['host']}:{options['port']}/0"
 
 
 def make_leases(client: "redis.Redis") -> Leases:
@@ -197,6 +204,14 @@ def test_other_queues_are_served_while_one_has_a_key_of_the_wrong_type(client: "
         assert envelope("theirs", "a").encode() in [message.body for message in served]
         assert bool(refusals) == (key != tenant_ids_key(LISTS[0], ""))
         assert (len(served) == 2) == key.startswith("headrace:ready:of:")  # a tenant without a place shares one
+
+
+def test_a_worker_can_start_on_a_queue_whose_keys_have_the_wrong_type(client: "redis.Redis") -> None:
+    for key in (LISTS[0], sorted_ids_key(LISTS[1])):
+        client.flushall()
+        client.set(key, "x")
+        with Connection(url_of(client), transport=LEASE_TRANSPORT) as connection:
+            assert connection.channel().queue_declare(QUEUE).message_count == 0
 
 
 def test_a_message_that_cannot_be_sorted_stays_first_and_is_reported(client: "redis.Redis") -> None:

@@ -20,7 +20,7 @@ def test_plain_celery_moves_all_figures_whatever_the_workers_clock_says(
     service = make_service()
     worker = service.start_worker(environ=ClockSkew(tmp_path).environ(hours)).wait_ready()
     ask(service, "pause")
-    handles = [service.generate("the wheel"), service.generate("the other wheel", n=2)]
+    handles = [service.generate("the wheel"), service.generate("the other wheel")]
     service.wait_until(lambda: worker.metrics()[AGE] > 0)
     assert service.client.llen("headrace.tiny") == 0  # a worker without room sorts all the same
     ask(service, "resume")
@@ -31,6 +31,6 @@ def test_plain_celery_moves_all_figures_whatever_the_workers_clock_says(
     assert figures['headrace_queue_timed_messages_total{clock="producer"}'] == 0
     for name in SUMS:
         labels = '{priority="0"}' if name == SUMS[0] else ""
-        assert figures[f"{name}_count{labels}"] == 2, (name, service.logs())
+        assert figures[f"{name}_count{labels}"] == 2
         assert 0 < figures[f"{name}_sum{labels}"] < 600
     service.wait_until(lambda: worker.metrics()[AGE] == 0)

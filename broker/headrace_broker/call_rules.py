@@ -44,12 +44,13 @@ def check_last_id(last_id: object) -> str:
     return "-".join(str(int(part)) for part in parts.groups())
 
 
-def check_last_ids(request_ids: Iterable[str] | Mapping[str, str | None]) -> dict[str, str]:
+def check_last_ids(request_ids: object) -> dict[str, str]:
     """Where to begin each stream; from its beginning unless the caller says. Raises InvalidRequestError."""
     if isinstance(request_ids, bytes) or not isinstance(request_ids, Iterable):
         raise InvalidRequestError([f"request_ids must be a list of request ids or a map, not {shown(request_ids)}"])
-    given: Any = request_ids if isinstance(request_ids, Mapping) else ((request_id, None) for request_id in request_ids)
-    pairs = given.items() if isinstance(given, Mapping) else given
+    pairs: Iterable[Any] = ((request_id, None) for request_id in request_ids)
+    if isinstance(request_ids, Mapping):
+        pairs = request_ids.items()
     return {check_request_id(request_id): check_last_id(last_id) for request_id, last_id in pairs}
 
 

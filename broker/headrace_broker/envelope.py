@@ -6,7 +6,7 @@ runs it through any codec of Python. Nothing of that is needed here.
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from headrace_broker.errors import MalformedMessageError
 from headrace_broker.value_rules import is_unicode
@@ -38,6 +38,6 @@ def read_envelope(body: bytes) -> tuple[Mapping[str, Any], str | None]:
     return headers if isinstance(headers, dict) else {}, content_type if isinstance(content_type, str) else None
 
 
-def is_request_id(value: object) -> bool:
+def is_request_id(value: object) -> TypeGuard[str]:
     """Whether a stream and a result can be named after it."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and is_unicode(value)

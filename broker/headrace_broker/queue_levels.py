@@ -201,7 +201,7 @@ def _oldest_age(
         except ValueError:  # the message does not say, or says nonsense
             continue
     ages += [(max(0.0, now - moment), "redis") for moment in since if moment is not None]
-    return max(ages, default=(None, None), key=lambda age: age[0])  # type: ignore[arg-type]
+    return max(ages, default=(None, None), key=lambda age: age[0])
 
 
 def _seconds(microseconds: bytes) -> float | None:

@@ -7,7 +7,7 @@ loses nothing: what it held comes back to the queue, and what it has ended is an
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kombu.serialization import dumps
 
@@ -71,7 +71,7 @@ def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> Purge
 
 def _store_result(client: "redis.Redis", request_id: str, content_type: str | None, ttl_seconds: int) -> None:
     """As Celery's Redis backend does in a worker, readable for the producer of a message of this content type."""
-    meta = {
+    meta: dict[str, Any] = {
         "task_id": request_id,
         "status": "SUCCESS",
         "result": GenerateResult(request_id, [], None, _PURGED).to_wire(),

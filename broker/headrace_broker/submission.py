@@ -94,10 +94,10 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         problems.append("model must be given, here or when the client is made")
     else:
         problems += name_problems("model", model)
-    priority = 0 if options.get("priority") is None else options["priority"]
+    priority: Any = 0 if options.get("priority") is None else options["priority"]
     if not (is_integer(priority) and 0 <= priority <= LOWEST_PRIORITY):
         problems.append(f"priority must be an integer from 0 (first) to {LOWEST_PRIORITY}, not {shown(priority)}")
-    request_id = uuid.uuid4().hex if options.get("request_id") is None else options["request_id"]
+    request_id: Any = uuid.uuid4().hex if options.get("request_id") is None else options["request_id"]
     if not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
         problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, not {shown(request_id)}")
     headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}

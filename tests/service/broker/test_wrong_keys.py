@@ -89,7 +89,7 @@ class Scene:
     def _push(self, step: int, *tenants: str) -> None:
         for tenant in tenants:
             self._number += 1
-            body = envelope(f"message-{self._number}", tenant)
+            body = envelope(f"message-{self._number}", tenant, id=f"request-{self._number}")
             self.messages.add(body.encode())
             self.client.lpush(LISTS[step], body)
 
@@ -131,7 +131,7 @@ class Scene:
             self.other.tick()
             requeue(self.client, dead_letters(self.client))
             for key in self.client.keys("headrace:lease:leases*"):
-                for lease_id in self.client.zrange(key, 0, -1):
+                for lease_id in self.client.zrange(key, 0, -1) if self.client.type(key) == b"zset" else ():
                     self.client.zadd(key, {lease_id: DUE})
             worker = make_leases(self.client)
             worker.reap()

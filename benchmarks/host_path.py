@@ -175,7 +175,7 @@ def _job(writer: StreamWriter, tokenizer: ModelTokenizer, request_id: str) -> Jo
     request = InputProcessor(info, tokenizer).process(request_id, [1, 2, 3], params)
     claim = writer.claim(request_id, "host-path")
     choices = [ChoiceRecord() for _ in request.choices]
-    return Job(_NoMessage(), None, request, claim.attempt, choices, enqueued_at=None)
+    return Job(_NoMessage(), None, request, claim.attempt, choices, queued_at=None)
 
 
 class _NoEngine:

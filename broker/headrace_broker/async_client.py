@@ -6,14 +6,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
-from headrace_broker.client import READ_RETRIES, Client, last_ids, unavailable, wait_seconds
+from headrace_broker.call_rules import BEGINNING, check_last_ids, check_request_id, check_timeout
+from headrace_broker.client import READ_RETRIES, Client, unavailable, wait_seconds
 from headrace_broker.connections import connect_async
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, StreamEvent
-from headrace_broker.keys import MODELS_KEY, result_key, stream_key
+from headrace_broker.keys import result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
-from headrace_broker.registry import RegisteredModel, read_models
+from headrace_broker.queue_purge import PurgedMessages
+from headrace_broker.registry import RegisteredModel
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
@@ -27,7 +29,7 @@ from headrace_broker.submission import (
     read_status,
     was_cancelled,
 )
-from headrace_broker.subscriber import BEGINNING, read_stream_async, read_streams_async
+from headrace_broker.subscriber import read_stream_async, read_streams_async
 
 
 class AsyncClient:
@@ -75,7 +77,7 @@ class AsyncClient:
         return await asyncio.to_thread(self._client.submit_many, requests)
 
     async def stream(
-        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+        self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> AsyncIterator[ChunkEvent]:
         """See `Client.stream`."""
         async for event in self.events(request_id, last_id=last_id, timeout=timeout):
@@ -84,11 +86,11 @@ class AsyncClient:
                 yield chunk
 
     async def events(
-        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+        self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> AsyncIterator[StreamEvent]:
         """See `Client.events`."""
         with unavailable(self.settings, "read a stream"):
-            receiving = self._client.tracing.receiving(request_id)
+            receiving = self._client.tracing.receiving(check_request_id(request_id))
             try:
                 async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
                     receiving.saw(event)
@@ -97,16 +99,17 @@ class AsyncClient:
                 receiving.close()
 
     async def events_many(
-        self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None
+        self, request_ids: Iterable[str] | Mapping[str, str | None], *, timeout: float | None = None
     ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
         """See `Client.events_many`."""
         with unavailable(self.settings, "read streams"):
-            async for item in read_streams_async(self._redis, last_ids(request_ids), timeout=timeout):
+            async for item in read_streams_async(self._redis, check_last_ids(request_ids), timeout=timeout):
                 yield item
 
     async def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
         """See `Client.result`."""
-        key = result_key(request_id)
+        key = result_key(check_request_id(request_id))
+        check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         abandon_after: float | None = None
         with unavailable(self.settings, "wait for a result"):
@@ -131,11 +134,17 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """See `Client.cancel`."""
+        check_request_id(request_id)
         with unavailable(self.settings, "cancel a request"):
             return was_cancelled(await self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
 
+    async def is_known(self, request_id: str) -> bool | None:
+        """See `Client.is_known`."""
+        return await asyncio.to_thread(self._client.is_known, request_id)
+
     async def status(self, request_id: str) -> RequestStatus:
         """See `Client.status`."""
+        check_request_id(request_id)
         with unavailable(self.settings, "look at a request"):
             return read_status(await self._status(keys=[stream_key(request_id)]))
 
@@ -151,7 +160,10 @@ class AsyncClient:
         """See `Client.purge_dead_letters`."""
         return await asyncio.to_thread(self._client.purge_dead_letters, letters)
 
+    async def purge_queue(self, model: str | None = None) -> PurgedMessages:
+        """See `Client.purge_queue`."""
+        return await asyncio.to_thread(self._client.purge_queue, model)
+
     async def models(self) -> dict[str, RegisteredModel]:
         """See `Client.models`."""
-        with unavailable(self.settings, "read the models"):
-            return read_models(await self._redis.hgetall(MODELS_KEY))
+        return await asyncio.to_thread(self._client.models)

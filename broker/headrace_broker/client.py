@@ -13,6 +13,14 @@ from kombu import Queue
 from kombu.exceptions import BatchPublishError, OperationalError
 
 from headrace_broker.app import make_app
+from headrace_broker.call_rules import (
+    BEGINNING,
+    check_all,
+    check_last_ids,
+    check_limit,
+    check_request_id,
+    check_timeout,
+)
 from headrace_broker.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connect
 from headrace_broker.dead_letters import DeadLetter, dead_letters, purge, requeue
 from headrace_broker.errors import (
@@ -20,6 +28,7 @@ from headrace_broker.errors import (
     QueueFullError,
     QueueUnavailableError,
     ResultTimeoutError,
+    SettingsError,
     StreamExpiredError,
     TenantQueueFullError,
     UnknownModelError,
@@ -30,7 +39,9 @@ from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue_levels import read_backlog, read_tenant_level, retry_after
+from headrace_broker.queue_purge import PurgedMessages, purge_queue
 from headrace_broker.registry import RegisteredModel, known_models
+from headrace_broker.request_search import is_known
 from headrace_broker.results import GenerateResult
 from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
@@ -45,10 +56,12 @@ from headrace_broker.submission import (
     prepare_all,
     read_result,
     read_status,
+    require_model,
     was_cancelled,
 )
-from headrace_broker.subscriber import BEGINNING, read_stream, read_streams
+from headrace_broker.subscriber import read_stream, read_streams
 from headrace_broker.tracing import ClientTracing
+from headrace_broker.value_rules import shown
 
 READ_RETRIES: Final = 3
 _BATCH: Final = 200
@@ -73,7 +86,7 @@ class Client:
     ) -> None:
         self.tracing: Final = ClientTracing(tracer_provider)
         self.settings: Final = as_settings(broker)
-        self._model: Final = model
+        self._model: Final = None if model is None else require_model(model)
         self._check_model: Final = check_model
         self._served: Final[set[str]] = set()
         self._app: Final = make_app(self.settings)
@@ -144,7 +157,7 @@ class Client:
         return request_ids
 
     def stream(
-        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+        self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> Iterator[ChunkEvent]:
         """Yields the chunks after the entry `last_id`, each once and in order, until the request has ended.
 
@@ -158,11 +171,11 @@ class Client:
                 yield chunk
 
     def events(
-        self, request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+        self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> Iterator[StreamEvent]:
         """Like `stream`, but yields every event: starts, chunks, and the end with its usage or error."""
         with unavailable(self.settings, "read a stream"):
-            receiving = self.tracing.receiving(request_id)
+            receiving = self.tracing.receiving(check_request_id(request_id))
             try:
                 for event in read_stream(self._redis, request_id, last_id=last_id, timeout=timeout):
                     receiving.saw(event)
@@ -171,7 +184,7 @@ class Client:
                 receiving.close()
 
     def events_many(
-        self, request_ids: Iterable[str] | Mapping[str, str], *, timeout: float | None = None
+        self, request_ids: Iterable[str] | Mapping[str, str | None], *, timeout: float | None = None
     ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
         """Yields (request id, event) of many streams as they come, over one connection, until all have ended.
 
@@ -181,11 +194,12 @@ class Client:
         comes of one of them for `timeout` seconds.
         """
         with unavailable(self.settings, "read streams"):
-            yield from read_streams(self._redis, last_ids(request_ids), timeout=timeout)
+            yield from read_streams(self._redis, check_last_ids(request_ids), timeout=timeout)
 
     def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
         """Waits for the whole result. Raises RequestFailedError or ResultTimeoutError."""
-        key = result_key(request_id)
+        key = result_key(check_request_id(request_id))
+        check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         abandon_after: float | None = None
         with unavailable(self.settings, "wait for a result"), self._redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
@@ -212,13 +226,29 @@ class Client:
     def cancel(self, request_id: str) -> bool:
         """Ends the request wherever it is: in the queue it will not run, and a worker stops at its next chunk.
 
-        False if it had already ended otherwise.
+        False if it had already ended otherwise. An id that is not known, as `is_known` tells, is cancelled in advance:
+        for a day, a request that comes with it does not run.
         """
+        check_request_id(request_id)
         with unavailable(self.settings, "cancel a request"):
             return was_cancelled(self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
 
+    def is_known(self, request_id: str) -> bool | None:
+        """Whether the request has a stream, a result, or a message in a queue; None if this user may not read those.
+
+        Looks through the messages of all models that were ever served, so it is not for every request.
+        """
+        check_request_id(request_id)
+        with unavailable(self.settings, "look for a request"):
+            try:
+                models = [*known_models(self._redis), *([self._model] if self._model else [])]
+                return is_known(self._redis, request_id, map(queue_name, dict.fromkeys(models)))
+            except redis.exceptions.NoPermissionError:
+                return None
+
     def status(self, request_id: str) -> RequestStatus:
         """Where the request is now."""
+        check_request_id(request_id)
         with unavailable(self.settings, "look at a request"):
             return read_status(self._status(keys=[stream_key(request_id)]))
 
@@ -229,6 +259,7 @@ class Client:
 
     def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
         """The messages that no worker will be given again, the newest first."""
+        check_limit(limit)
         with unavailable(self.settings, "read the dead letters"):
             return dead_letters(self._redis, limit)
 
@@ -239,12 +270,21 @@ class Client:
         wait or are being worked on, and stay there.
         """
         with unavailable(self.settings, "requeue dead letters"):
-            return requeue(self._redis, letters)
+            return requeue(self._redis, check_all("letters", letters, DeadLetter))
 
     def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
         """Deletes these messages for good, and returns how many were still there."""
         with unavailable(self.settings, "purge dead letters"):
-            return purge(self._redis, letters)
+            return purge(self._redis, check_all("letters", letters, DeadLetter))
+
+    def purge_queue(self, model: str | None = None) -> PurgedMessages:
+        """Ends every request that waits in the model's queue, and says how many; those that run are left alone.
+
+        Their streams and results end as those of cancelled requests do.
+        """
+        model = require_model(self._model if model is None else model)
+        with unavailable(self.settings, "purge a queue"):
+            return purge_queue(self._redis, queue_name(model), ttl_seconds=self.settings.result_ttl_seconds)
 
     def _require_served(self, submissions: Iterable[Submission]) -> None:
         asked = {submission.model for submission in submissions}
@@ -331,18 +371,15 @@ def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
     return min(waits)
 
 
-def last_ids(request_ids: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
-    """Where to begin each stream; from its beginning unless the caller says."""
-    if isinstance(request_ids, Mapping):
-        return dict(request_ids)
-    return dict.fromkeys(request_ids, BEGINNING)
-
-
 def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:
     """What a client may be given, as settings."""
     if broker is None:
         return BrokerSettings.from_env(os.environ)
-    return BrokerSettings(redis_url=broker) if isinstance(broker, str) else broker
+    if isinstance(broker, str):
+        return BrokerSettings(redis_url=broker)
+    if not isinstance(broker, BrokerSettings):
+        raise SettingsError(f"broker must be a Redis URL or BrokerSettings, not {shown(broker)}")
+    return broker
 
 
 @contextmanager

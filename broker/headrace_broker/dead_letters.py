@@ -1,7 +1,6 @@
 """Messages that no worker will be given again, with the reason. The newest thousand are kept in Redis."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from headrace_broker.content import answer_type
-from headrace_broker.envelope import content_digest, is_request_id, open_envelope
-from headrace_broker.errors import MalformedMessageError
+from headrace_broker.envelope import content_digest, is_request_id, legible_envelope
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
@@ -85,18 +83,7 @@ class DeadLetter:
 
     @cached_property
     def _envelope(self) -> dict[str, Any]:
-        try:
-            return open_envelope(self.body)
-        except (MalformedMessageError, ValueError, RecursionError):
-            return self._odd_envelope()
-
-    def _odd_envelope(self) -> dict[str, Any]:
-        """No worker can use the message, but it may still say whose it is."""
-        try:
-            envelope = json.loads(self.body)
-        except (ValueError, RecursionError):
-            return {}
-        return envelope if isinstance(envelope, dict) else {}
+        return legible_envelope(self.body)
 
 
 def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:

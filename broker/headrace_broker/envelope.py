@@ -9,7 +9,7 @@ import binascii
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from headrace_broker.content import dumps, loads
 from headrace_broker.errors import MalformedMessageError
@@ -73,7 +73,20 @@ def content_digest(payload: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def is_request_id(value: object) -> bool:
+def legible_envelope(raw: bytes) -> dict[str, Any]:
+    """As `open_envelope`; of a message that no worker can use, what can be read of it, as it may still say whose it is."""
+    try:
+        return open_envelope(raw)
+    except (MalformedMessageError, ValueError, RecursionError):
+        pass
+    try:
+        envelope = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return envelope if isinstance(envelope, dict) else {}
+
+
+def is_request_id(value: object) -> TypeGuard[str]:
     """Whether a stream and a result can be named after it."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and is_unicode(value)
 

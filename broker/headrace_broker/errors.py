@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import redis
+
 if TYPE_CHECKING:
     from headrace_broker.results import GenerateResult
 
@@ -64,7 +66,8 @@ class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
     """The Redis server could not be reached, or refused the operation."""
 
     def __init__(self, url: str, action: str, cause: BaseException) -> None:
-        super().__init__(f"could not {action}: Redis at {url} is unavailable ({type(cause).__name__}: {cause})")
+        what = "refused" if isinstance(cause, redis.ResponseError) else "is unavailable"
+        super().__init__(f"could not {action}: Redis at {url} {what} ({type(cause).__name__}: {cause})")
         self.url = url
 
 

@@ -117,6 +117,7 @@ class Leases:
         self._bury: Final = script(_lease_lua("bury"))
         self._bind: Final = script(_lease_lua("bind"))
         self._purge: Final = script(_lease_lua("purge"))
+        self._take_delayed: Final = script(_lease_lua("take_delayed"))
 
     def __len__(self) -> int:
         """How many messages are held."""
@@ -184,6 +185,11 @@ class Leases:
             self._report_dead(letter)
         messages += [_leased_message(*fields) for fields in leased]
         return unsorted, problem.decode(errors="replace")
+
+    def take_delayed(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
+        """Leases up to `count` messages of one queue whose time has not come. Redis's errors pass through."""
+        taken = self._take_delayed(keys=[*_KEYS, *lists], args=[count, self.owner, self.lease_seconds])
+        return [LeasedMessage(lease_id.decode(), name.decode(), body, 0) for lease_id, name, body in taken]
 
     def purge(self, lists: Sequence[str]) -> int:
         """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""

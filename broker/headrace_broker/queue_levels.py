@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
+    LEASE_RECORDS_KEY,
     PRIORITY_SEPARATOR,
     PRIORITY_STEPS,
     delayed_key,
@@ -47,10 +48,12 @@ class QueueLevels:
     dead: Mapping[str, int]
     """By reason: dead letters, counting the newest 16 MiB."""
     oldest_age_seconds: float | None
-    """Since the enqueue of the message that has waited longest at the head of a list, the producer's clock against
-    Redis's; None where no head says when it was enqueued."""
+    """Of the message that has waited longest at the head of a list; None where nothing tells. Where it says not when
+    it was enqueued, since it was first sorted, or else since this reader first saw it there."""
     delayed: int = 0
     """Of the leased, those whose time has not come, or has and nobody has put them back yet."""
+    oldest_age_clock: Literal["producer", "redis"] | None = None
+    """What told the age: the producer's clock against Redis's, or Redis's alone."""
     problem: str | None = None
     """Why no worker can be given messages: a key of the queue holds something of another type, and counts as empty."""
 
@@ -89,6 +92,8 @@ class QueueLevelReader:
         self._client: Final = client
         self._dead: dict[str, Counter[str]] = {}
         self._dead_mark = b""
+        self._first_seen: dict[str, tuple[bytes, float]] = {}
+        """By list: the unsorted message that has waited longest, and when it was first found, by Redis's clock."""
 
     def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
         """The levels of these queues, by name."""
@@ -96,26 +101,41 @@ class QueueLevelReader:
         problems = self._problems(queues)
         lists = [name for queue in queues for name in queue_lists(queue)]
         keys_of = (str, sorted_ids_key, held_key, delayed_key)
-        keys = [DEAD_LETTERS_KEY, LEASE_BODIES_KEY, *(key(name) for name in lists for key in keys_of)]
+        keys = [
+            DEAD_LETTERS_KEY,
+            LEASE_BODIES_KEY,
+            LEASE_RECORDS_KEY,
+            *(key(name) for name in lists for key in keys_of),
+        ]
         # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
-        reply: Any = self._client.eval_ro(lua("queue_levels", prelude=None), len(keys), *keys)
+        reply: Any = self._client.eval_ro(lua("queue_levels", prelude="key_checks"), len(keys), *keys)
         now, mark, counts = reply
         if mark != self._dead_mark:
             self._dead, self._dead_mark = self._count_dead(), mark
         levels = {}
         for position, queue in enumerate(queues):
             of_lists = counts[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
-            arrived, is_sorted, held, delayed, run_out, *enqueue_times = zip(*of_lists, strict=True)
+            arrived, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*of_lists, strict=True)
+            seen = [self._seen(name, mark, float(now)) for name, mark in zip(queue_lists(queue), marks, strict=True)]
+            age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), [*seen, *map(_seconds, since)])
             levels[queue] = QueueLevels(
                 ready=dict(zip(PRIORITY_STEPS, map(sum, zip(arrived, is_sorted, strict=True)), strict=True)),
                 leased=sum(held) + sum(delayed),
                 run_out=sum(run_out),
                 dead=self._dead.get(queue, Counter()),
-                oldest_age_seconds=_oldest_age(float(now), chain.from_iterable(enqueue_times)),
+                oldest_age_seconds=age,
+                oldest_age_clock=clock,
                 delayed=sum(delayed),
                 problem=problems.get(queue),
             )
         return levels
+
+    def _seen(self, list_name: str, mark: bytes, now: float) -> float | None:
+        """Since when the message of this mark is known to be the first of the list; None at the first look at it."""
+        if mark and self._first_seen.get(list_name, (b"", now))[0] == mark:
+            return self._first_seen[list_name][1]
+        self._first_seen[list_name] = (mark, now)
+        return None
 
     def _problems(self, queues: Sequence[str]) -> dict[str, str]:
         """What is wrong with each queue that has a key of the wrong type."""
@@ -185,14 +205,22 @@ def _queue_of(list_name: bytes) -> str:
     return list_name.decode(errors="replace").partition(PRIORITY_SEPARATOR)[0]
 
 
-def _oldest_age(now: float, enqueue_times: Iterable[bytes]) -> float | None:
-    ages = []
+def _oldest_age(
+    now: float, enqueue_times: Iterable[bytes], since: Iterable[float | None]
+) -> tuple[float | None, Literal["producer", "redis"] | None]:
+    """The greatest age, and the clock that told it. `since` is by Redis's clock, as `now` is."""
+    ages: list[tuple[float, Literal["producer", "redis"]]] = []
     for text in enqueue_times:
         try:
-            ages.append(max(0.0, now - float(text)))
+            ages.append((max(0.0, now - float(text)), "producer"))
         except ValueError:  # the message does not say, or says nonsense
             continue
-    return max(ages, default=None)
+    ages += [(max(0.0, now - moment), "redis") for moment in since if moment is not None]
+    return max(ages, default=(None, None), key=lambda age: age[0])
+
+
+def _seconds(microseconds: bytes) -> float | None:
+    return int(microseconds) / 1e6 if microseconds else None
 
 
 def retry_after(levels: "QueueLevels | Backlog", excess: int) -> float | None:

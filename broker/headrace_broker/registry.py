@@ -5,14 +5,13 @@ An entry never expires: that no worker serves the model right now is normal, its
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import redis
 
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import pack, unpack
 from headrace_broker.keys import MODELS_KEY
-
-if TYPE_CHECKING:
-    import redis
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,13 @@ def register_model(client: "redis.Redis", name: str, *, max_model_len: int, work
 
 
 def known_models(client: "redis.Redis") -> dict[str, RegisteredModel]:
-    """Every model that was ever registered, by served name."""
-    return read_models(client.hgetall(MODELS_KEY))
+    """Every model that was ever registered, by served name; none where somebody has put something else there."""
+    try:
+        return read_models(client.hgetall(MODELS_KEY))
+    except redis.ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        return {}
 
 
 def read_models(raw: Mapping[Any, Any]) -> dict[str, RegisteredModel]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, TypedDict
 
+from headrace_broker.call_rules import check_all
 from headrace_broker.chat_rules import CHAT_OPTIONS, text_of
 from headrace_broker.content import loads_stored
 from headrace_broker.errors import InvalidRequestError, MalformedEntryError, MalformedMessageError, RequestFailedError
@@ -69,7 +70,7 @@ class SubmitOptions(TypedDict, total=False):
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
     model: str | None  # served name; the client's own unless given
     lora: str | None  # name of a LoRA adapter that the model's workers serve
-    priority: int  # 0 is served first, 9 last
+    priority: int | None  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
     tenant: str | None
     abandon_after: float | None  # seconds, 1 to 3600: cancelled when nobody has listened for so long
@@ -108,7 +109,8 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         problems.append(f"priority must be an integer from 0 (first) to {LOWEST_PRIORITY}, not {shown(priority)}")
     request_id = _request_id(options.get("request_id"))
     if not _REQUEST_ID.fullmatch(request_id):
-        problems.append("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
+        given = shown(options.get("request_id"))
+        problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, not {given}")
     headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}
     for header in ("tenant", "idempotency_key"):
         value = options.get(header)
@@ -137,6 +139,15 @@ def _request_id(given: object) -> str:
     return str(given) if isinstance(given, (str, uuid.UUID)) else ""
 
 
+def require_model(model: str | None) -> str:
+    """The served name that a call is about. Raises InvalidRequestError."""
+    if model is None:
+        raise InvalidRequestError(["model must be given, here or when the client is made"])
+    if problems := name_problems("model", model):
+        raise InvalidRequestError(problems)
+    return model
+
+
 def prefix_of(request: GenerateRequest, model: object) -> str:
     """A hash of how the prompt begins: its system message, or else its first characters or tokens.
 
@@ -158,7 +169,7 @@ def prefix_of(request: GenerateRequest, model: object) -> str:
 def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:
     """Checks all of them, so that either all are sent or none."""
     submissions, problems = [], []
-    for position, options in enumerate(many):
+    for position, options in enumerate(check_all("requests", many, Mapping)):
         try:
             submissions.append(prepare(options, default_model=default_model))
         except InvalidRequestError as error:

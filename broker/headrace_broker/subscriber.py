@@ -1,13 +1,13 @@
 """The reading side of a request's stream: follow it, leave it, and come back at the last entry that was read."""
 
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
 from headrace_broker.connections import BLOCK_SECONDS
-from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
+from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch, touch_every
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     import redis
     import redis.asyncio
 
-BEGINNING: Final = "0-0"
 _ENTRIES_AT_ONCE: Final = 1000
 _QUESTIONS: Final = 3
 """So many commands are in each `_Reader.ask`."""
 _Command: TypeAlias = list[bytes | str | int]
-_ENTRY_ID: Final = re.compile(r"\d{1,20}-\d{1,20}", re.ASCII)
 
 
 def read_stream(
-    client: "redis.Redis", request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+    client: "redis.Redis", request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
 ) -> Iterator[StreamEvent]:
     """Yields the events after `last_id`, waits for more, and stops after the end event.
 
@@ -40,7 +38,7 @@ def read_stream(
 
 
 def read_streams(
-    client: "redis.Redis", last_ids: Mapping[str, str], *, timeout: float | None = None
+    client: "redis.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
     """`read_stream` for many requests over one connection; stops when the last stream has ended.
 
@@ -57,7 +55,7 @@ def read_streams(
 
 
 async def read_stream_async(
-    client: "redis.asyncio.Redis", request_id: str, *, last_id: str = BEGINNING, timeout: float | None = None
+    client: "redis.asyncio.Redis", request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
 ) -> AsyncIterator[StreamEvent]:
     """`read_stream` for asyncio; `client` comes from `connections.connect_async`."""
     async for _request_id, event in read_streams_async(client, {request_id: last_id}, timeout=timeout):
@@ -67,7 +65,7 @@ async def read_stream_async(
 
 
 async def read_streams_async(
-    client: "redis.asyncio.Redis", last_ids: Mapping[str, str], *, timeout: float | None = None
+    client: "redis.asyncio.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
     """`read_streams` for asyncio."""
     readers = _Readers(last_ids, timeout)
@@ -106,7 +104,8 @@ class _Readers:
     Not every read asks every reader what it wants besides: with many of them that costs more than their entries.
     """
 
-    def __init__(self, last_ids: Mapping[str, str], timeout: float | None) -> None:
+    def __init__(self, last_ids: Mapping[str, str | None], timeout: float | None) -> None:
+        check_timeout(timeout)
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
         self._nothing_came = False
@@ -202,12 +201,10 @@ class _Readers:
 class _Reader:
     """Where a subscriber stands. It does no input or output, so both kinds of client share it."""
 
-    def __init__(self, request_id: str, last_id: str, timeout: float | None) -> None:
-        if not _ENTRY_ID.fullmatch(last_id):
-            raise InvalidRequestError([f"last_id must be an entry id such as 1-17, not {last_id!r}"])
+    def __init__(self, request_id: str, last_id: str | None, timeout: float | None) -> None:
         self.key: Final = stream_key(request_id)
         self.request_id: Final = request_id
-        self.last_id = last_id
+        self.last_id = check_last_id(last_id)
         self.ended = False
         self._timeout: Final = timeout
         self._heard_at = self._looked_at = time.monotonic()

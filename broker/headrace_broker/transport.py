@@ -46,6 +46,10 @@ OVER_QUOTA: Final = "headrace_over_quota"
 CONTENT: Final = "headrace_content"
 """In a message's delivery_info: `envelope.content_digest` of it."""
 
+QUEUED_AT: Final = "headrace_queued_at"
+"""In a message's delivery_info: since when it waits by Redis's clock, as a moment of this process's monotonic clock; or
+None, where that is not known."""
+
 _COMMAND_TIMEOUT: Final = 5.0
 _DEFAULT_CREDIT: Final = 16
 
@@ -205,11 +209,16 @@ class Channel(kombu_redis.Channel):
         return super()._get(queue)
 
     def _size(self, queue: str) -> int:
-        """Messages that wait, sorted or not."""
-        size: int = super()._size(queue)
-        if self._is_leased(queue):
-            with self.conn_or_acquire() as client:
-                size += sum(client.zcard(sorted_ids_key(name)) for name in self._lists_of(queue))
+        """Messages that wait, sorted or not; 0 where a key has the wrong type, as a worker asks when it starts."""
+        try:
+            size: int = super()._size(queue)
+            if self._is_leased(queue):
+                with self.conn_or_acquire() as client:
+                    size += sum(client.zcard(sorted_ids_key(name)) for name in self._lists_of(queue))
+        except redis.ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+            return 0
         return size
 
     def _purge(self, queue: str) -> int:
@@ -378,6 +387,7 @@ class Channel(kombu_redis.Channel):
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
         properties["delivery_info"][CONTENT] = content_digest(payload)
+        properties["delivery_info"][QUEUED_AT] = None if message.waited is None else time.monotonic() - message.waited
         self.Message(payload, channel=self)
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload

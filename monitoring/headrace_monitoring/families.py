@@ -90,10 +90,16 @@ class QueueFamilies:
         self.blocked = make.gauge("queue_blocked", "1 while Redis gives no messages of the queue to workers.")
         self.wait = make.histograms(
             "queue_wait_seconds",
-            "Time from the enqueue of a message until a worker took it.",
+            "Time for which a message waited in the queue until a worker took it.",
             buckets.QUEUE_WAIT,
             "priority",
             [str(step) for step in sets.priority_steps],
+        )
+        self.timed = make.counters(
+            "queue_timed_messages_total",
+            "Messages taken, by the clock that told how long each had waited.",
+            "clock",
+            labels.CLOCKS,
         )
         self.received = make.counter("queue_received_messages_total", "Messages this worker took from the queue.")
         self.redelivered = make.counter(

@@ -20,6 +20,8 @@ WORKER_STATES: tuple[WorkerState, ...] = get_args(WorkerState)
 STEP_PHASES = ("schedule", "prepare", "forward", "sample", "draft", "update")
 DRAFT_POSITIONS = tuple(str(position) for position in range(1, 17))
 """Places in a draft of speculative decoding; the engine's limit on a draft's length is the last one."""
+CLOCKS = ("producer", "redis", "none")
+"""What told how long a message had waited: its producer's clock, Redis's, or nothing."""
 MESSAGE_STATES = ("ready", "unacked", "dead")
 ENGINE_REQUEST_STATES = ("running", "waiting")
 BLOCK_STATES = ("used", "cached", "free")

@@ -119,10 +119,17 @@ class Metrics:
     # The queue
 
     def message_received(
-        self, priority: int, wait_seconds: float | None, tenant: str | None = None, *, trace_id: str | None = None
+        self,
+        priority: int,
+        wait_seconds: float | None,
+        tenant: str | None = None,
+        *,
+        clock: str | None = None,
+        trace_id: str | None = None,
     ) -> None:
-        """A message was taken from the queue. `wait_seconds` is None when it says not when it was enqueued."""
+        """A message was taken from the queue. `wait_seconds` is None when no `clock` tells it."""
         self._queue.received.inc()
+        self._queue.timed[clock or "none"].inc()
         if (wait := _elapsed(wait_seconds)) is not None:
             self._queue.wait[str(self._sets.priority_step(priority))].observe(wait, _exemplar(trace_id))
             self._tenants.queue_wait[self._tenant(tenant)].observe(wait)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import redis
 
+from headrace_broker.call_rules import BEGINNING
 from headrace_broker.connections import connect_async
 from headrace_broker.errors import StreamExpiredError
 from headrace_broker.events import ChunkEvent, EndEvent
-from headrace_broker.subscriber import BEGINNING, read_stream_async
+from headrace_broker.subscriber import read_stream_async
 
 MOST_FAILURES = 100
 """Lost connections in the life of one stream, half a second apart, after which there is no server any more."""

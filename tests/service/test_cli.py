@@ -7,8 +7,10 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
+from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import queue_name
+from headrace_broker.keys import queue_lists, queue_name
+from headrace_broker.leases import Leases
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.streams import StreamWrite, StreamWriter
@@ -102,6 +104,7 @@ def test_status_tells_pending_from_running_from_finished(redis_client: "redis.Re
 
 
 def test_cancel_ends_a_request_once(redis_client: "redis.Redis", redis_url: str) -> None:
+    StreamWriter(redis_client, 60).claim("r2", "test")
     first = run(cancel, "r2", redis_url=redis_url)
     assert (first.exit_code, first.output) == (0, "cancelled\n")
     assert "finished (cancelled)" in run(status, "r2", redis_url=redis_url).output
@@ -109,3 +112,47 @@ def test_cancel_ends_a_request_once(redis_client: "redis.Redis", redis_url: str)
     StreamWriter(redis_client, 60).publish([StreamWrite.end("r3", 1, 0, finish_reason="stop")])
     late = run(cancel, "r3", redis_url=redis_url)
     assert (late.exit_code, late.output) == (1, "it had ended already\n")
+
+
+def test_cancel_knows_a_request_wherever_it_waits(redis_client: "redis.Redis", redis_url: str) -> None:
+    register_model(redis_client, MODEL, max_model_len=64, worker="test", seen=0.0)
+    leases, lists = Leases(redis_client, lease_seconds=60, delivery_limit=5), queue_lists(queue_name(MODEL))
+    with Client(redis_url, model=MODEL) as client:
+        for request_id in ("delayed", "held"):
+            client.submit("x", request_id=request_id)
+        delayed, _ = leases.fetch(lists, 2)
+        leases.postpone(delayed.lease_id, 3000)
+        client.submit("x", request_id="sorted", priority=9)
+        leases.sort(lists)
+        for number in range(300):  # more than one look takes in
+            client.submit("x", request_id=f"before-{number}")
+        client.submit("x", request_id="unsorted")
+    for request_id in ("delayed", "held", "sorted", "unsorted"):
+        outcome = run(cancel, request_id, redis_url=redis_url)
+        assert (outcome.exit_code, outcome.output) == (0, "cancelled\n"), request_id
+        assert "finished (cancelled)" in run(status, request_id, redis_url=redis_url).output
+
+
+def test_cancel_says_that_it_knows_no_such_request(redis_client: "redis.Redis", redis_url: str) -> None:
+    for _ in range(2):
+        outcome = run(cancel, "nosuch", redis_url=redis_url)
+        assert outcome.exit_code == 1
+        assert "no request nosuch is known" in outcome.output
+    machine = run(cancel, "nosuch", "--json", redis_url=redis_url)
+    assert (machine.exit_code, json.loads(machine.output)["known"]) == (1, False)
+    assert redis_client.dbsize() == 0
+
+
+def test_a_user_who_may_not_read_messages_can_cancel_all_the_same(redis_client: "redis.Redis", redis_url: str) -> None:
+    redis_client.acl_setuser(
+        "narrow",
+        enabled=True,
+        passwords=["+secret"],
+        keys=["headrace:stream:*", "headrace:ended:*", "headrace:models"],
+        commands=["+@all"],
+    )
+    try:
+        outcome = run(cancel, "r5", redis_url=redis_url.replace("://", "://narrow:secret@"))
+        assert (outcome.exit_code, outcome.output) == (0, "cancelled\n")
+    finally:
+        redis_client.acl_deluser("narrow")

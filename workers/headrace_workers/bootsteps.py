@@ -11,12 +11,13 @@ import time
 from importlib.metadata import version
 from typing import Any
 
+import redis
 from celery import bootsteps
 from celery.worker import state as worker_state
 
-from headrace_broker.connections import REDIS_ERRORS, connect
+from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
-from headrace_broker.keys import queue_name
+from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_engine.chat_template import import_chat_templates
 from headrace_monitoring.health import HealthServer
@@ -32,6 +33,8 @@ from headrace_workers.supervisor import EngineSupervisor
 logger = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 60.0
+SORT_SECONDS = 1.0
+"""A worker without room sorts what has arrived so often, so that it is known how long it waits."""
 _EXIT_ENGINE_GIVEN_UP = 1
 _LAST_RESULTS_SECONDS = 5.0
 _FAILED_TURN_SECONDS = 0.05
@@ -97,6 +100,7 @@ class EngineStep(bootsteps.StartStopStep):
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
         self.dispatcher.use_engine(self._supervisor)
+        self._lists = [name for queue in self.queues for name in queue_lists(queue)]
         self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
@@ -115,6 +119,7 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
+        hub.call_repeatedly(SORT_SECONDS, self._sort)
 
     def go_on(self, seconds: float) -> None:
         """Keep the engine going for so long while Redis keeps Celery's event loop from turning."""
@@ -225,6 +230,16 @@ class EngineStep(bootsteps.StartStopStep):
         except Exception as error:  # noqa: BLE001  # the drain goes on, whatever a callback did
             logger.error("the event loop failed while the worker drains: %s", frames(error))
             time.sleep(_FAILED_TURN_SECONDS)
+
+    def _sort(self) -> None:
+        if self._leases is None or self.dispatcher.credit() > 0:  # then it fetches, which sorts first
+            return
+        try:
+            self._leases.sort(self._lists)
+        except CONNECTION_ERRORS:
+            pass  # the loop finds out by itself
+        except redis.ResponseError as error:
+            self._gauges.refused(str(error))
 
     def _register(self) -> None:
         if self._supervisor.is_ready:

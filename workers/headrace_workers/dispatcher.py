@@ -145,7 +145,11 @@ class Dispatcher:
         """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
         incoming = Incoming.read(celery_request)
         self._metrics.message_received(
-            incoming.priority, incoming.waited, incoming.tenant, trace_id=self._tracing.sender_trace_id(incoming)
+            incoming.priority,
+            incoming.waited,
+            incoming.tenant,
+            clock=incoming.clock,
+            trace_id=self._tracing.sender_trace_id(incoming),
         )
         if incoming.redelivered:
             self._metrics.message_redelivered()

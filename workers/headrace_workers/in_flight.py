@@ -312,7 +312,7 @@ class InFlight:
             num_tokens += len(completion.token_ids)
             if job.first_token_at is None:
                 job.first_token_at = now
-                since = None if job.enqueued_at is None or job.attempt > 1 else time.time() - job.enqueued_at
+                since = None if job.queued_at is None or job.attempt > 1 else now - job.queued_at
                 prefill = None if job.admitted_at is None else now - job.admitted_at
                 self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
                 job.num_first_tokens = job.num_tokens

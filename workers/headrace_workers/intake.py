@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from headrace_broker import errors as broker_errors
 from headrace_broker.listeners import is_abandon_after
@@ -53,6 +53,10 @@ class Incoming:
     redelivered: bool
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
+    queued_at: float | None = None
+    """Since when the message could have been taken, by the monotonic clock; None where nothing tells."""
+    clock: Literal["producer", "redis"] | None = None
+    """What told `queued_at`: the producer's clock against this machine's, or Redis's alone."""
     tenant: str | None
     over_quota: int
     """The quota, where the tenant has too many requests in the queue and this one is to be refused; else 0."""
@@ -70,6 +74,8 @@ class Incoming:
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
+        enqueued_at = _unix_time(headers.get("enqueued_at"))
+        queued_at, clock = _queued_at(enqueued_at, celery_request.eta, celery_request.queued_at)
         return cls(
             request_id=celery_request.id,
             args=celery_request.args,
@@ -78,7 +84,9 @@ class Incoming:
             is_linked=_is_linked(celery_request._payload),
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
-            enqueued_at=_unix_time(headers.get("enqueued_at")),
+            enqueued_at=enqueued_at,
+            queued_at=queued_at,
+            clock=clock,
             trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
             abandon_after=float(headers["abandon_after"]) if is_abandon_after(headers.get("abandon_after")) else None,
             tenant=tenant_of(celery_request),
@@ -89,8 +97,8 @@ class Incoming:
 
     @property
     def waited(self) -> float | None:
-        """Seconds since the message was sent, as far as the two clocks agree."""
-        return None if self.enqueued_at is None else time.time() - self.enqueued_at
+        """Seconds for which the message could have been taken, and was not."""
+        return None if self.queued_at is None else time.monotonic() - self.queued_at
 
 
 def tenant_of(celery_request: Any) -> str | None:
@@ -192,7 +200,7 @@ class Intake:
             attempt=claim.attempt,
             choices=recorded_choices(claim.entries, request.params.n),
             prompt_logprobs=recorded_prompt_logprobs(claim.entries),
-            enqueued_at=incoming.enqueued_at,
+            queued_at=incoming.queued_at,
             tenant=incoming.tenant,
             abandon_after=incoming.abandon_after,
             engine_losses=claim.engine_losses,
@@ -222,6 +230,24 @@ def _deadline(expires: Any, time_limits: Any) -> float | None:
         if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < _LATEST_UNIX_TIME
     ]
     return min(moments, default=None)
+
+
+def _queued_at(
+    enqueued_at: float | None, eta: Any, by_redis: float | None
+) -> tuple[float | None, Literal["producer", "redis"] | None]:
+    """Since when a message waits, by the monotonic clock, and what told it.
+
+    A producer's clock may be wrong, and does not make a wait shorter than what Redis has seen of it. What was to wait
+    until an ETA waits since then.
+    """
+    if enqueued_at is None:
+        return by_redis, None if by_redis is None else "redis"
+    since = max(enqueued_at, eta.timestamp()) if isinstance(eta, datetime) else enqueued_at
+    now = time.monotonic()
+    by_producer = now - max(0.0, time.time() - since)
+    if by_redis is None or by_producer <= by_redis:
+        return by_producer, "producer"
+    return by_redis, "redis"
 
 
 def _delay(eta: Any) -> float:

@@ -58,8 +58,8 @@ class Job:
     request: ProcessedRequest
     attempt: int
     choices: list[ChoiceRecord]
-    enqueued_at: float | None
-    """Unix seconds by the producer's clock; None when the message does not say."""
+    queued_at: float | None
+    """Since when the message could have been taken, by the monotonic clock; None where nothing tells."""
     tenant: str | None = None
     abandon_after: float | None = None
     """Seconds; the request is cancelled when nobody has listened for so long."""

@@ -327,10 +327,9 @@ class Settlement:
 
     def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
         self._tracing.end(job, outcome, None if outcome in SERVED else outcome)
-        waited = 0.0 if job.enqueued_at is None else time.time() - job.enqueued_at
         self._metrics.request_finished(
             outcome,
-            max(waited, time.monotonic() - job.received_at),
+            time.monotonic() - min(job.received_at, job.received_at if job.queued_at is None else job.queued_at),
             len(job.request.prompt_token_ids),
             job.num_cached_tokens,
             job.num_tokens,

@@ -10,7 +10,7 @@ from celery.worker.state import task_ready
 
 from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.transport import CONTENT, OVER_QUOTA
+from headrace_broker.transport import CONTENT, OVER_QUOTA, QUEUED_AT
 from headrace_workers.result_backend import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -68,6 +68,12 @@ class EngineRequest(Request):
         """The digest of what the message asks for; see `envelope.content_digest`."""
         content: str = self._message.delivery_info.get(CONTENT, "")
         return content
+
+    @property
+    def queued_at(self) -> float | None:
+        """Since when the message waits by Redis's clock, as a moment of the monotonic clock; None if not known."""
+        moment: float | None = self._message.delivery_info.get(QUEUED_AT)
+        return moment
 
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""

@@ -105,9 +105,9 @@ class RequestTracing:
         assert self._tracer is not None
         offset = time.time() - now  # from this process's monotonic clock to unix time
         context = set_span_in_context(parent)
-        enqueued_at = None if job.enqueued_at is None else min(job.enqueued_at - offset, job.received_at)
+        queued_at = None if job.queued_at is None else min(job.queued_at, job.received_at)
         for name, begin, end in (
-            ("queue wait", enqueued_at, job.received_at),
+            ("queue wait", queued_at, job.received_at),
             ("engine queue", job.received_at, job.admitted_at),
             ("prefill", job.admitted_at, job.first_token_at),
             ("decode", job.first_token_at, job.last_token_at),

@@ -1,5 +1,6 @@
 -- Finds keys of the wrong type before a script writes. A script that fails midway takes nothing back, and would lose the
--- message that it moves. A key that does not exist is right. Each key is looked at once a call.
+-- message that it moves. A key that does not exist is right. Each key is looked at once a call. What else Redis may
+-- refuse (no memory, a replica, a full disk) it refuses at a script's first write, and never behind it.
 
 local kinds = {}
 

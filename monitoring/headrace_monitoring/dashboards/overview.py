@@ -115,6 +115,7 @@ def _queue() -> list[Panel]:
             "mps",
             [
                 (rate("queue_received_messages_total"), "received"),
+                (rate("queue_timed_messages_total", "clock"), "waited by the clock of {{clock}}"),
                 (rate("requests_total"), "ended"),
                 (rate("queue_redelivered_messages_total"), "redelivered"),
             ],

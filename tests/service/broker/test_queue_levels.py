@@ -8,8 +8,9 @@ import redis
 
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, LEASES_KEY, queue_lists, queue_name
-from headrace_broker.leases import Leases
+from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
 
 QUEUE, OTHER = queue_name("one"), queue_name("two")
@@ -152,3 +153,66 @@ def test_reading_writes_nothing(redis_server: EmbeddedServer, redis_client: "red
                 reader.set("a", "b")
     finally:
         redis_client.execute_command("ACL", "DELUSER", "monitor")
+
+
+def test_a_message_without_an_enqueue_time_ages_by_the_servers_clock(redis_client: "redis.Redis") -> None:
+    leases, reader = Leases(redis_client, lease_seconds=60, delivery_limit=9), QueueLevelReader(redis_client)
+    lists = queue_lists(QUEUE)
+    redis_client.lpush(lists[2], json.dumps({"body": "x", "headers": {}}))
+    assert reader.read([QUEUE])[QUEUE].oldest_age_seconds is None  # seen for the first time
+    first = reader.read([QUEUE])[QUEUE]
+    redis_client.lpush(lists[2], json.dumps({"body": "later", "headers": {}}))
+    second = reader.read([QUEUE])[QUEUE]
+    assert second.oldest_age_seconds > first.oldest_age_seconds > 0
+    assert second.oldest_age_clock == "redis"
+    leases.sort(lists)
+    sorted_levels = [reader.read([QUEUE])[QUEUE] for _ in range(2)]
+    assert sorted_levels[1].oldest_age_seconds > sorted_levels[0].oldest_age_seconds > 0
+    assert (sorted_levels[1].oldest_age_clock, sorted_levels[1].num_ready) == ("redis", 2)
+    leases.fetch(lists, 2)
+    assert reader.read([QUEUE])[QUEUE].oldest_age_seconds is None
+
+
+def test_a_producers_clock_that_is_ahead_hides_no_age(redis_client: "redis.Redis") -> None:
+    leases, reader = Leases(redis_client, lease_seconds=60, delivery_limit=9), QueueLevelReader(redis_client)
+    redis_client.lpush(QUEUE, json.dumps({"body": "x", "headers": {"enqueued_at": time.time() + 3600}}))
+    leases.sort(queue_lists(QUEUE))
+    levels = reader.read([QUEUE])[QUEUE]
+    assert levels.oldest_age_clock == "redis"
+    assert levels.oldest_age_seconds > 0
+
+
+def test_what_has_waited_survives_all_that_becomes_of_a_message(redis_client: "redis.Redis") -> None:
+    ageing = FairShare(ageing_seconds=1e-6)
+    leases, lists = Leases(redis_client, lease_seconds=60, delivery_limit=9, fair_share=ageing), queue_lists(QUEUE)
+    redis_client.lpush(lists[3], json.dumps({"body": "x", "headers": {}}))
+    leases.sort(lists)
+    waited = 0.0
+
+    def take() -> LeasedMessage:
+        nonlocal waited
+        (message,) = leases.fetch(lists, 1)
+        assert message.waited is not None
+        assert 0 < waited < message.waited < 60 or waited == 0
+        waited = message.waited
+        return message
+
+    leases.release(take().lease_id)
+    leases.release(take().lease_id, strike=True)
+    expired = take()
+    redis_client.zadd(LEASES_KEY, {expired.lease_id: 1})
+    leases.reap()
+    last = take()
+    leases.postpone(last.lease_id, 0)
+    leases.reap()
+    (due,) = leases.fetch(lists, 1)
+    assert due.waited is not None
+    assert due.waited < waited  # since its time
+
+
+def test_messages_over_a_quota_stay_where_they_are_while_there_is_no_room(redis_client: "redis.Redis") -> None:
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=9, fair_share=FairShare(quota=1))
+    redis_client.lpush(QUEUE, "a", "b", "c")
+    leases.sort(queue_lists(QUEUE))
+    assert (redis_client.llen(QUEUE), redis_client.zcard(LEASES_KEY)) == (2, 0)
+    assert [message.over_quota for message in leases.fetch(queue_lists(QUEUE), 1)] == [1, 1, 0]

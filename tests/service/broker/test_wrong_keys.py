@@ -7,7 +7,9 @@ from typing import Any, Final
 import msgpack
 import pytest
 import redis
+from kombu import Connection
 
+from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.connections import connect
 from headrace_broker.dead_letters import dead_letters, purge, requeue
 from headrace_broker.keys import (
@@ -47,6 +49,11 @@ def client() -> Iterator["redis.Redis"]:
         yield client
 
 
+def url_of(client: "redis.Redis") -> str:
+    options = client.connection_pool.connection_kwargs
+    return f"redis://{options['host']}:{options['port']}/0"
+
+
 def make_leases(client: "redis.Redis") -> Leases:
     return Leases(client, lease_seconds=60, delivery_limit=100)
 
@@ -82,7 +89,7 @@ class Scene:
     def _push(self, step: int, *tenants: str) -> None:
         for tenant in tenants:
             self._number += 1
-            body = envelope(f"message-{self._number}", tenant)
+            body = envelope(f"message-{self._number}", tenant, id=f"request-{self._number}")
             self.messages.add(body.encode())
             self.client.lpush(LISTS[step], body)
 
@@ -124,7 +131,7 @@ class Scene:
             self.other.tick()
             requeue(self.client, dead_letters(self.client))
             for key in self.client.keys("headrace:lease:leases*"):
-                for lease_id in self.client.zrange(key, 0, -1):
+                for lease_id in self.client.zrange(key, 0, -1) if self.client.type(key) == b"zset" else ():
                     self.client.zadd(key, {lease_id: DUE})
             worker = make_leases(self.client)
             worker.reap()
@@ -197,6 +204,14 @@ def test_other_queues_are_served_while_one_has_a_key_of_the_wrong_type(client: "
         assert envelope("theirs", "a").encode() in [message.body for message in served]
         assert bool(refusals) == (key != tenant_ids_key(LISTS[0], ""))
         assert (len(served) == 2) == key.startswith("headrace:ready:of:")  # a tenant without a place shares one
+
+
+def test_a_worker_can_start_on_a_queue_whose_keys_have_the_wrong_type(client: "redis.Redis") -> None:
+    for key in (LISTS[0], sorted_ids_key(LISTS[1])):
+        client.flushall()
+        client.set(key, "x")
+        with Connection(url_of(client), transport=LEASE_TRANSPORT) as connection:
+            assert connection.channel().queue_declare(QUEUE).message_count == 0
 
 
 def test_a_message_that_cannot_be_sorted_stays_first_and_is_reported(client: "redis.Redis") -> None:

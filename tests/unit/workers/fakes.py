@@ -231,6 +231,7 @@ class FakeCeleryRequest:
         self.burial: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
+        self.queued_at: float | None = headers.pop("queued_at", None)
 
     def on_accepted(self, pid: int, at: float) -> None:
         self.fate.append("accepted")

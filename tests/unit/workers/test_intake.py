@@ -39,6 +39,29 @@ def test_an_odd_enqueue_time_counts_as_absent(odd: Any) -> None:
     assert incoming(enqueued_at=odd).waited is None
 
 
+def test_what_redis_knows_tells_the_wait_where_the_producer_does_not() -> None:
+    assert (incoming().waited, incoming().clock) == (None, None)
+    read = incoming(queued_at=time.monotonic() - 40)
+    assert (read.waited, read.clock) == (pytest.approx(40, abs=5), "redis")
+
+
+@pytest.mark.parametrize("ahead", [3600, 40 * 86_400])
+def test_a_producers_clock_that_is_ahead_makes_no_wait_shorter_than_redis_saw_it(ahead: float) -> None:
+    read = incoming(enqueued_at=time.time() + ahead, queued_at=time.monotonic() - 40)
+    assert (read.waited, read.clock) == (pytest.approx(40, abs=5), "redis")
+    assert incoming(enqueued_at=time.time() + ahead).waited == pytest.approx(0, abs=5)
+
+
+def test_the_time_before_redis_was_looked_at_counts_where_the_producer_tells_it() -> None:
+    read = incoming(enqueued_at=time.time() - 60, queued_at=time.monotonic() - 40)
+    assert (read.waited, read.clock) == (pytest.approx(60, abs=5), "producer")
+
+
+def test_a_message_does_not_wait_before_its_own_time() -> None:
+    due = datetime.now(UTC) - timedelta(seconds=5)
+    assert incoming(enqueued_at=time.time() - 600, eta=due).waited == pytest.approx(5, abs=4)
+
+
 @pytest.mark.parametrize(("given", "read"), [(3, 3), (-7, 0), (99, 9), ("high", 0), (None, 0)])
 def test_a_priority_is_held_between_0_and_9(given: Any, read: int) -> None:
     assert incoming(priority=given).priority == read
@@ -135,9 +158,9 @@ def test_a_body_of_another_shape_is_refused(intake: Intake, body: Any) -> None:
 
 
 def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
-    read = incoming(enqueued_at=1000.0)
+    read = incoming(queued_at=1000.0)
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = Claim(2, list(entries), None)
     job = intake.job(read, intake.process(read), claim, None, lambda _: None)
-    assert (job.attempt, job.num_tokens, job.enqueued_at) == (2, 2, 1000.0)
+    assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)
     assert job.request.choices[0].output_token_ids == [10, 11]

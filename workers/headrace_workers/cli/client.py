@@ -95,12 +95,16 @@ def status(request_id: str, redis_url: str, as_json: bool) -> None:
 def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
     """End the request REQUEST_ID: a queued one never runs, a running one stops at its next chunk.
 
-    Exit code 1 when it had ended already.
+    Exit code 1 when it had ended already, or when no such request is known: it has no message in the queue of a model
+    that was ever served, no stream and no result.
     """
     with Client(redis_url) as client:
-        cancelled = client.cancel(request_id)
+        is_known = client.is_known(request_id)
+        cancelled = is_known is not False and client.cancel(request_id)
     if as_json:
-        click.echo(json.dumps({"request_id": request_id, "cancelled": cancelled}))
+        click.echo(json.dumps({"request_id": request_id, "cancelled": cancelled, "known": is_known}))
+    elif is_known is False:
+        click.echo(f"no request {request_id} is known: it is in no queue, and has no stream and no result", err=True)
     else:
         click.echo("cancelled" if cancelled else "it had ended already")
     sys.exit(0 if cancelled else 1)

@@ -15,6 +15,7 @@ _COMMANDS = {
     "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
     "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),
     "control": ("headrace_workers.cli.control", "control", "Look at running workers; pause, resume or drain them."),
+    "queue": ("headrace_workers.cli.queue", "queue", "What lies in the queues: list it, or delete what waits."),
     "dead-letters": (
         "headrace_workers.cli.dead",
         "dead_letters",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_workers import default_model
-from headrace_workers.errors import ModelFetchError
+from headrace_engine import default_model
+from headrace_engine.errors import ModelFetchError
 
 
 def put(place: Path) -> Path:

@@ -1,0 +1,93 @@
+"""`purge_queue`: ends every request that waits in a queue, and tells those who wait for it.
+
+A message is leased before its stream is ended, and acknowledged after its result is stored. So a purge that dies midway
+loses nothing: what it held comes back to the queue, and what it has ended is answered from its stream.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace_broker.content import answer_type, dumps_result
+from headrace_broker.envelope import content_digest, is_request_id, legible_envelope
+from headrace_broker.keys import queue_lists, result_key
+from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.results import ErrorInfo, GenerateResult
+from headrace_broker.streams import Ending, StreamWriter
+
+if TYPE_CHECKING:
+    import redis
+
+_AT_ONCE: Final = 100
+_LEASE_SECONDS: Final = 60.0
+_ANY_DELIVERIES: Final = 10**9
+_PURGED: Final = ErrorInfo("cancelled", "the request was purged from the queue")
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedMessages:
+    """How many messages a purge has ended."""
+
+    waiting: int
+    delayed: int
+    """Of those whose time had not come."""
+
+
+def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> PurgedMessages:
+    """Ends the messages that no worker holds, as far as they are there when it begins. Redis's errors pass through.
+
+    Each request's stream ends as cancelled and so does its result, unless it had ended before. Both live `ttl_seconds`.
+    """
+    lists = queue_lists(queue)
+    leases = Leases(client, lease_seconds=_LEASE_SECONDS, delivery_limit=_ANY_DELIVERIES)
+    writer = StreamWriter(client, ttl_seconds)
+    levels = QueueLevelReader(client).read([queue])[queue]
+
+    def end(messages: Iterable[LeasedMessage]) -> None:
+        for message in messages:
+            envelope = legible_envelope(message.body)
+            request_id = _request_id_of(envelope)
+            if request_id is not None:
+                ending = writer.end_unclaimed(request_id, "cancelled", _PURGED, content_digest(envelope))
+                if ending is Ending.WRITTEN:
+                    _store_result(client, request_id, envelope.get("content-type"), ttl_seconds)
+            leases.hold(message.lease_id, message)
+            leases.cost(message.lease_id, 0)  # its tenant pays nothing
+            leases.ack(message.lease_id)
+
+    def purge(take: Callable[[int], list[LeasedMessage]], most: int) -> int:
+        purged = 0
+        while purged < most and (messages := take(min(_AT_ONCE, most - purged))):
+            end(messages)
+            purged += len(messages)
+        return purged
+
+    return PurgedMessages(
+        waiting=purge(lambda count: leases.fetch(lists, count), levels.num_ready),
+        delayed=purge(lambda count: leases.take_delayed(lists, count), levels.delayed),
+    )
+
+
+def _request_id_of(envelope: Mapping[str, Any]) -> str | None:
+    headers = envelope.get("headers")
+    request_id = headers.get("id") if isinstance(headers, Mapping) else None
+    return request_id if is_request_id(request_id) else None
+
+
+def _store_result(client: "redis.Redis", request_id: str, content_type: object, ttl_seconds: int) -> None:
+    """As Celery's Redis backend does in a worker, readable for the producer of a message of this content type."""
+    meta: dict[str, Any] = {
+        "task_id": request_id,
+        "status": "SUCCESS",
+        "result": GenerateResult(request_id, [], None, _PURGED).to_wire(),
+        "traceback": None,
+        "children": [],
+        "date_done": datetime.now(UTC).isoformat(),
+    }
+    packed = dumps_result(meta, answer_type(content_type))
+    with client.pipeline(transaction=True) as pipe:
+        pipe.set(result_key(request_id), packed, ex=ttl_seconds)
+        pipe.publish(result_key(request_id), packed)
+        pipe.execute()

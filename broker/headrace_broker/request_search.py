@@ -1,0 +1,45 @@
+"""`is_known`: whether anything of a request is in Redis: its stream, its result, or its message in a queue.
+
+Messages are found by what they say, which takes longer the more of them wait: this is for an operator's question.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from headrace_broker.keys import (
+    LEASE_BODIES_KEY,
+    delayed_key,
+    ended_key,
+    held_key,
+    queue_lists,
+    result_key,
+    sorted_ids_key,
+    stream_key,
+)
+from headrace_broker.scripts import lua
+
+if TYPE_CHECKING:
+    import redis
+
+
+def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> bool:
+    """Whether the request has a stream, a mark of its end or a result, or a message in one of the queues.
+
+    Redis's errors pass through, among them one for a user that may not read messages.
+    """
+    traces = (stream_key(request_id), ended_key(request_id), result_key(request_id))
+    if client.exists(*traces):
+        return True
+    script, text = lua("queue_find", prelude=None), json.dumps(request_id)
+    lists = [name for queue in queues for name in queue_lists(queue)]
+    # in the order in which messages move, so that one that moves meanwhile is seen at one of its places
+    for place in (str, sorted_ids_key, delayed_key, held_key):
+        for name in lists:
+            found, at = 0, 0
+            while at >= 0 and not found:
+                reply: Any = client.eval_ro(script, 2, LEASE_BODIES_KEY, place(name), text, str(at))
+                found, at = reply
+            if found:
+                return True
+    return bool(client.exists(*traces))

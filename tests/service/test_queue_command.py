@@ -1,0 +1,142 @@
+"""`headrace queue` against a real server: what it shows, and what becomes of those who wait for what it deletes."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from click.testing import CliRunner, Result
+
+from headrace_broker.client import Client
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import RequestFailedError
+from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, queue_lists, queue_name, result_key
+from headrace_broker.leases import Leases
+from headrace_broker.registry import register_model
+from headrace_workers.cli.queue import queue
+
+pytestmark = pytest.mark.redis
+
+MODEL = "m"
+LISTS = queue_lists(queue_name(MODEL))
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(redis_server.url, model=MODEL) as client:
+        yield client
+
+
+@pytest.fixture
+def leases(redis_client: "redis.Redis") -> Leases:
+    return Leases(redis_client, lease_seconds=60, delivery_limit=5)
+
+
+def fill(client: Client, leases: Leases) -> None:
+    """One runs, one is delayed, four wait sorted and two unsorted."""
+    for request_id in ("running", "delayed"):
+        client.submit("x", request_id=request_id, tenant="acme")
+    running, delayed = leases.fetch(LISTS, 2)
+    leases.hold(running.lease_id, running)
+    leases.postpone(delayed.lease_id, 3000)
+    for number in range(4):
+        client.submit("x", request_id=f"sorted-{number}", priority=5, tenant="acme" if number % 2 else None)
+    leases.sort(LISTS)
+    for number in range(2):
+        client.submit("x", request_id=f"unsorted-{number}")
+
+
+def run(server: EmbeddedServer, *arguments: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(queue, [*arguments, "--redis-url", server.url], input=answer)
+
+
+def shown(server: EmbeddedServer) -> dict[str, Any]:
+    [found] = json.loads(run(server, "list", "--model", MODEL, "--json").stdout)
+    return dict(found)
+
+
+def test_a_queue_is_listed_by_priority_and_tenant(
+    client: Client, leases: Leases, redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    assert json.loads(run(redis_server, "list", "--json").stdout) == []
+    fill(client, leases)
+    register_model(redis_client, MODEL, max_model_len=8, worker="w", seen=1.0)
+    found = shown(redis_server)
+    assert {name: found[name] for name in ("waiting", "delayed", "running", "dead")} == {
+        "waiting": 6,
+        "delayed": 1,
+        "running": 1,
+        "dead": 0,
+    }
+    assert found["by_priority"] == {"0": 2, "3": 4, "6": 0, "9": 0}
+    assert found["by_tenant"] == {"": 2, "acme": 2}
+    assert found["oldest_age_seconds"] > 0
+    plain = run(redis_server, "list").stdout
+    assert MODEL in plain
+    assert "acme: 2" in plain
+
+
+def test_a_purge_ends_what_no_worker_holds_and_tells_its_waiters(
+    client: Client, leases: Leases, redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    fill(client, leases)
+    outcome = run(redis_server, "purge", MODEL, "--yes", "--json")
+    assert (outcome.exit_code, json.loads(outcome.stdout)) == (0, {"waiting": 6, "delayed": 1})
+    assert [shown(redis_server)[name] for name in ("waiting", "delayed", "running")] == [0, 0, 1]
+    for request_id in ("sorted-0", "unsorted-1", "delayed"):
+        assert client.status(request_id).finish_reason == "cancelled"
+        with pytest.raises(RequestFailedError, match="purged from the queue"):
+            client.result(request_id, timeout=5)
+    assert client.status("running").state == "pending"
+    [held] = leases.held()
+    leases.ack(held)
+    assert redis_client.keys("headrace:lease:*") + redis_client.keys("headrace:ready:*") == []
+    assert redis_client.exists(DEAD_LETTERS_KEY) == 0
+
+
+def test_a_purge_asks_first(client: Client, leases: Leases, redis_server: EmbeddedServer) -> None:
+    fill(client, leases)
+    refused = run(redis_server, "purge", MODEL, answer="n\n")
+    assert (refused.exit_code, shown(redis_server)["waiting"]) == (1, 6)
+    assert "Delete 7 request(s) of m" in refused.output
+    agreed = run(redis_server, "purge", MODEL, answer="y\n")
+    assert agreed.exit_code == 0
+    assert "7 purged, 1 of them delayed" in agreed.output
+
+
+def test_the_queue_of_a_model_that_nobody_knows_is_not_purged(redis_server: EmbeddedServer) -> None:
+    outcome = run(redis_server, "purge", "nosuch", "--yes")
+    assert outcome.exit_code == 1
+    assert "no worker has ever served a model 'nosuch' here" in outcome.output
+
+
+def test_a_json_producer_can_read_that_its_request_was_purged(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", client: Client
+) -> None:
+    with Celery(broker=redis_server.url, set_as_current=False) as app:
+        handle = app.send_task("headrace.generate", kwargs={"prompt": "x"}, queue=queue_name(MODEL))
+    assert client.purge_queue().waiting == 1
+    stored = json.loads(redis_client.get(result_key(handle.id)) or b"")
+    assert (stored["status"], stored["result"]["error"]["code"]) == ("SUCCESS", "cancelled")
+
+
+def test_a_message_that_cannot_be_read_is_purged_too(
+    client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    redis_client.lpush(LISTS[0], b"\xff", "{}", "[]", '{"headers": {"id": 7}}', '{"headers": {"id": ""}}')
+    assert client.purge_queue().waiting == 5
+    assert shown(redis_server)["waiting"] == 0
+
+
+def test_a_queue_that_cannot_be_served_is_said_so(
+    client: Client, leases: Leases, redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    fill(client, leases)
+    redis_client.rename(LEASE_META_KEY, "kept")
+    redis_client.set(LEASE_META_KEY, "x")
+    assert "WRONGTYPE" in shown(redis_server)["problem"]
+    assert "WRONGTYPE" in str(run(redis_server, "purge", MODEL, "--yes").exception)
+    redis_client.rename("kept", LEASE_META_KEY)
+    assert shown(redis_server)["waiting"] == 6

@@ -1,0 +1,108 @@
+"""`headrace queue`: what lies in the queues, and how to empty one."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from headrace_broker.client import Client, unavailable
+from headrace_broker.connections import connect
+from headrace_broker.keys import queue_name
+from headrace_broker.queue_levels import QueueLevelReader, QueueLevels, read_tenants
+from headrace_broker.registry import known_models
+from headrace_broker.settings import BrokerSettings
+from headrace_workers.cli import options
+
+
+@click.group()
+def queue() -> None:
+    """List the queues, or delete what waits in one.
+
+    Celery's own `celery purge`, and Flower, see only messages that no worker has sorted by tenant yet.
+    """
+
+
+@queue.command("list")
+@click.option("--model", metavar="NAME", multiple=True, help="Only this model's queue; may be given more than once.")
+@options.redis_url
+@options.as_json
+def list_queues(model: tuple[str, ...], redis_url: str, as_json: bool) -> None:
+    """Show each queue: what waits, by priority and by tenant, what is delayed, what runs, and what is dead.
+
+    A message counts in its tenant once a worker has sorted it, which takes a second at most where one lives.
+    """
+    found = _look(BrokerSettings(redis_url=redis_url), model)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    table = Table("model", "waiting", "by priority", "by tenant", "delayed", "running", "dead", "oldest")
+    for one in found:
+        age = "-" if one["oldest_age_seconds"] is None else f"{one['oldest_age_seconds']:.0f} s"
+        counts = (str(one["waiting"]), _counts(one["by_priority"]), _counts(one["by_tenant"]))
+        table.add_row(one["model"], *counts, str(one["delayed"]), str(one["running"]), str(one["dead"]), age)
+    Console().print(table)
+    for one in found:
+        if one["problem"] is not None:
+            click.echo(f"{one['model']} cannot be served: {one['problem']}", err=True)
+
+
+@queue.command("purge")
+@click.argument("model")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@options.redis_url
+@options.as_json
+def purge(model: str, yes: bool, redis_url: str, as_json: bool) -> None:
+    """Delete what waits in the queue of MODEL, and what is delayed, for good. What runs goes on.
+
+    Each request ends as cancelled: its stream and its result say that it was purged. Exit code 1 where nobody knows the
+    model, or where the answer to the question is no.
+    """
+    [found] = _look(BrokerSettings(redis_url=redis_url), [model])
+    if not found["is_known"]:
+        raise click.ClickException(f"no worker has ever served a model {model!r} here, and its queue is empty")
+    if not yes:
+        count = found["waiting"] + found["delayed"]
+        click.confirm(f"Delete {count} request(s) of {model} that wait or are delayed?", abort=True, err=True)
+    with Client(redis_url) as client:
+        purged = client.purge_queue(model)
+    if as_json:
+        click.echo(json.dumps(asdict(purged)))
+    else:
+        click.echo(f"{purged.waiting + purged.delayed} purged, {purged.delayed} of them delayed")
+
+
+def _look(settings: BrokerSettings, models: Any) -> list[dict[str, Any]]:
+    with unavailable(settings, "look at the queues"), connect(settings.redis_url) as client:
+        known = known_models(client)
+        names = list(dict.fromkeys(models)) or sorted(known)
+        levels = QueueLevelReader(client).read([queue_name(name) for name in names])
+        return [
+            _summary(
+                name, level, read_tenants(client, queue_name(name)) if level.problem is None else {}, name in known
+            )
+            for name, level in zip(names, levels.values(), strict=True)
+        ]
+
+
+def _summary(model: str, level: QueueLevels, tenants: dict[str, int], is_registered: bool) -> dict[str, Any]:
+    return {
+        "model": model,
+        "queue": queue_name(model),
+        "waiting": level.num_ready,
+        "by_priority": {str(step): count for step, count in level.ready.items()},
+        "by_tenant": dict(sorted(tenants.items())),
+        "delayed": level.delayed,
+        "running": level.leased - level.delayed,
+        "dead": level.num_dead,
+        "oldest_age_seconds": level.oldest_age_seconds,
+        "oldest_age_clock": level.oldest_age_clock,
+        "problem": level.problem,
+        "is_known": is_registered or level.num_ready + level.leased > 0,
+    }
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name or '(none)'}: {count}" for name, count in counts.items() if count) or "-"

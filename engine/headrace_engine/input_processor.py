@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace_engine.errors import ContextLengthError, InvalidRequestError
+from headrace_engine.errors import InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker
 from headrace_engine.logits_processor import LogitsProcessor
@@ -38,6 +38,15 @@ class ProcessedRequest:
     seed: int
     choices: list[EngineCoreRequest]
     """In the order of their index."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """What the tokenizer made of a request that passed every check."""
+
+    text: str | None
+    token_ids: list[int]
+    bad_words_token_ids: list[list[int]]
 
 
 class InputProcessor:
@@ -101,7 +110,6 @@ class InputProcessor:
         problems = _message_problems(messages)
         if problems:
             raise InvalidRequestError(problems)
-        self._check_text_length(sum(len(str(message["content"])) for message in messages))
         text, token_ids = self._tokenizer.encode_chat(messages)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
@@ -131,7 +139,6 @@ class InputProcessor:
                 raise InvalidRequestError("a prompt map must hold exactly one of prompt and prompt_token_ids")
             (prompt,) = given.values()
         if isinstance(prompt, str):
-            self._check_text_length(len(prompt))
             return prompt, self._tokenizer.encode(prompt)
         if (
             isinstance(prompt, bytes | bytearray)
@@ -140,15 +147,6 @@ class InputProcessor:
         ):
             raise InvalidRequestError("a prompt must be text or a list of token ids (integers)")
         return None, [int(token) for token in prompt]
-
-    def _check_text_length(self, num_chars: int) -> None:
-        """Refuse what cannot fit before the tokenizer spends time on it."""
-        most = self._model_info.max_model_len * self._tokenizer.longest_token_chars
-        if num_chars > most:
-            raise ContextLengthError(
-                f"the prompt has {num_chars} characters; {self._model_info.max_model_len} tokens, the model's limit, "
-                f"hold at most {most}"
-            )
 
     def _build(
         self,
@@ -165,6 +163,20 @@ class InputProcessor:
         bad_words_token_ids = self._tokenize_bad_words(params.bad_words)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
         self.check_grammar(params)
+        checked = CheckedPrompt(text, token_ids, bad_words_token_ids)
+        return self.assemble(request_id, checked, params, priority, arrival_time, cache_salt, lora_request)
+
+    def assemble(
+        self,
+        request_id: str,
+        prompt: "CheckedPrompt",
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float,
+        cache_salt: str,
+        lora_request: LoRARequest | None,
+    ) -> ProcessedRequest:
+        """Make the request of what was tokenised and checked, here or in another process."""
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         # Output kind and stop strings are the output processor's business and stay here; so does all other text.
         core_params = replace(params, stop=[], bad_words=[])
@@ -174,20 +186,25 @@ class InputProcessor:
         choices = [
             EngineCoreRequest(
                 request_id=choice_id(request_id, index, admission),
-                prompt_token_ids=token_ids,
+                prompt_token_ids=prompt.token_ids,
                 sampling_params=further_params if index else core_params,
                 seed=choice_seed(seed, index),
                 eos_token_ids=self._model_info.eos_token_ids,
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
-                bad_words_token_ids=bad_words_token_ids,
+                bad_words_token_ids=prompt.bad_words_token_ids,
                 lora_request=lora_request,
             )
             for index in range(params.n)
         ]
         return ProcessedRequest(
-            request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, seed=seed, choices=choices
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            seed=seed,
+            choices=choices,
         )
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:

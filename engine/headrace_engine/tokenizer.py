@@ -5,7 +5,6 @@ small. `tokenizer_loader` reads the parts, with both.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -23,11 +22,6 @@ class ModelTokenizer:
         self.backend.encode_special_tokens = parts.split_special_tokens
         self._chat_template = parts.chat_template
         self._special_tokens = parts.special_tokens
-
-    @cached_property
-    def longest_token_chars(self) -> int:
-        """No token stands for more characters of text than this."""
-        return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=True).ids

@@ -17,7 +17,6 @@ from celery.worker import state as worker_state
 from headrace_broker.connections import connect
 from headrace_broker.keys import queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.tokenizer import import_chat_templates
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
@@ -25,6 +24,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
+from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
 
@@ -72,6 +72,7 @@ class EngineStep(bootsteps.StartStopStep):
             make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
         )
         client = connect(broker.redis_url)
+        self._lanes = PreparationLane(), PreparationLane()
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
@@ -79,6 +80,14 @@ class EngineStep(bootsteps.StartStopStep):
             adapters=adapters,
             worker_name=name,
             tokenizer=lambda: self._supervisor.tokenizer,
+            tokenizer_parts=lambda: self._supervisor.tokenizer_parts,
+            lanes=self._lanes,
+            preparation_settings={
+                "model": config.model.model,
+                "trust_remote_code": config.model.trust_remote_code,
+                "logits_processors": list(config.model.logits_processors),
+            },
+            share_prefix_cache=settings.share_prefix_cache,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_delay_seconds=settings.max_delay_seconds,
             metrics=self.metrics,
@@ -86,7 +95,6 @@ class EngineStep(bootsteps.StartStopStep):
             health=self._health,
             store_result=lambda request_id, result: worker.app.backend.store_result(request_id, result, "SUCCESS"),
             on_given_up=self._stop_worker,
-            logits_processors=config.model.logits_processors,
             publish_interval=settings.publish_interval,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
@@ -102,7 +110,8 @@ class EngineStep(bootsteps.StartStopStep):
         self._server.start()
         logger.info("metrics on %s/metrics, health on %s/health/ready", self._server.url, self._server.url)
         self._supervisor.start()
-        import_chat_templates()  # while the engine loads, so that no chat has to wait for it
+        for lane in self._lanes:
+            lane.start()
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
         hub.call_repeatedly(HEARTBEAT_SECONDS, worker.consumer.flush_events)
@@ -112,6 +121,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     def go_on(self, seconds: float) -> None:
         """Keep the engine going for so long while Redis keeps Celery's event loop from turning."""
+        self.dispatcher.loop_is_left()
         self.dispatcher.heartbeat()
         self._supervisor.pump(seconds)
 

@@ -178,15 +178,7 @@ class Settlement:
         self.end_stream(incoming.request_id, "rejected", error)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
         celery_request.cost(0)
-
-        def finish() -> None:
-            if incoming.is_well_formed:
-                run_task(result)
-            else:  # Celery's tracer would stumble over the body, too
-                self._store_result(incoming.request_id, result)
-                celery_request.on_success((False, "", 0.0))
-
-        self._finish(celery_request, finish)
+        self._finish(celery_request, partial(run_task, result))
 
     def refuse_malformed(self, request_id: str) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""

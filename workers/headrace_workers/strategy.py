@@ -12,7 +12,7 @@ import msgpack
 import structlog
 from celery.exceptions import InvalidTaskError
 from celery.worker.strategy import default as default_strategy
-from kombu.exceptions import OperationalError
+from kombu.exceptions import ContentDisallowed, OperationalError
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_workers.dispatcher import Dispatcher
@@ -20,6 +20,7 @@ from headrace_workers.task import OUTCOME, EngineRequest
 
 # In place of the message's own body: neither its prompt nor its links are wanted when the task has been done.
 _EMPTY_BODY: Final = msgpack.packb([[], {}, {}])
+_NO_BODY: Final[tuple[list[Any], dict[str, Any], dict[str, Any]]] = ([], {}, {})
 _LINKS: Final = ("callbacks", "errbacks", "chain", "chord")
 
 
@@ -87,6 +88,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             raise InvalidTaskError("malformed message: it is not of Celery's protocol 2")
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)):
+                _leave_undecoded(message)
                 return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back
@@ -98,6 +100,16 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             raise InvalidTaskError(f"malformed message: {type(error).__name__}") from None
 
     return handle
+
+
+def _leave_undecoded(message: Any) -> None:
+    """Show Celery an empty body: to decode a large one takes seconds, and that is done by `preparation_process.py`.
+
+    Raises ContentDisallowed for a content type that is not accepted.
+    """
+    if message.accept is not None and message.content_type not in message.accept:
+        raise ContentDisallowed(f"content type {message.content_type!r} is not accepted")
+    message._decoded_cache = _NO_BODY
 
 
 def _about(message: Any) -> dict[str, str]:

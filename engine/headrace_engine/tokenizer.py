@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headrace_engine.errors import InvalidRequestError
+from headrace_engine.prompt_length import PromptLength
 from headrace_engine.tokenizer_parts import TokenizerParts
 
 
@@ -22,13 +23,25 @@ class ModelTokenizer:
         self.backend.encode_special_tokens = parts.split_special_tokens
         self._chat_template = parts.chat_template
         self._special_tokens = parts.special_tokens
+        self._prompt_length: PromptLength | None = None
+
+    def refuse_longer_than(self, max_tokens: int) -> None:
+        """From now on refuse a text that is far too long without tokenising all of it."""
+        self._prompt_length = PromptLength(self.backend, max_tokens)
 
     def encode(self, text: str) -> list[int]:
+        """Raises ContextLengthError: it is longer than `refuse_longer_than` allows."""
+        self._check_length(text)
         return self.backend.encode(text, add_special_tokens=True).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without the special tokens that a prompt gets."""
+        """Without the special tokens that a prompt gets; errors as `encode`."""
+        self._check_length(text)
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _check_length(self, text: str) -> None:
+        if self._prompt_length is not None:
+            self._prompt_length.check(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
         """Apply the chat template; returns its text and ids, ready for the assistant's turn.

@@ -134,8 +134,10 @@ def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], No
     """From what `preparation.settings_of` says."""
     parts = TokenizerParts(**settings["tokenizer"])
     tokenizer = create_tokenizer(settings["model"], parts, trust_remote_code=settings["trust_remote_code"])
+    model_info = ModelInfo(**settings["model_info"])
+    tokenizer.refuse_longer_than(model_info.max_model_len)
     processor = GrammarMemory(
-        ModelInfo(**settings["model_info"]),
+        model_info,
         tokenizer,
         logits_processors=load_logits_processors(settings["logits_processors"]),
         is_quick=settings["is_quick"],

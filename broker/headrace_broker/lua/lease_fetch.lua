@@ -12,7 +12,7 @@ local FIRST_LIST = 9
 local sorts_left, bytes_left = 100, 4 * 1024 * 1024
 local ages_left = 100
 local STRAYS_LOOKED_AT = 10
-local reply_bytes_left = 32 * 1024 * 1024
+local reply_bytes_left = 4 * 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
 local LONGEST_MESSAGE, BYTES_KEPT, LONGEST_ID = 16 * 1024 * 1024, 4096, 2048
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.

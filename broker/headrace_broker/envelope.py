@@ -11,6 +11,9 @@ from headrace_broker.errors import MalformedMessageError
 from headrace_broker.value_rules import is_unicode
 
 MAX_ID_CHARS: Final = 512
+MAX_VALUES: Final = 100_000
+"""Values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
+_LARGE_BYTES: Final = 256 << 10
 _ENCODINGS: Final = ("binary", "utf-8")
 
 
@@ -25,6 +28,15 @@ def check_envelope(payload: Mapping[str, Any]) -> None:
         raise MalformedMessageError("it is compressed, which is not accepted")
     if payload.get("content-encoding") not in _ENCODINGS:
         raise MalformedMessageError(f"its content-encoding is none of {', '.join(_ENCODINGS)}")
+
+
+def check_structure(message: bytes) -> None:
+    """Raises MalformedMessageError for an envelope that takes seconds to read, as it has very many values.
+
+    Base64 has none of the characters that are counted, so that no body in it is refused.
+    """
+    if len(message) > _LARGE_BYTES and sum(message.count(mark) for mark in (b"[", b"{", b",")) > MAX_VALUES:
+        raise MalformedMessageError(f"its envelope holds more than {MAX_VALUES} values; its body belongs in base64")
 
 
 def is_request_id(value: object) -> bool:

@@ -49,8 +49,8 @@ _REFUSED_AT_ONCE: Final = 100
 _PREFIXES_KEPT: Final = 64
 _LONGEST_PREFIX: Final = 32
 """Characters; as in `lua/tenant_prelude.lua`."""
-_SORT_ROUNDS: Final = 30
-"""Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
+_SORT_SECONDS: Final = 0.025
+"""For so long one fetch sorts what has arrived, by scripts of some milliseconds each; the next one goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,9 @@ class Leases:
         self._renew_if_late()
         messages: list[LeasedMessage] = []
         policy = self._fair_share.packed(self._prefixes)
-        unsorted, rounds_left = 1, _SORT_ROUNDS
+        unsorted, until = 1, self._clock() + _SORT_SECONDS
         while unsorted:
-            is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE
-            rounds_left -= 1
+            is_to_sort = self._clock() < until and len(messages) < _REFUSED_AT_ONCE
             leased, dead, unsorted = self._fetch(
                 keys=[*_KEYS, *lists],
                 args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, int(is_to_sort)],

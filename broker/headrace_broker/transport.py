@@ -31,7 +31,7 @@ from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
-from headrace_broker.envelope import check_envelope
+from headrace_broker.envelope import check_envelope, check_structure
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
@@ -392,6 +392,7 @@ class Channel(kombu_redis.Channel):
             self.leases.bury(message.lease_id, f"undeliverable: {type(error).__name__}")
 
     def _payload(self, message: LeasedMessage) -> dict[str, Any]:
+        check_structure(message.body)
         payload: dict[str, Any] = loads(message.body.decode())
         check_envelope(payload)
         properties = payload["properties"]
@@ -399,7 +400,8 @@ class Channel(kombu_redis.Channel):
         properties["delivery_tag"] = message.lease_id
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
-        self.Message(payload, channel=self)
+        # Decoded once, as it may be megabytes.
+        payload["body"], properties["body_encoding"] = self.Message(payload, channel=self).body, None
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload
 

@@ -141,6 +141,8 @@ class Intake:
             prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
             assert prompt is not None
             processed = self._processor.process(request_id, prompt, params)
+        if params.allowed_token_ids is not None:  # a list may name each token many times
+            params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
         return Prepared(
             token_ids=processed.prompt_token_ids,
             bad_words_token_ids=processed.choices[0].bad_words_token_ids,

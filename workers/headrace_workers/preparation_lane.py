@@ -16,10 +16,12 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from headrace_monitoring.logging import frames
-from headrace_workers.preparation_process import CPU_SECONDS, MEMORY_BYTES, FrameReader, packed
+from headrace_workers.preparation_process import MEMORY_BYTES, FrameReader, packed
 
 logger = logging.getLogger(__name__)
 
+CPU_SECONDS: Final = 10.0
+"""Of the processor, for one request; 4 MiB of text take a tokenizer some 5 s."""
 WAIT_SECONDS: Final = 60.0
 """The processor time is the limit that counts; this one is for a process that gets none, or hangs."""
 TURN_SECONDS: Final = 0.01
@@ -56,12 +58,16 @@ class PreparationLane:
 
     Then that request is refused, and those behind it are sent again. A process that dies otherwise is held against the
     request that it worked on only when that happens again.
+
+    Args:
+        cpu_seconds: processor time that one request may take.
     """
 
     on_answer: Answer
     on_verdict: Callable[[str, str | None], None]
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._cpu_seconds = cpu_seconds
         self._hub: Any = None
         self._settings: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,7 +113,7 @@ class PreparationLane:
         self._watch()
 
     def configure(self, settings: dict[str, Any]) -> None:
-        self._settings = packed(settings)
+        self._settings = packed({**settings, "cpu_seconds": self._cpu_seconds})
         self._send(self._settings)
 
     def submit(self, number: int, values: list[Any]) -> None:
@@ -207,7 +213,7 @@ class PreparationLane:
             return
         self._deaths += 1
         if process.returncode == -signal.SIGPROF:
-            self._refuse_first(f"its preparation takes more than {CPU_SECONDS:g} s of processor time")
+            self._refuse_first(f"its preparation takes more than {self._cpu_seconds:g} s of processor time")
         elif self._deaths >= _MOST_DEATHS:
             self._refuse_first(
                 f"its preparation ended the process twice, with status {process.returncode};"

@@ -8,7 +8,7 @@ no probe. `preparation_lane.py` is the parent's side. Frames of msgpack, each be
     child -> parent   [number, kind, values ...]; [0, grammar, problem or nil]
 
 A quick process spends a moment on a request, and answers `slow` where that is not enough. The other one ends where a
-request needs more than `CPU_SECONDS`; the parent reads the reason from its exit status.
+request needs more processor time than it may have; the parent reads the reason from its exit status.
 """
 
 import ctypes
@@ -38,7 +38,6 @@ from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.logging import frames as frames_of
 from headrace_workers.intake import Intake, RefusedError
 
-CPU_SECONDS: Final = 10.0
 MEMORY_BYTES: Final = 1 << 30
 QUICK_BODY_BYTES: Final = 64 << 10
 """A tokenizer takes some 20 ms for so much."""
@@ -59,9 +58,13 @@ class Preparer:
 
     Args:
         is_quick: answer `slow` where a request needs more than a moment.
+        cpu_seconds: processor time of one request; one that needs more ends the process.
     """
 
-    def __init__(self, processor: "GrammarMemory", served_names: Sequence[str], *, is_quick: bool) -> None:
+    def __init__(
+        self, processor: "GrammarMemory", served_names: Sequence[str], *, is_quick: bool, cpu_seconds: float
+    ) -> None:
+        self._cpu_seconds = cpu_seconds
         self._processor = processor
         self._intake = Intake(processor, served_names)
         self._is_quick = is_quick
@@ -69,7 +72,7 @@ class Preparer:
     def answer(self, request_id: str, content_type: str, encoding: str, body: bytes | str) -> list[Any]:
         """Kind and values of the answer to one request."""
         try:
-            with _within(_QUICK_CPU_SECONDS if self._is_quick else None):
+            with _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None):
                 try:
                     payload = serialization.loads(body, content_type, encoding, accept=_CONTENT_TYPES)
                 except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
@@ -143,7 +146,12 @@ def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], No
         is_quick=settings["is_quick"],
         tell=tell,
     )
-    return Preparer(processor, settings["served_names"], is_quick=settings["is_quick"])
+    return Preparer(
+        processor,
+        settings["served_names"],
+        is_quick=settings["is_quick"],
+        cpu_seconds=settings["cpu_seconds"],
+    )
 
 
 def packed(frame: Any) -> bytes:
@@ -182,13 +190,13 @@ class FrameReader:
 
 
 @contextmanager
-def _within(seconds: float | None) -> Iterator[None]:
-    """Limit the processor time of one request."""
+def _within(seconds: float, quick_seconds: float | None) -> Iterator[None]:
+    """Limit the processor time of one request. Raises NotQuickError after `quick_seconds`."""
     global _is_timed  # noqa: PLW0603  # a signal's handler is told nothing else
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # not caught: ends the process
-    if seconds is not None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # not caught: ends the process
+    if quick_seconds is not None:
         _is_timed = True
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, quick_seconds)
     try:
         yield
     finally:

@@ -42,7 +42,7 @@ class InlineLane:
             is_quick=settings["is_quick"],
             tell=lambda grammar, problem: self.on_verdict(grammar, problem),
         )
-        self.preparer = Preparer(processor, settings["served_names"], is_quick=settings["is_quick"])
+        self.preparer = Preparer(processor, settings["served_names"], is_quick=settings["is_quick"], cpu_seconds=60)
 
     def submit(self, number: int, values: list[Any]) -> None:
         self.submitted[number] = values
@@ -119,6 +119,14 @@ class Desk:
         """Let the finisher's thread come to rest."""
         deadline = time.monotonic() + 5
         while self.dispatcher.settlement._finisher.busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.hub.run_soon()
+
+    def wait_soon(self) -> None:
+        """Until another thread has something for the event loop, which is done."""
+        deadline = time.monotonic() + 10
+        while not self.hub.soon:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         self.hub.run_soon()

@@ -11,9 +11,8 @@ import pytest
 from headrace_broker.events import ChunkEvent
 from headrace_broker.streams import Claim
 from headrace_engine.input_processor import InputProcessor
-from headrace_engine.sampling_params import RequestOutputKind
-from headrace_workers.adapters import Adapters
-from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_workers.intake import Incoming, Intake, RefusedError, job_of, seed_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
 pytestmark = pytest.mark.torch
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def intake() -> Intake:
-    return Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny", "bulk"], Adapters({}), 3600)  # type: ignore[arg-type]
+    return Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny", "bulk"])  # type: ignore[arg-type]
 
 
 def incoming(kwargs: Any = None, request_id: str = "r1", **headers: Any) -> Incoming:
@@ -58,18 +57,25 @@ def test_an_odd_time_limit_is_no_deadline(odd: Any) -> None:
 
 
 def test_a_request_without_a_seed_draws_by_its_id(intake: Intake) -> None:
-    first, second, other = (intake.process(incoming(request_id=name)) for name in ("r1", "r1", "r2"))
-    assert first.seed == second.seed == seed_of("r1")
-    assert other.seed != first.seed
-    given = intake.process(incoming({"prompt": "abc", "sampling_params": {"seed": 7}}))
-    assert given.seed == 7
+    body = [[], {"prompt": "abc"}, {}]
+    first, second, other = (intake.process(name, body) for name in ("r1", "r1", "r2"))
+    assert first.params["seed"] == second.params["seed"] == seed_of("r1")
+    assert other.params["seed"] != first.params["seed"]
+    given = intake.process("r1", [[], {"prompt": "abc", "sampling_params": {"seed": 7}}, {}])
+    assert given.params["seed"] == 7
 
 
 def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
-    request = intake.process(incoming({"prompt": "abc", "model": "tiny"}, priority=3, enqueued_at=1000.5))
-    assert request.prompt_token_ids == [10, 11, 12]
-    assert request.params.output_kind is RequestOutputKind.DELTA
-    assert (request.choices[0].priority, request.choices[0].arrival_time) == (3, 1000.5)
+    prepared = intake.process("r1", [[], {"prompt": "abc", "model": "tiny", "lora": "sql"}, {}])
+    assert prepared.token_ids == [10, 11, 12]
+    assert SamplingParams.from_dict(prepared.params).output_kind is RequestOutputKind.DELTA
+    assert prepared.lora == "sql"
+
+
+def test_tokens_that_are_allowed_many_times_are_named_once(intake: Intake) -> None:
+    params = {"allowed_token_ids": [5, 7, 5] * 1000}
+    prepared = intake.process("r1", [[], {"prompt": "abc", "sampling_params": params}, {}])
+    assert prepared.params["allowed_token_ids"] == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +85,12 @@ def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
         ({"prompt": "a" * 100}, "context_length_exceeded"),
         ({"prompt_token_ids": [5] * 64}, "context_length_exceeded"),
         ({"prompt_token_ids": [100]}, "invalid_request"),
-        ({"prompt": "abc", "lora": "x"}, "invalid_request"),
         ({}, "invalid_request"),
     ],
 )
 def test_wrong_requests_are_refused_with_their_code(intake: Intake, kwargs: Any, code: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        intake.process(incoming(kwargs))
+        intake.process("r1", [[], kwargs, {}])
     assert refused.value.error.code == code
 
 
@@ -93,18 +98,15 @@ def test_wrong_requests_are_refused_with_their_code(intake: Intake, kwargs: Any,
     "body", [None, 5, [], [[], {}], [[], 7, {}], [7, {}, {}], [[], {}, 9], "abc"], ids=lambda _: ""
 )
 def test_a_body_of_another_shape_is_refused(intake: Intake, body: Any) -> None:
-    request = FakeCeleryRequest()
-    request._payload = body
-    read = Incoming.read(request)
-    assert not read.is_well_formed
     with pytest.raises(RefusedError, match="protocol 2"):
-        intake.process(read)
+        intake.process("r1", body)
 
 
 def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
     read = incoming(enqueued_at=1000.0)
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = Claim(2, list(entries), None)
-    job = intake.job(read, intake.process(read), claim, None, lambda _: None)
+    request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
+    job = job_of(read, request, claim, None, lambda _: None)
     assert (job.attempt, job.num_tokens, job.enqueued_at) == (2, 2, 1000.0)
     assert job.request.choices[0].output_token_ids == [10, 11]

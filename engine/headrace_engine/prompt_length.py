@@ -1,8 +1,8 @@
 """`PromptLength`: refuses a text that is far too long after a look at its beginning.
 
-No number of characters says how many tokens a text has: a token may stand for a paragraph, a normaliser may drop what it
-likes, and a run of unknown characters may become one token. So the beginning is tokenised, and counted as far as it
-cannot be changed by what follows it.
+No number of characters says how many tokens a text has: a token may stand for a paragraph, a normaliser may drop any
+character, and a run of unknown characters may become one token. So the beginning is tokenised, and counted as far as
+what follows cannot change it.
 """
 
 import json

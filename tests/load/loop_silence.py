@@ -188,7 +188,9 @@ class Probes:
 
 def send(service: Service, kwargs: Any, tenant: str) -> str:
     request_id = uuid.uuid4().hex
-    service.app.send_task("headrace.generate", kwargs=kwargs, queue=QUEUE, task_id=request_id, headers={"tenant": tenant})
+    service.app.send_task(
+        "headrace.generate", kwargs=kwargs, queue=QUEUE, task_id=request_id, headers={"tenant": tenant}
+    )
     return request_id
 
 
@@ -259,7 +261,8 @@ def main() -> None:
             service.wait_ended([send(service, {"prompt": "warm", "sampling_params": params()}, "small")])
             for name in chosen.cases or CASES:
                 found = measure(service, workers, turns, list(CASES[name]()))
-                print(json.dumps({"case": name, **found}), flush=True)
+                sys.stdout.write(json.dumps({"case": name, **found}) + "\n")
+                sys.stdout.flush()
         finally:
             service.close()
 

@@ -97,7 +97,7 @@ class Prepared:
 
 
 class Intake:
-    """The worker's door: what a message's body says, and whether the engine can serve it. Nothing here has an effect."""
+    """The worker's door: whether the engine can serve what a message's body asks for. Nothing here has an effect."""
 
     def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
         self._processor = processor

@@ -192,7 +192,7 @@ class FrameReader:
 @contextmanager
 def _within(seconds: float, quick_seconds: float | None) -> Iterator[None]:
     """Limit the processor time of one request. Raises NotQuickError after `quick_seconds`."""
-    global _is_timed  # noqa: PLW0603  # a signal's handler is told nothing else
+    global _is_timed  # a signal's handler is told nothing else
     signal.setitimer(signal.ITIMER_PROF, seconds)  # not caught: ends the process
     if quick_seconds is not None:
         _is_timed = True

@@ -56,19 +56,26 @@ class Turn:
 
     def __init__(self) -> None:
         self._loop: Any = None
-        self._fd = -1
+        self._fd: int | None = None
 
     def begin(self, loop: Any, callback: Callable[[], None]) -> None:
         """Until `end`. The loop would wait for up to a second before it saw what a callback asks it to do soon."""
         if self._loop is None:
-            self._loop, self._fd = loop, os.eventfd(1)  # always readable, as nobody reads it
+            self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nobody reads it
+            self._loop = loop
             loop.add_reader(self._fd, callback)
 
     def end(self) -> None:
         if self._loop is not None:
             self._loop.remove(self._fd)
-            os.close(self._fd)
             self._loop = None
+
+    def close(self) -> None:
+        """As `end`, for good."""
+        self.end()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class LeaseRegistry:
@@ -238,7 +245,7 @@ class Channel(kombu_redis.Channel):
         if self.leased and self._in_poll:  # kombu would wait for a reply that may hold a message; ours holds none
             self._in_poll.disconnect()
             self._in_poll = None
-        self._turn.end()
+        self._turn.close()
         self._release_fetched()
         super().close()
 

@@ -239,6 +239,7 @@ class Dispatcher:
 
     def _on_undecodable(self, message: Preparing) -> None:
         logger.error("a message could not be decoded", request_id=message.request_id)
+        self.settlement.refuse_malformed(message.request_id)
         message.celery_request.reject_undecodable()
 
     def _on_postponed(self, message: Preparing) -> None:

@@ -93,6 +93,8 @@ def test_a_body_that_cannot_be_decoded_is_rejected(desk: Desk) -> None:
     request.body = b"\xc1\xc1"
     desk.accept(request)
     assert request.fate == ["rejected"]
+    desk.settle()
+    assert desk.results["r1"]["error"]["code"] == "invalid_request"
     desk.assert_idle()
 
 

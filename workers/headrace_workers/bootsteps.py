@@ -72,7 +72,7 @@ class EngineStep(bootsteps.StartStopStep):
             make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
         )
         client = connect(broker.redis_url)
-        self._lanes = PreparationLane(), PreparationLane()
+        self._lanes = PreparationLane(is_quick=True), PreparationLane(is_quick=False)
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,

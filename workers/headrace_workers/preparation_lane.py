@@ -60,13 +60,15 @@ class PreparationLane:
     request that it worked on only when that happens again.
 
     Args:
+        is_quick: import what chats need while the engine loads, not when it is ready.
         cpu_seconds: processor time that one request may take.
     """
 
     on_answer: Answer
     on_verdict: Callable[[str, str | None], None]
 
-    def __init__(self, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(self, *, is_quick: bool, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._arguments = ["quick"] if is_quick else []
         self._cpu_seconds = cpu_seconds
         self._hub: Any = None
         self._settings: bytes | None = None
@@ -87,7 +89,7 @@ class PreparationLane:
     def start(self) -> None:
         """Start the process, which imports what it needs while it has no settings yet."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "headrace_workers.preparation_process"],
+            [sys.executable, "-m", "headrace_workers.preparation_process", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,

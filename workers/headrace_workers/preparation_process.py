@@ -226,9 +226,11 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.write(packed(frame))
         answers.flush()
 
-    import_chat_templates()  # while the engine loads, so that no chat has to wait for it
+    if sys.argv[1:] == ["quick"]:
+        import_chat_templates()  # while the engine loads, so that no small chat has to wait for it
     reader = FrameReader(requests.read)
     preparer = make_preparer(reader.next(), lambda grammar, problem: send([0, grammar, problem]))
+    import_chat_templates()  # else now, when the engine is ready: the processors are not wanted elsewhere any more
     _limit_memory()
     while True:
         number, *values = reader.next()

@@ -37,7 +37,7 @@ class Lane:
         self.numbers = itertools.count(1)
         self.answers: dict[int, list[Any]] = {}
         self.verdicts: dict[str, str | None] = {}
-        self.lane = PreparationLane(cpu_seconds)
+        self.lane = PreparationLane(is_quick=is_quick, cpu_seconds=cpu_seconds)
         self.lane.on_answer = self.answers.__setitem__
         self.lane.on_verdict = self.verdicts.__setitem__
         self.lane.start()

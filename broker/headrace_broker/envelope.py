@@ -22,6 +22,10 @@ _TEXT: Final = ("utf-8", None)
 # What protocol 1 says in its body and protocol 2 in its headers; absent ones need not be there.
 _HEADERS_OF_1: Final = ("task", "id", "eta", "expires", "retries", "timelimit")
 _LINKS_OF_1: Final = ("callbacks", "errbacks", "chord")
+MAX_VALUES: Final = 100_000
+"""Values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
+_LARGE_BYTES: Final = 256 << 10
+_MAX_BYTES_OF_1: Final = 1 << 20
 
 
 def open_envelope(raw: bytes) -> dict[str, Any]:
@@ -30,6 +34,7 @@ def open_envelope(raw: bytes) -> dict[str, Any]:
     Raises MalformedMessageError, whose sentence quotes nothing of the message but its content type, for what no worker
     of ours can use, and the errors of `json`.
     """
+    check_structure(raw)
     payload: dict[str, Any] = json.loads(raw.decode())
     check_envelope(payload)
     if "task" not in payload["headers"]:
@@ -80,10 +85,20 @@ def legible_envelope(raw: bytes) -> dict[str, Any]:
     except (MalformedMessageError, ValueError, RecursionError):
         pass
     try:
+        check_structure(raw)
         envelope = json.loads(raw)
-    except (ValueError, RecursionError):
+    except (MalformedMessageError, ValueError, RecursionError):
         return {}
     return envelope if isinstance(envelope, dict) else {}
+
+
+def check_structure(message: bytes) -> None:
+    """Raises MalformedMessageError for an envelope that takes seconds to read, as it has very many values.
+
+    Base64 has none of the characters that are counted, so that no body in it is refused.
+    """
+    if len(message) > _LARGE_BYTES and sum(message.count(mark) for mark in (b"[", b"{", b",")) > MAX_VALUES:
+        raise MalformedMessageError(f"its envelope holds more than {MAX_VALUES} values; its body belongs in base64")
 
 
 def is_request_id(value: object) -> TypeGuard[str]:
@@ -94,8 +109,13 @@ def is_request_id(value: object) -> TypeGuard[str]:
 def _from_protocol_1(payload: dict[str, Any]) -> None:
     """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body.
 
-    A message of neither protocol is left as it is: the consumer refuses it.
+    A message of neither protocol is left as it is: the consumer refuses it. A large body is refused, as it is decoded on
+    the worker's event loop.
     """
+    if len(payload["body"]) > _MAX_BYTES_OF_1:
+        raise MalformedMessageError(
+            f"its body of protocol 1 is larger than {_MAX_BYTES_OF_1 >> 20} MiB: use protocol 2"
+        )
     content_type = payload.get("content-type")
     try:
         body = loads(_body(payload), content_type)  # type: ignore[arg-type]  # checked there

@@ -49,10 +49,10 @@ _REFUSED_AT_ONCE: Final = 100
 _PREFIXES_KEPT: Final = 64
 _LONGEST_PREFIX: Final = 32
 """Characters; as in `lua/tenant_prelude.lua`."""
-_SORT_ROUNDS: Final = 30
-"""Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
+_SORT_SECONDS: Final = 0.025
+"""For so long one fetch sorts what has arrived, by scripts of some milliseconds each; the next one goes on."""
 _SORT_ROUNDS_BESIDE: Final = 3
-"""The same, where nothing is to be fetched."""
+"""Scripts, where nothing is to be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,9 @@ class Leases:
         self._renew_if_late()
         messages: list[LeasedMessage] = []
         policy = self._fair_share.packed(self._prefixes)
-        unsorted, rounds_left, problem = 1, _SORT_ROUNDS, ""
+        unsorted, until, problem = 1, self._clock() + _SORT_SECONDS, ""
         while unsorted:
-            is_to_sort = rounds_left > 0 and len(messages) < _REFUSED_AT_ONCE and not problem
-            rounds_left -= 1
+            is_to_sort = self._clock() < until and len(messages) < _REFUSED_AT_ONCE and not problem
             unsorted, found = self._fetch_once(lists, count, policy, "sort" if is_to_sort else "", messages)
             problem = problem or found
         for message in messages:

@@ -10,9 +10,12 @@ for longer than the lease loses the messages.
 """
 
 import logging
+import math
+import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from queue import Empty
 from types import MappingProxyType
@@ -51,7 +54,36 @@ QUEUED_AT: Final = "headrace_queued_at"
 None, where that is not known."""
 
 _COMMAND_TIMEOUT: Final = 5.0
+_TURN_SECONDS: Final = 0.01
+"""For so long fetched messages are handed over before the event loop is to see to other things."""
 _DEFAULT_CREDIT: Final = 16
+
+
+class Turn:
+    """Calls something at each turn of kombu's event loop, behind what else has come."""
+
+    def __init__(self) -> None:
+        self._loop: Any = None
+        self._fd: int | None = None
+
+    def begin(self, loop: Any, callback: Callable[[], None]) -> None:
+        """Until `end`. The loop would wait for up to a second before it saw what a callback asks it to do soon."""
+        if self._loop is None:
+            self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nobody reads it
+            self._loop = loop
+            loop.add_reader(self._fd, callback)
+
+    def end(self) -> None:
+        if self._loop is not None:
+            self._loop.remove(self._fd)
+            self._loop = None
+
+    def close(self) -> None:
+        """As `end`, for good."""
+        self.end()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class LeaseRegistry:
@@ -116,7 +148,7 @@ class QoS(virtual.QoS):
 
     def can_consume(self) -> bool:
         if self.channel.leased:
-            return bool(self.channel.credit() > 0)
+            return bool(not self.channel.hands_over and self.channel.credit() > 0)
         return bool(super().can_consume())
 
     def restore_visible(self, *_args: Any, **_kwargs: Any) -> None:
@@ -172,6 +204,9 @@ class Channel(kombu_redis.Channel):
         self._doorbells: dict[str, Doorbell] = {}
         self._awaits_doorbell = False
         self._ask_again_at = 0.0
+        self._fetched: deque[LeasedMessage] = deque()
+        """Not handed over yet, as the event loop is to see to other things in between."""
+        self._turn = Turn()
         super().__init__(*args, **kwargs)
         if self.global_keyprefix:
             raise TransportConfigurationError(
@@ -232,6 +267,8 @@ class Channel(kombu_redis.Channel):
         if self.leased and self._in_poll:  # kombu would wait for a reply that may hold a message; ours holds none
             self._in_poll.disconnect()
             self._in_poll = None
+        self._turn.close()
+        self._release_fetched()
         super().close()
 
     def _receive_one(self, subscriber: Any) -> Any:
@@ -247,6 +284,11 @@ class Channel(kombu_redis.Channel):
     def _deliver_fanout_message(self, message: Any, exchange: str) -> Any:
         check_envelope(message)  # kombu inflates what calls itself compressed
         return super()._deliver_fanout_message(message, exchange)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether messages that were fetched wait for a later turn of the event loop."""
+        return bool(self._fetched)
 
     # kombu's poller calls the two methods below around its wait for BRPOP; a leased channel waits for its doorbell.
 
@@ -320,25 +362,46 @@ class Channel(kombu_redis.Channel):
         return [self._q_for_pri(queue, step) for step in self.priority_steps for queue in queues]
 
     def fetch(self) -> bool:
-        """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none."""
-        if not self.leased or self._closing or not self.active_queues or self._is_refused():
+        """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none.
+
+        Those that take long are handed over in later turns of the event loop.
+        """
+        if not self.leased or self._closing or not self.active_queues or self._fetched or self._is_refused():
             return False
         count = self.credit()
         if count <= 0:
             return False
         try:
-            messages = self.leases.fetch(self._lists(), count)
+            self._fetched += self.leases.fetch(self._lists(), count)
         except redis.ResponseError as error:
             self._was_refused(error)
             return False
-        for position, message in enumerate(messages):
-            try:
-                self._hand_over(message)
-            except BaseException:
-                for undelivered in reversed(messages[position + 1 :]):
-                    self.leases.release(undelivered.lease_id)
-                raise
-        return bool(messages)
+        if not self._fetched:
+            return False
+        self._hand_over_some()
+        return True
+
+    def _hand_over_some(self) -> None:
+        """For one turn of the event loop, and in the next ones; all at once where there is none."""
+        loop = self.connection.loop
+        until = time.monotonic() + _TURN_SECONDS if loop is not None else math.inf
+        try:
+            while self._fetched:
+                self._hand_over(self._fetched.popleft())
+                if time.monotonic() >= until:
+                    break
+        except BaseException:
+            self._turn.end()
+            self._release_fetched()
+            raise
+        if self._fetched:
+            self._turn.begin(loop, self._hand_over_some)
+        else:
+            self._turn.end()
+
+    def _release_fetched(self) -> None:
+        while self._fetched:  # the last first: they come out again in their order
+            self.leases.release(self._fetched.pop().lease_id)
 
     def _is_refused(self) -> bool:
         return time.monotonic() < self._ask_again_at
@@ -388,7 +451,8 @@ class Channel(kombu_redis.Channel):
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
         properties["delivery_info"][CONTENT] = content_digest(payload)
         properties["delivery_info"][QUEUED_AT] = None if message.waited is None else time.monotonic() - message.waited
-        self.Message(payload, channel=self)
+        # Decoded once, as it may be megabytes.
+        payload["body"], properties["body_encoding"] = self.Message(payload, channel=self).body, None
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload
 
@@ -402,6 +466,8 @@ class Transport(kombu_redis.Transport):
     """Selected by `broker_transport='headrace_broker.transport:Transport'` with an ordinary redis:// URL."""
 
     Channel = Channel
+    loop: Any = None
+    """kombu's event loop, where one turns."""
     lease_registry: ClassVar[LeaseRegistry] = LeaseRegistry()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -409,6 +475,7 @@ class Transport(kombu_redis.Transport):
         self.cycle = DoorbellPoller()
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        self.loop = loop
         # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)

@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace_engine.bad_words import tokenize_bad_words
 from headrace_engine.chat import ChatMessage as ChatMessage
-from headrace_engine.chat import ChatOptions, read_messages, text_length
-from headrace_engine.errors import ContextLengthError, InvalidRequestError
+from headrace_engine.chat import ChatOptions, read_messages
+from headrace_engine.errors import InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker
 from headrace_engine.logits_processor import LogitsProcessor
@@ -42,6 +42,15 @@ class ProcessedRequest:
     seed: int
     choices: list[EngineCoreRequest]
     """In the order of their index."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """What the tokenizer made of a request that passed every check."""
+
+    text: str | None
+    token_ids: list[int]
+    bad_words_token_ids: list[list[int]]
 
 
 class InputProcessor:
@@ -110,9 +119,7 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """Validate a chat request; errors as `process`."""
         _check_types(params, priority, lora_request)
-        conversation = read_messages(messages)
-        self._check_text_length(text_length(conversation))
-        text, token_ids = self._tokenizer.encode_chat(conversation, chat_options)
+        text, token_ids = self._tokenizer.encode_chat(read_messages(messages), chat_options)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def check_grammar(self, params: SamplingParams) -> None:
@@ -146,7 +153,6 @@ class InputProcessor:
         if isinstance(prompt, str):
             if not is_unicode(prompt):
                 raise InvalidRequestError("the prompt is no valid Unicode: it holds a lone surrogate")
-            self._check_text_length(len(prompt))
             return prompt, self._tokenizer.encode(prompt)
         tokens = plain_list(prompt)
         if (
@@ -156,15 +162,6 @@ class InputProcessor:
         ):
             raise InvalidRequestError("a prompt must be text or a list of token ids (integers)")
         return text if isinstance(text, str) else None, list(tokens)
-
-    def _check_text_length(self, num_chars: int) -> None:
-        """Refuse what cannot fit before the tokenizer spends time on it."""
-        most = self._model_info.max_model_len * self._tokenizer.longest_token_chars
-        if num_chars > most:
-            raise ContextLengthError(
-                f"the prompt has {num_chars} characters; {self._model_info.max_model_len} tokens, the model's limit, "
-                f"hold at most {most}"
-            )
 
     def _build(
         self,
@@ -183,6 +180,20 @@ class InputProcessor:
         bad_words_token_ids = tokenize_bad_words(self._tokenizer, params.bad_words, self._model_info.vocab_size)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
         self.check_grammar(params)
+        checked = CheckedPrompt(text, token_ids, bad_words_token_ids)
+        return self.assemble(request_id, checked, params, priority, arrival_time, cache_salt, lora_request)
+
+    def assemble(
+        self,
+        request_id: str,
+        prompt: "CheckedPrompt",
+        params: SamplingParams,
+        priority: int,
+        arrival_time: float,
+        cache_salt: str,
+        lora_request: LoRARequest | None,
+    ) -> ProcessedRequest:
+        """Make the request of what was tokenised and checked, here or in another process."""
         admission = next(self._admissions)
         seed = params.seed if params.seed is not None else self._drawn_seed(admission)
         # Output kind and stop strings are the output processor's business and stay here; so does all other text.
@@ -192,20 +203,25 @@ class InputProcessor:
         choices = [
             EngineCoreRequest(
                 request_id=choice_id(request_id, index, admission),
-                prompt_token_ids=token_ids,
+                prompt_token_ids=prompt.token_ids,
                 sampling_params=further_params if index else core_params,
                 seed=choice_seed(seed, index),
                 eos_token_ids=self._model_info.eos_token_ids,
                 priority=priority,
                 arrival_time=arrival_time,
                 cache_salt=cache_salt,
-                bad_words_token_ids=bad_words_token_ids,
+                bad_words_token_ids=prompt.bad_words_token_ids,
                 lora_request=lora_request,
             )
             for index in range(params.n)
         ]
         return ProcessedRequest(
-            request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, seed=seed, choices=choices
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            seed=seed,
+            choices=choices,
         )
 
     def _drawn_seed(self, admission: int) -> int:

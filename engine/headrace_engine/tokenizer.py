@@ -16,6 +16,7 @@ from headrace_engine import chat_template
 from headrace_engine.chat import ChatOptions
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.plain_values import is_unicode
+from headrace_engine.prompt_length import PromptLength
 from headrace_engine.token_pieces import TokenPieces
 from headrace_engine.tokenizer_parts import TokenizerParts
 
@@ -30,23 +31,30 @@ class ModelTokenizer:
         self._chat_template = parts.chat_template
         self._tool_chat_template = parts.tool_chat_template
         self._special_tokens = parts.special_tokens
+        self._prompt_length: PromptLength | None = None
+
+    def refuse_longer_than(self, max_tokens: int) -> None:
+        """From now on refuse a text that is far too long without tokenising all of it."""
+        self._prompt_length = PromptLength(self.backend, max_tokens)
 
     @cached_property
     def pieces(self) -> TokenPieces:
         """What each token adds to a text."""
         return TokenPieces(self.backend)
 
-    @cached_property
-    def longest_token_chars(self) -> int:
-        """No token stands for more characters of text than this."""
-        return max((len(token) for token in self.backend.get_vocab(with_added_tokens=True)), default=1)
-
     def encode(self, text: str) -> list[int]:
+        """Raises ContextLengthError: it is longer than `refuse_longer_than` allows."""
+        self._check_length(text)
         return self.backend.encode(text, add_special_tokens=True).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without the special tokens that a prompt gets."""
+        """Without the special tokens that a prompt gets; errors as `encode`."""
+        self._check_length(text)
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _check_length(self, text: str) -> None:
+        if self._prompt_length is not None:
+            self._prompt_length.check(text)
 
     def encode_chat(
         self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions | None = None

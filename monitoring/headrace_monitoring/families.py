@@ -294,7 +294,9 @@ class WorkerFamilies:
             "worker_heartbeat_timestamp_seconds", "Unix time of the last turn of the worker's loop."
         )
         self.loop_lag = make.histogram(
-            "event_loop_lag_seconds", "How much later than due the worker's heartbeat came.", buckets.LOOP_LAG
+            "event_loop_lag_seconds",
+            "Longest time in each second that the worker's loop spent on one thing.",
+            buckets.LOOP_LAG,
         )
         self.result_seconds = make.counters(
             "worker_result_seconds_total",

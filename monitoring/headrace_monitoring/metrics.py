@@ -371,7 +371,7 @@ class Metrics:
         self._deferred.settle()  # where nobody scrapes, nothing gathers
 
     def loop_lag(self, seconds: float) -> None:
-        """The heartbeat came so much later than it was due."""
+        """The longest time since the last call in which the loop saw to nothing else."""
         self._worker.loop_lag.observe(max(seconds, 0.0))
 
     def result_phases(self, detokenize: float, publish: float) -> None:

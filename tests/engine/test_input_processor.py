@@ -76,11 +76,11 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_limit(processor: Input
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(processor: InputProcessor) -> None:
-    with pytest.raises(ContextLengthError, match="the prompt has 1000000 characters"):
-        processor.process("a", "x" * 1_000_000, SamplingParams())
-    with pytest.raises(ContextLengthError, match="characters"):
-        processor.process_chat("a", [{"role": "user", "content": "x" * 1_000_000}], SamplingParams())
+def test_a_text_that_cannot_fit_is_refused_by_its_tokens(processor: InputProcessor) -> None:
+    with pytest.raises(ContextLengthError, match="the prompt has 100000 tokens"):
+        processor.process("a", "x" * 100_000, SamplingParams())
+    with pytest.raises(ContextLengthError, match="tokens"):
+        processor.process_chat("a", [{"role": "user", "content": "x" * 100_000}], SamplingParams())
 
 
 def test_stop_tokens_outside_the_vocabulary_are_refused(processor: InputProcessor) -> None:

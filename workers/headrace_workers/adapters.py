@@ -55,13 +55,14 @@ class Adapters:
             folder = self._folder / name
         if folder is None or not (folder / _FILES[0]).is_file():
             return None
-        return LoRARequest(name, id_of(name, *map(_version, (folder / file for file in _FILES))), str(folder))
+        found = LoRARequest(name, id_of(name, *map(_version, (folder / file for file in _FILES))), str(folder))
+        if found.lora_int_id not in self._fingerprints:
+            self._fingerprints[found.lora_int_id] = adapter_fingerprint(found.lora_path)
+        return found
 
     def fingerprint(self, lora: LoRARequest) -> str:
-        """Of the adapter's weights; read once for each version of its files."""
-        if lora.lora_int_id not in self._fingerprints:
-            self._fingerprints[lora.lora_int_id] = adapter_fingerprint(lora.lora_path)
-        return self._fingerprints[lora.lora_int_id]
+        """Of the weights of an adapter that `find` has found; read once for each version of its files."""
+        return self._fingerprints.get(lora.lora_int_id, "")
 
     def named(self) -> list[LoRARequest]:
         """Those that the operator named, for loading them at the start."""

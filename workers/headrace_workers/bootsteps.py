@@ -19,7 +19,6 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.chat_template import import_chat_templates
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
@@ -27,6 +26,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
+from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
 
@@ -79,6 +79,7 @@ class EngineStep(bootsteps.StartStopStep):
         """Those that the worker was started with."""
         self._cancelled: set[str] = set()
         self.client = client = connect(broker.redis_url)
+        self._lanes = PreparationLane(is_quick=True), PreparationLane(is_quick=False)
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
@@ -86,6 +87,14 @@ class EngineStep(bootsteps.StartStopStep):
             adapters=adapters,
             worker_name=name,
             tokenizer=lambda: self._supervisor.tokenizer,
+            tokenizer_parts=lambda: self._supervisor.tokenizer_parts,
+            lanes=self._lanes,
+            preparation_settings={
+                "model": config.model.model,
+                "trust_remote_code": config.model.trust_remote_code,
+                "logits_processors": list(config.model.logits_processors),
+            },
+            share_prefix_cache=settings.share_prefix_cache,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_delay_seconds=settings.max_delay_seconds,
             metrics=self.metrics,
@@ -95,7 +104,6 @@ class EngineStep(bootsteps.StartStopStep):
                 request_id, result, "SUCCESS", content_type=content_type
             ),
             on_given_up=self._stop_worker,
-            logits_processors=config.model.logits_processors,
             publish_interval=settings.publish_interval,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
@@ -112,7 +120,8 @@ class EngineStep(bootsteps.StartStopStep):
         self._server.start()
         logger.info("metrics on %s/metrics, health on %s/health/ready", self._server.url, self._server.url)
         self._supervisor.start()
-        import_chat_templates()  # while the engine loads, so that no chat has to wait for it
+        for lane in self._lanes:
+            lane.start()
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
         hub.call_repeatedly(HEARTBEAT_SECONDS, worker.consumer.flush_events)
@@ -123,6 +132,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     def go_on(self, seconds: float) -> None:
         """Keep the engine going for so long while Redis keeps Celery's event loop from turning."""
+        self.dispatcher.loop_is_left()
         self.dispatcher.heartbeat()
         self._supervisor.pump(seconds)
 
@@ -145,7 +155,7 @@ class EngineStep(bootsteps.StartStopStep):
     def _check_eviction(self) -> None:
         """At each connection, as a failover may lead to a server of another policy."""
         try:
-            warning = eviction_warning(self._client.info("memory"))
+            warning = eviction_warning(self.client.info("memory"))
         except REDIS_ERRORS as error:  # a user without the right to ask, or the next outage
             logger.warning("Redis's maxmemory-policy is not known: %s", error)
             return

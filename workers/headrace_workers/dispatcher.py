@@ -1,12 +1,14 @@
 """`Dispatcher`: takes requests from the queue as long as the engine has room, and answers those that cannot be served.
 
-    queue --accept--> validate, claim the stream, --> `InFlight` --engine, text, chunks--> `Settlement`
+    queue --accept--> `Preparation` --claim the stream--> `InFlight` --engine, text, chunks--> `Settlement`
 
-Runs on the thread of Celery's event loop alone. What runs is in `in_flight.py`, how it ends in `settlement.py`.
+Runs on the thread of Celery's event loop alone. What messages say is found out in `preparation.py`, what runs is in
+`in_flight.py`, how it ends in `settlement.py`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from heapq import nsmallest
 from typing import Any
@@ -21,17 +23,22 @@ from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter, begun_with
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
-from headrace_engine.input_processor import InputProcessor, ProcessedRequest
-from headrace_engine.logits_processor import load_logits_processors
+from headrace_engine.input_processor import CheckedPrompt, InputProcessor, ProcessedRequest
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.in_flight import InFlight
-from headrace_workers.intake import Incoming, Intake, RefusedError
+from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
 from headrace_workers.job import Job
+from headrace_workers.loop_watch import LoopWatch
+from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
+from headrace_workers.preparation_lane import Lane
 from headrace_workers.settlement import RunTask, Settlement, StoreResult
 from headrace_workers.supervisor import DeathCause, EngineSupervisor
 from headrace_workers.tracing import RequestTracing
@@ -47,10 +54,14 @@ class Dispatcher:
     Args:
         client: Redis for streams and registry.
         served_names: the model's names, each of which is a queue; the first one is its own.
+        tokenizer: gives the model's, once an engine was ready.
+        tokenizer_parts: gives what it was made of.
+        lanes: where messages are prepared, the quick one and the slow one.
+        preparation_settings: what these need beside the model's own; see `preparation_process.make_preparer`.
+        share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
         max_num_seqs: choices that the engine runs at once.
         max_delay_seconds: how far ahead a message's ETA may lie.
         store_result: as `Settlement` says.
-        logits_processors: import paths of the engine's, which say what `extra_args` a request may have.
         publish_interval: as `InFlight` says.
         on_given_up: called with the reason when the engine cannot be kept alive.
         tracer_provider: OpenTelemetry's; None traces nothing.
@@ -65,13 +76,16 @@ class Dispatcher:
         adapters: Adapters,
         worker_name: str,
         tokenizer: Callable[[], ModelTokenizer],
+        tokenizer_parts: Callable[[], TokenizerParts],
+        lanes: tuple[Lane, Lane],
+        preparation_settings: Mapping[str, Any],
         max_num_seqs: int,
         max_delay_seconds: float,
         metrics: Metrics,
         health: WorkerHealth,
         store_result: StoreResult,
         on_given_up: Callable[[str], None],
-        logits_processors: Sequence[str] = (),
+        share_prefix_cache: bool = False,
         publish_interval: float = 0.0,
         tracer_provider: Any = None,
     ) -> None:
@@ -83,14 +97,27 @@ class Dispatcher:
         self._adapters = adapters
         self._worker_name = worker_name
         self._load_tokenizer = tokenizer
-        self._logits_processors = load_logits_processors(logits_processors)
+        self._tokenizer_parts = tokenizer_parts
+        self._preparation_settings = {**preparation_settings, "served_names": list(served_names)}
+        self._share_prefix_cache = share_prefix_cache
         self._max_num_seqs = max_num_seqs
         self._max_delay_seconds = max_delay_seconds
         self._metrics = metrics
         self._health = health
         self._on_given_up = on_given_up
         self._in_flight = InFlight(client, self.settlement, metrics, self._tracing, publish_interval)
-        self._intake: Intake | None = None
+        self._preparation = Preparation(
+            *lanes,
+            adapters,
+            served_names[0],
+            most=max_num_seqs,
+            ready=self._on_prepared,
+            refused=self._on_refused,
+            undecodable=self._on_undecodable,
+            postponed=self._on_postponed,
+        )
+        self._processor: InputProcessor | None = None
+        self._loop_watch = LoopWatch()
         self._model_info: ModelInfo
         self._engine_waiting = 0
         self._draining = False
@@ -99,7 +126,6 @@ class Dispatcher:
         self._given_up = False
         self._redis_refuses = False
         """Redis failed a claim; nothing more is taken until the next heartbeat."""
-        self._heartbeat_at: float | None = None
 
     # -- capacity -------------------------------------------------------------------------------------------------
 
@@ -108,9 +134,12 @@ class Dispatcher:
         self._supervisor = self._in_flight.supervisor = supervisor
 
     def attach(self, hub: Any) -> None:
-        """The event loop for timers; again after each reconnect."""
+        """The event loop; again after each reconnect, at which Celery forgets what had not begun."""
+        self._preparation.drop_all()
         self.settlement.attach(hub)
         self._in_flight.attach(hub)
+        self._preparation.attach(hub)
+        self._loop_watch.attach(hub)
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
@@ -123,9 +152,10 @@ class Dispatcher:
             or self._in_flight.keeps_others_out
         ):
             return 0
-        if len(self._in_flight) >= self._max_num_seqs:  # asked many times a second, and each job has a choice that runs
+        room = self._max_num_seqs - len(self._preparation)  # each will have a choice at least
+        if len(self._in_flight) >= room:  # asked many times a second, and each job has a choice that runs
             return 0
-        return max(0, self._max_num_seqs - self._in_flight.slots_used)
+        return max(0, room - self._in_flight.slots_used)
 
     @property
     def is_draining(self) -> bool:
@@ -133,8 +163,8 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing in flight, nothing to write, nothing to acknowledge."""
-        return not self._in_flight and self.settlement.is_idle
+        """Nothing taken, nothing to write, nothing to acknowledge."""
+        return not self._in_flight and not self._preparation and self.settlement.is_idle
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -153,7 +183,11 @@ class Dispatcher:
         )
         if incoming.redelivered:
             self._metrics.message_redelivered()
-        known = self._in_flight.get(incoming.request_id) or self.settlement.ending(incoming.request_id)
+        known = (
+            self._preparation.get(incoming.request_id)
+            or self._in_flight.get(incoming.request_id)
+            or self.settlement.ending(incoming.request_id)
+        )
         if known is not None:
             if known.celery_request.content == celery_request.content:
                 self._adopt(known, celery_request, run_task)
@@ -161,20 +195,32 @@ class Dispatcher:
                 self.settlement.set_aside(incoming.request_id, celery_request)
             return
         # A message with an ETA passes through Celery's timer, and meanwhile there may be no room for it any more.
-        if self._intake is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
+        if self._processor is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
             self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return
-        try:
+        with self._answering(incoming, celery_request, run_task):
             if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
                 raise RefusedError(
                     "quota_exceeded",
                     f"the queue holds {incoming.over_quota} requests of this tenant, which is as many as it may",
                 )
-            if 0 < incoming.delay <= self._max_delay_seconds:
+            if incoming.delay > self._max_delay_seconds:
+                raise RefusedError(
+                    "invalid_request",
+                    f"eta or countdown must lie within the next {self._max_delay_seconds:g} s,"
+                    f" not {incoming.delay:.0f} s ahead",
+                )
+            if incoming.delay > 0:
                 celery_request.postpone(incoming.delay)
-                return
-            self._start(incoming, self._intake, celery_request, run_task)
+            else:
+                self._preparation.begin(incoming, celery_request, run_task)
+
+    @contextmanager
+    def _answering(self, incoming: Incoming, celery_request: Any, run_task: RunTask) -> Iterator[None]:
+        """Give the request an answer, whatever is raised."""
+        try:
+            yield
         except RefusedError as refusal:
             self.settlement.refuse(incoming, refusal.error, celery_request, run_task)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
@@ -182,18 +228,45 @@ class Dispatcher:
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
                 self._redis_refuses = not self.settlement.give_back(celery_request, error)
                 return
-            logger.error("request could not be taken in", request_id=incoming.request_id, raised=frames(error))
-            failure = ErrorInfo("engine_error", f"the request could not be taken in: {type(error).__name__}")
+            kind, raised = type(error).__name__, frames(error)
+            if isinstance(error, PreparationError):
+                kind, raised = error.kind, error.raised
+            logger.error("request could not be taken in", request_id=incoming.request_id, raised=raised)
+            failure = ErrorInfo("engine_error", f"the request could not be taken in: {kind}")
             self.settlement.refuse(incoming, failure, celery_request, run_task)
+
+    # -- prepared -------------------------------------------------------------------------------------------------
+
+    def _on_prepared(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
+        with self._answering(message.incoming, message.celery_request, message.run_task):
+            if not message.celery_request.revoked():  # else Celery has settled it: it was revoked, or has expired
+                self._start(message, prepared, adapter)
+
+    def _on_refused(self, message: Preparing, error: Exception) -> None:
+        with self._answering(message.incoming, message.celery_request, message.run_task):
+            raise error
+
+    def _on_undecodable(self, message: Preparing, problem: str) -> None:
+        request, why = message.celery_request, f"the message is malformed: {problem}"
+        logger.error("message refused", request_id=message.request_id, reason=why, content_type=request.content_type)
+        self.settlement.refuse_malformed(message.request_id, request.content, why, request.content_type)
+        request.reject_undecodable(why)
+
+    def _on_postponed(self, message: Preparing) -> None:
+        message.celery_request.postpone(POSTPONE_SECONDS)
 
     def _forget(self, request_id: str) -> None:
         """Undo a start that failed halfway."""
+        message = self._preparation.get(request_id)
+        if message is not None:
+            self._preparation.drop(message)
         job = self._in_flight.get(request_id)
         if job is not None:
             self._in_flight.drop(job)
 
-    def _start(self, incoming: Incoming, intake: Intake, celery_request: Any, run_task: RunTask) -> None:
-        request = intake.process(incoming)
+    def _start(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
+        incoming, celery_request, run_task = message.incoming, message.celery_request, message.run_task
+        request = self._assemble(incoming, prepared, adapter)
         started = time.perf_counter()
         span = self._tracing.begin(incoming)
         model = self._model_of(request)
@@ -215,7 +288,7 @@ class Dispatcher:
         if claim.ended is not None:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
             return
-        job = intake.job(incoming, request, claim, celery_request, run_task)
+        job = job_of(incoming, request, claim, celery_request, run_task)
         job.model, job.begun_with = model, begun_with(claim.entries, model)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
         self._in_flight.start(job, incoming.deadline)
@@ -226,12 +299,26 @@ class Dispatcher:
         adapter = self._adapters.fingerprint(lora) if lora is not None else ""
         return ModelIdentity(self._served_names[0], self._model_info.weights, adapter)
 
-    def _adopt(self, job: Job, celery_request: Any, run_task: RunTask) -> None:
+    def _assemble(self, incoming: Incoming, prepared: Prepared, adapter: LoRARequest | None) -> ProcessedRequest:
+        assert self._processor is not None
+        shares = self._share_prefix_cache or incoming.tenant is None
+        return self._processor.assemble(
+            incoming.request_id,
+            CheckedPrompt(None, prepared.token_ids, prepared.bad_words_token_ids),
+            SamplingParams.from_dict(prepared.params),
+            incoming.priority,
+            incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
+            "" if shares else f"tenant {incoming.tenant}",
+            adapter,
+        )
+
+    def _adopt(self, job: "Job | Preparing", celery_request: Any, run_task: RunTask) -> None:
         """The same request again, under another lease: go on under the new one and settle the old one."""
         old, job.celery_request, job.run_task = job.celery_request, celery_request, run_task
         task_ready(old)  # forgets the id, too
         task_reserved(celery_request)
-        celery_request.on_accepted(self._supervisor.pid, time.monotonic())
+        if isinstance(job, Job):  # else it is accepted when it is prepared
+            celery_request.on_accepted(self._supervisor.pid, time.monotonic())
         if old.lease_id != celery_request.lease_id:  # the very same message has one lease, whoever fetches it
             old.cost(0)  # the new one pays
             old.acknowledge()  # refused by Redis where the old lease was lost
@@ -240,6 +327,11 @@ class Dispatcher:
 
     def terminate(self, request_id: str) -> bool:
         """Celery's revoke with terminate. Returns whether the request was here."""
+        message = self._preparation.get(request_id)
+        if message is not None:
+            self._preparation.drop(message)
+            message.celery_request.announce_terminated_in_queue()
+            return True
         job = self._in_flight.get(request_id)
         if job is None:
             return False
@@ -249,6 +341,11 @@ class Dispatcher:
     def lease_lost(self, message: Any) -> None:
         """Another worker has this message: stop, write nothing more, acknowledge nothing."""
         self._metrics.lease_lost()
+        preparing = self._preparation.get(message.headers.get("id"))
+        if preparing is not None and preparing.celery_request.lease_id == message.delivery_tag:
+            self._preparation.drop(preparing)
+            task_ready(preparing.celery_request)
+            return
         job = self._in_flight.get(message.headers.get("id"))
         if job is not None and job.celery_request.lease_id == message.delivery_tag:
             logger.warning("request was taken over by another worker", **job.log_fields)
@@ -258,11 +355,12 @@ class Dispatcher:
     # -- from the engine ------------------------------------------------------------------------------------------
 
     def on_engine_ready(self, model_info: ModelInfo) -> None:
-        if self._intake is None:
+        if self._processor is None:
             tokenizer = self._load_tokenizer()
-            processor = InputProcessor(model_info, tokenizer, logits_processors=self._logits_processors)
-            self._intake = Intake(processor, self._served_names, self._adapters, self._max_delay_seconds)
+            self._processor = InputProcessor(model_info, tokenizer)
             self._in_flight.use_tokenizer(tokenizer)
+            parts, info = asdict(self._tokenizer_parts()), asdict(model_info)
+            self._preparation.configure({**self._preparation_settings, "tokenizer": parts, "model_info": info})
         elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):
             self._end_as_model_changed(self._model_info, model_info)
             return
@@ -313,13 +411,17 @@ class Dispatcher:
         """Once a second from the event loop."""
         self._redis_refuses = False
         self._metrics.heartbeat()
-        now = time.monotonic()
-        if self._heartbeat_at is not None:
-            self._metrics.loop_lag(now - self._heartbeat_at - HEARTBEAT_SECONDS)
-        self._heartbeat_at = now
+        self._metrics.loop_lag(self._loop_watch.longest_silence())
         self._health.heartbeat(len(self._in_flight))
         self._metrics.slots(min(self._in_flight.slots_used, self._max_num_seqs), self._max_num_seqs)
         self._in_flight.heartbeat()
+        for message in self._preparation.heartbeat():
+            if message.celery_request.revoked():  # Celery settles it: it was revoked, or has expired
+                self._preparation.drop(message)
+
+    def loop_is_left(self) -> None:
+        """Redis is away, and the event loop does not turn."""
+        self._loop_watch.pause()
 
     def set_state(self, state: str) -> None:
         assert state in ("loading", "ready", "draining")
@@ -343,6 +445,7 @@ class Dispatcher:
     def pause(self) -> None:
         """Take nothing more until `resume`; what runs goes on."""
         self._paused = True
+        self._hand_back_unprepared()
         self.set_state("draining")
 
     def resume(self) -> bool:
@@ -361,6 +464,7 @@ class Dispatcher:
             "state": self._health.not_ready() or "ready",
             "paused": self._paused,
             "draining": self._draining,
+            "preparing": len(self._preparation),
             "requests": len(self._in_flight),
             "slots_used": self._in_flight.slots_used,
             "slots": self._max_num_seqs,
@@ -380,7 +484,12 @@ class Dispatcher:
     def drain(self) -> None:
         """Take nothing more; what runs goes on."""
         self._draining = True
+        self._hand_back_unprepared()
         self.set_state("draining")
+
+    def _hand_back_unprepared(self) -> None:
+        for message in reversed(self._preparation.drop_all()):  # the last first: they come out again in their order
+            message.celery_request.hand_back()
 
     def hand_back(self) -> int:
         """Give every request that is not complete back to the queue; another worker continues it from its stream.
@@ -396,6 +505,7 @@ class Dispatcher:
         return len(jobs)
 
     def stop(self) -> None:
+        self._preparation.close()
         self.settlement.stop()
 
 

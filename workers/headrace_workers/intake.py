@@ -1,4 +1,4 @@
-"""`Intake`: what a message says, and whether the engine can serve it. Nothing here has an effect."""
+"""What a message says: its headers, as `Incoming`, and its body, which `Intake` reads in another process."""
 
 import hashlib
 import time
@@ -16,9 +16,7 @@ from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
 from headrace_engine.chat import ChatOptions
 from headrace_engine.input_processor import InputProcessor, ProcessedRequest
-from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_workers.adapters import Adapters
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
@@ -40,15 +38,9 @@ class RefusedError(HeadraceWorkerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """A message as Celery received it."""
+    """What a message says beside its body, which another process decodes."""
 
     request_id: str
-    args: Any = field(repr=False)
-    kwargs: Any = field(repr=False)
-    is_well_formed: bool
-    """Whether the body has the shape of Celery's protocol 2, so that Celery can run the task."""
-    is_linked: bool = False
-    """Whether Celery is to start other tasks when this one is done."""
     priority: int
     redelivered: bool
     enqueued_at: float | None
@@ -78,10 +70,6 @@ class Incoming:
         queued_at, clock = _queued_at(enqueued_at, celery_request.eta, celery_request.queued_at)
         return cls(
             request_id=celery_request.id,
-            args=celery_request.args,
-            kwargs=celery_request.kwargs,
-            is_well_formed=_is_protocol_2(celery_request._payload),
-            is_linked=_is_linked(celery_request._payload),
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
             redelivered=bool(delivery.get("redelivered")),
             enqueued_at=enqueued_at,
@@ -107,37 +95,38 @@ def tenant_of(celery_request: Any) -> str | None:
     return tenant if isinstance(tenant, str) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a request asks for, checked and tokenised; plain data."""
+
+    token_ids: list[int]
+    bad_words_token_ids: list[list[int]]
+    params: dict[str, Any]
+    lora: str | None
+
+
 class Intake:
-    """The worker's door.
+    """The worker's door: whether the engine can serve what a message's body asks for. Nothing here has an effect."""
 
-    Raises:
-        RefusedError: from `process`, with the code and the sentence that the client gets.
-    """
-
-    def __init__(
-        self, processor: InputProcessor, served_names: Sequence[str], adapters: Adapters, max_delay_seconds: float
-    ) -> None:
+    def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
         self._processor = processor
         self._served_names = served_names
-        self._adapters = adapters
-        self._max_delay_seconds = max_delay_seconds
 
-    def process(self, incoming: Incoming) -> ProcessedRequest:
-        """Check the message and tokenise its prompt."""
-        if not incoming.is_well_formed:
+    def process(self, request_id: str, body: Any) -> Prepared:
+        """Check a decoded body and tokenise its prompt.
+
+        Raises:
+            RefusedError: with the code and the sentence that the client gets.
+        """
+        if not _is_protocol_2(body):
             raise RefusedError("invalid_request", MALFORMED)
-        if incoming.delay > self._max_delay_seconds:
-            raise RefusedError(
-                "invalid_request",
-                f"eta or countdown must lie within the next {self._max_delay_seconds:g} s,"
-                f" not {incoming.delay:.0f} s ahead",
-            )
-        if incoming.is_linked:
+        args, kwargs, embed = body
+        if any(embed.values()):
             raise RefusedError("invalid_request", _LINKED)
-        if incoming.args:
+        if args:
             raise RefusedError("invalid_request", "positional arguments are not allowed; use keyword arguments")
         try:
-            request = GenerateRequest.parse(incoming.kwargs)
+            request = GenerateRequest.parse(kwargs)
         except broker_errors.InvalidRequestError as error:
             raise RefusedError(error.code, str(error)) from error
         if request.model is not None and request.model not in self._served_names:
@@ -146,67 +135,55 @@ class Intake:
                 "model_not_found", f"model {request.model!r} is not served here; this queue serves {served}"
             )
         try:
-            return self._tokenize(incoming, request)
+            return self._tokenize(request_id, request)
         except engine_errors.InvalidRequestError as error:
             raise RefusedError(error.code, str(error)) from error
 
-    def _tokenize(self, incoming: Incoming, request: GenerateRequest) -> ProcessedRequest:
+    def _tokenize(self, request_id: str, request: GenerateRequest) -> Prepared:
         given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
         # Without a seed of its own a request draws by its id, so that another worker draws the same numbers.
-        given.setdefault("seed", seed_of(incoming.request_id))
+        given.setdefault("seed", seed_of(request_id))
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
-        lora_request = self._adapter(request.lora) if request.lora is not None else None
-        arrival_time = incoming.enqueued_at if incoming.enqueued_at is not None else time.time()
         if request.messages is not None:
-            return self._processor.process_chat(
-                incoming.request_id,
-                request.messages,
-                params,
-                priority=incoming.priority,
-                arrival_time=arrival_time,
-                lora_request=lora_request,
-                chat_options=ChatOptions(**request.chat_options),
+            processed = self._processor.process_chat(
+                request_id, request.messages, params, chat_options=ChatOptions(**request.chat_options)
             )
-        prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
-        assert prompt is not None
-        return self._processor.process(
-            incoming.request_id,
-            prompt,
-            params,
-            priority=incoming.priority,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
+        else:
+            prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
+            assert prompt is not None
+            processed = self._processor.process(request_id, prompt, params)
+        if params.allowed_token_ids is not None:  # a list may name each token many times
+            params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
+        return Prepared(
+            token_ids=processed.prompt_token_ids,
+            bad_words_token_ids=processed.choices[0].bad_words_token_ids,
+            params=params.to_dict(),
+            lora=request.lora,
         )
 
-    def _adapter(self, name: str) -> LoRARequest:
-        found = self._adapters.find(name)
-        if found is None:
-            raise RefusedError("invalid_request", f"{self._served_names[0]} has no LoRA adapter of the name {name!r}")
-        return found
 
-    def job(
-        self,
-        incoming: Incoming,
-        request: ProcessedRequest,
-        claim: Claim,
-        celery_request: Any,
-        run_task: Callable[[dict[str, Any]], None],
-    ) -> Job:
-        """The job of a claimed request, with all that earlier attempts have generated."""
-        job = Job(
-            celery_request=celery_request,
-            run_task=run_task,
-            request=request,
-            attempt=claim.attempt,
-            choices=recorded_choices(claim.entries, request.params.n),
-            prompt_logprobs=recorded_prompt_logprobs(claim.entries),
-            queued_at=incoming.queued_at,
-            tenant=incoming.tenant,
-            abandon_after=incoming.abandon_after,
-            engine_losses=claim.engine_losses,
-        )
-        job.core_requests()  # tells the engine's requests which tokens they have already
-        return job
+def job_of(
+    incoming: Incoming,
+    request: ProcessedRequest,
+    claim: Claim,
+    celery_request: Any,
+    run_task: Callable[[dict[str, Any]], None],
+) -> Job:
+    """The job of a claimed request, with all that earlier attempts have generated."""
+    job = Job(
+        celery_request=celery_request,
+        run_task=run_task,
+        request=request,
+        attempt=claim.attempt,
+        choices=recorded_choices(claim.entries, request.params.n),
+        prompt_logprobs=recorded_prompt_logprobs(claim.entries),
+        queued_at=incoming.queued_at,
+        tenant=incoming.tenant,
+        abandon_after=incoming.abandon_after,
+        engine_losses=claim.engine_losses,
+    )
+    job.core_requests()  # tells the engine's requests which tokens they have already
+    return job
 
 
 def _is_protocol_2(body: Any) -> bool:
@@ -215,10 +192,6 @@ def _is_protocol_2(body: Any) -> bool:
         return False
     args, kwargs, embed = body
     return isinstance(args, list | tuple) and isinstance(kwargs, dict) and isinstance(embed, dict)
-
-
-def _is_linked(body: Any) -> bool:
-    return _is_protocol_2(body) and any(body[2].values())
 
 
 def _deadline(expires: Any, time_limits: Any) -> float | None:

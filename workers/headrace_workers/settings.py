@@ -57,6 +57,9 @@ class WorkerSettings(BaseSettings):
     watermark: float = Field(0.01, ge=0, lt=1)
     """Share of the KV blocks that stays free when a request is admitted beside running ones."""
     enable_prefix_caching: bool = True
+    share_prefix_cache: bool = False
+    """Let requests of one tenant use what the prefix cache holds of another's prompts: faster, and it shows by the
+    time and the count of cached tokens which prompts others have sent."""
     max_model_len: int | None = Field(None, ge=1)
     kv_cache_memory: ByteSize | None = None
     """Bytes, or with a unit: 4GiB."""

@@ -197,15 +197,7 @@ class Settlement:
         self._metrics.request_refused("rejected", incoming.tenant)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
         celery_request.cost(0)
-
-        def finish() -> None:
-            if incoming.is_well_formed:
-                run_task(result)
-            else:  # Celery's tracer would stumble over the body, too
-                self._store_result(incoming.request_id, result, celery_request.content_type)
-                celery_request.on_success((False, "", 0.0))
-
-        self._finish(celery_request, finish)
+        self._finish(celery_request, partial(run_task, result))
 
     def set_aside(self, request_id: str, celery_request: Any) -> None:
         """The request id is another message's: this one becomes a dead letter, and changes nothing of the other's."""

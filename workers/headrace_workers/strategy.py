@@ -15,6 +15,7 @@ from celery.worker.strategy import default as default_strategy
 from kombu.exceptions import OperationalError
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.content import require_accepted
 from headrace_broker.errors import MalformedMessageError
 from headrace_broker.transport import CONTENT
 from headrace_workers.dispatcher import Dispatcher
@@ -23,6 +24,7 @@ from headrace_workers.task import OUTCOME, EngineRequest
 
 # In place of the message's own body: neither its prompt nor its links are wanted when the task has been done.
 _EMPTY_BODY: Final = msgpack.packb([[], {}, {}])
+_NO_BODY: Final[tuple[list[Any], dict[str, Any], dict[str, Any]]] = ([], {}, {})
 _LINKS: Final = ("callbacks", "errbacks", "chain", "chord")
 
 
@@ -90,6 +92,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             raise InvalidTaskError("malformed message: it has no id")
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)):
+                _leave_undecoded(message)
                 return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back
@@ -103,6 +106,15 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             raise InvalidTaskError(why) from None  # the consumer rejects the message
 
     return handle
+
+
+def _leave_undecoded(message: Any) -> None:
+    """Show Celery an empty body: to decode a large one takes seconds, and that is done by `preparation_process.py`.
+
+    Raises MalformedMessageError for a content type that is not accepted.
+    """
+    require_accepted(message.content_type)
+    message._decoded_cache = _NO_BODY
 
 
 def _about(message: Any) -> dict[str, str]:

@@ -69,6 +69,7 @@ class EngineSupervisor:
         self._process: EngineCoreProcess | None = None
         self._hub: Any = None
         self._tokenizer: ModelTokenizer | None = None
+        self._tokenizer_parts: TokenizerParts | None = None
         self._tokenizer_answer: Future[Any] = Future()
         """Of the engine, which reads the tokenizer with torch at hand; asked once."""
         self._deaths_in_a_row = 0
@@ -88,6 +89,12 @@ class EngineSupervisor:
         """The model's, of an engine that is or was ready."""
         assert self._tokenizer is not None, "no engine was ready yet"
         return self._tokenizer
+
+    @property
+    def tokenizer_parts(self) -> TokenizerParts:
+        """What `tokenizer` was made of."""
+        assert self._tokenizer_parts is not None, "no engine was ready yet"
+        return self._tokenizer_parts
 
     @property
     def pid(self) -> int | None:
@@ -210,6 +217,7 @@ class EngineSupervisor:
         if self._tokenizer is None and self._tokenizer_answer.done():
             parts, self._tokenizer_answer = TokenizerParts(**self._tokenizer_answer.result()), Future()
             model = self._config.model
+            self._tokenizer_parts = parts
             self._tokenizer = create_tokenizer(model.model, parts, trust_remote_code=model.trust_remote_code)
         return self._tokenizer is not None
 

@@ -131,6 +131,16 @@ class EngineRequest(Request):
         """Store, announce and acknowledge that the request was revoked while it ran."""
         super()._announce_revoked("terminated", True, "SIGTERM", False)
 
+    def announce_terminated_in_queue(self) -> None:
+        """As `announce_terminated`, for a request that had not begun."""
+        self._announce_revoked("terminated", True, "SIGTERM", False)
+
+    def reject_undecodable(self, why: str) -> None:
+        """Make the message a dead letter, as its body cannot be read."""
+        self._settled()
+        self._message.channel.leases.bury(self.lease_id, f"rejected: {why}")
+        self.send_event("task-rejected", requeue=False)
+
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Dropped before the engine ever saw it. Celery would store that on the event loop's thread."""
         self._already_revoked = True

@@ -11,12 +11,12 @@ local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[
 local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] ~= ''
 local FIRST_LIST = 9
 -- However much has arrived, the script stays short.
-local sorts_left, bytes_left = 100, 4 * 1024 * 1024
+local sorts_left, bytes_left = 100, 1024 * 1024
 local ages_left = 100
 local STRAYS_LOOKED_AT = 10
-local reply_bytes_left = 32 * 1024 * 1024
+local reply_bytes_left = 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
-local LONGEST_MESSAGE, BYTES_KEPT = 16 * 1024 * 1024, 4096
+local LONGEST_MESSAGE, BYTES_KEPT = 8 * 1024 * 1024, 4096
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
 local LOOKED_AT, MOST_SKIPS = 16, 8
 

@@ -68,7 +68,7 @@ def _workers() -> list[Panel]:
         ),
         graph(
             "Event loop lag, p99",
-            "How much later than due a worker's heartbeat came. Long lags lose leases.",
+            "Longest time in each second that a worker's loop spent on one thing. Long lags lose leases.",
             "s",
             [(quantile(0.99, "event_loop_lag_seconds", "instance"), "{{instance}}")],
         ),

@@ -9,6 +9,7 @@ import redis
 from kombu import Connection, Consumer, Queue
 from kombu.asynchronous import Hub
 
+from headrace_broker import transport
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
@@ -206,3 +207,49 @@ def test_work_goes_on_after_the_server_crashed() -> None:
         assert [key for key in client.keys("headrace*") if not key.startswith(SHARE_PREFIX.encode())] == []
         loop.messages.clear()
         loop.close()
+
+
+def test_fetched_messages_are_handed_over_in_turns_of_the_loop_and_in_their_order(
+    loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
+    for number in range(6):
+        send(number)
+    most = 0
+    while len(loop.messages) < 6:
+        before = len(loop.messages)
+        loop.hub.run_once()
+        most = max(most, len(loop.messages) - before)
+    assert most <= 2  # one behind the fetch, and one that a turn of the loop allows
+    assert [message.payload for message in loop.messages] == list(range(6))
+    assert loop.channel.qos.can_consume()
+
+
+def test_what_was_fetched_and_not_handed_over_goes_back_with_its_connection(
+    loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
+    for number in range(6):
+        send(number)
+    loop.run_until(lambda: loop.channel.hands_over)
+    held = len(loop.messages)
+    assert 0 < held < 6
+    loop.disconnect()
+    loop.connect()
+    loop.run_until(lambda: len(loop.messages) == 6)
+    assert [message.payload for message in loop.messages] == list(range(6))
+    assert not any(message.delivery_info["redelivered"] for message in loop.messages)
+
+
+@pytest.mark.parametrize("mark", [b"[],", b"{},", b"1,"], ids=lambda mark: mark.decode())
+def test_an_envelope_of_very_many_values_becomes_a_dead_letter_unread(
+    loop: Loop, redis_server: EmbeddedServer, send: Callable[..., None], mark: bytes
+) -> None:
+    client = connect(redis_server.url)
+    client.lpush(QUEUE.name, b'{"headers": {"id": "a", "x": [' + mark * 400_000 + b'1]}, "body": "", "properties": {}}')
+    send("good")
+    loop.run_until(lambda: [message.payload for message in loop.messages] == ["good"])
+    (letter,) = client.lrange("headrace:dead", 0, -1)
+    assert b"its envelope holds more than 100000 values" in letter
+    client.delete("headrace:dead")
+    client.close()

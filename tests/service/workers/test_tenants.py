@@ -1,5 +1,6 @@
 """Tenants that share a real worker."""
 
+import json
 from collections.abc import Callable
 
 from celery.result import AsyncResult
@@ -58,3 +59,44 @@ def test_what_a_stock_producer_sends_over_its_tenants_quota_ends_with_an_error(
     assert all(result["error"] is None for result in results([*accepted, other]).values())
     service.wait_settled()
     assert service.dead_letters() == []
+
+
+def cached(service: Service, tenant: str | None, prompt: list[int]) -> int:
+    headers = {} if tenant is None else {"tenant": tenant}
+    params = {"temperature": 0.0, "max_tokens": 1}
+    sent = service.send({"prompt_token_ids": prompt, "sampling_params": params}, headers=headers)
+    tokens: int = sent.get(timeout=DEADLINE)["usage"]["cached_tokens"]
+    return tokens
+
+
+def test_a_tenant_does_not_learn_from_the_prefix_cache_what_another_has_sent(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    service.start_worker()
+    prompt = [5 + number % 50 for number in range(200)]
+    assert [cached(service, tenant, prompt) for tenant in ("a", "b", None)] == [0, 0, 0]
+    assert all(cached(service, tenant, prompt) >= 128 for tenant in ("a", "b", None))
+
+
+def test_tenants_that_trust_each_other_may_share_the_prefix_cache(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    service.start_worker(share_prefix_cache=True)
+    prompt = [5 + number % 50 for number in range(200)]
+    assert cached(service, "a", prompt) == 0
+    assert all(cached(service, tenant, prompt) >= 128 for tenant in ("b", None))
+
+
+def test_slow_grammars_of_one_tenant_do_not_hold_up_a_request_of_another(make_service: Callable[..., Service]) -> None:
+    service = make_service()
+    service.start_worker(lease_seconds=1).wait_ready()
+    send(service, "light").get(timeout=DEADLINE)
+    schemas = [json.dumps({"type": "integer", "multipleOf": 999983 - 2 * number}) for number in range(16)]
+    slow = [send(service, "heavy", structured_outputs={"json": schema}) for schema in schemas]
+    light = send(service, "light")
+    assert light.get(timeout=DEADLINE)["error"] is None
+    assert not slow[-1].ready()
+    outcomes = results(slow)
+    assert {result["error"]["code"] for result in outcomes.values()} == {"invalid_request"}
+    assert service.workers[0].metrics()["headrace_leases_lost_total"] == 0
+    service.wait_settled()

@@ -7,21 +7,73 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.request import FinishReason
+from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.preparation_process import GrammarMemory, Preparer
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeHub, FakeRedis, FakeSupervisor, FakeTokenizer, step
+
+
+class InlineLane:
+    """Prepares each request as the process would, at once, or when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.submitted: dict[int, list[Any]] = {}
+        self.learned: dict[str, str | None] = {}
+        self.on_answer: Any = None
+        self.on_verdict: Any = None
+        self.is_closed = False
+
+    def attach(self, hub: Any) -> None: ...
+
+    def check(self) -> None: ...
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        processor = GrammarMemory(
+            MODEL,
+            FakeTokenizer(),
+            logits_processors=load_logits_processors(settings["logits_processors"]),
+            is_quick=settings["is_quick"],
+            tell=lambda grammar, problem: self.on_verdict(grammar, problem),
+        )
+        self.preparer = Preparer(processor, settings["served_names"], is_quick=settings["is_quick"], cpu_seconds=60)
+
+    def submit(self, number: int, values: list[Any]) -> None:
+        self.submitted[number] = values
+        if not self.is_held:
+            self.answer()
+
+    def answer(self, *answer: Any) -> None:
+        """The first that is waiting; with this answer, where one is given."""
+        number = next(iter(self.submitted))
+        values = self.submitted.pop(number)
+        self.on_answer(number, list(answer) or self.preparer.answer(*values))
+
+    def learn(self, grammar: str, problem: str | None) -> None:
+        self.learned[grammar] = problem
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Desk:
     """A dispatcher and everything around it."""
 
     def __init__(
-        self, max_num_seqs: int = 4, logits_processors: Sequence[str] = (), publish_interval: float = 0.0
+        self,
+        max_num_seqs: int = 4,
+        logits_processors: Sequence[str] = (),
+        publish_interval: float = 0.0,
+        share_prefix_cache: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
+        self.quick, self.slow = InlineLane(), InlineLane()
         self.redis = FakeRedis()
         self.hub = FakeHub()
         self.engine = FakeSupervisor()
@@ -32,16 +84,19 @@ class Desk:
             client=self.redis,  # type: ignore[arg-type]
             stream_ttl_seconds=60,
             served_names=["tiny"],
-            adapters=Adapters({}),
+            adapters=adapters or Adapters({}),
             worker_name="w",
             tokenizer=FakeTokenizer,  # type: ignore[arg-type]
+            tokenizer_parts=lambda: TokenizerParts(tokenizer_json="", special_tokens={}),
+            lanes=(self.quick, self.slow),
+            preparation_settings={"logits_processors": list(logits_processors)},
+            share_prefix_cache=share_prefix_cache,
             max_num_seqs=max_num_seqs,
             max_delay_seconds=3600,
             metrics=self.metrics,
             health=WorkerHealth(),
             store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
             on_given_up=self.given_up.append,
-            logits_processors=logits_processors,
             publish_interval=publish_interval,
         )
         self.dispatcher.use_engine(self.engine)  # type: ignore[arg-type]
@@ -64,6 +119,14 @@ class Desk:
         """Let the finisher's thread come to rest."""
         deadline = time.monotonic() + 5
         while self.dispatcher.settlement._finisher.busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        self.hub.run_soon()
+
+    def wait_soon(self) -> None:
+        """Until another thread has something for the event loop, which is done."""
+        deadline = time.monotonic() + 10
+        while not self.hub.soon:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         self.hub.run_soon()

@@ -40,7 +40,6 @@ MODEL = ModelInfo(
 class FakeTokenizer:
     """A token for each letter."""
 
-    longest_token_chars = 1
     eos_token_id = None
 
     def __init__(self) -> None:
@@ -74,6 +73,7 @@ class FakeHub:
         self.timers: list[FakeTimer] = []
         self.readers: dict[int, Callable[[], None]] = {}
         self.soon: list[Callable[[], None]] = []
+        self.poller: Any = None
 
     def call_later(self, delay: float, callback: Callable[[], None]) -> FakeTimer:
         self.timers.append(FakeTimer(self.now + delay, callback))
@@ -217,21 +217,32 @@ class FakeCeleryRequest:
     ) -> None:
         self.id = request_id
         self.content = content
-        self.args: list[Any] = []
-        self.kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
+        kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
+        self.body: bytes = msgpack.packb([[], kwargs, {}])
+        self.content_type, self.content_encoding = "application/x-msgpack", "binary"
         self.request_dict = headers
         self.delivery_info = {"priority": headers.pop("priority", 0), "redelivered": headers.pop("redelivered", False)}
         self.expires = headers.pop("expires", None)
         self.time_limits = headers.pop("time_limits", (None, None))
         self.eta = headers.pop("eta", None)
         self.lease_id = lease_id
-        self.content_type = "application/x-msgpack"
-        self._payload = [self.args, self.kwargs, {}]
+        self.is_revoked = False
         self.fate: list[str] = []
         self.burial: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
         self.queued_at: float | None = headers.pop("queued_at", None)
+
+    def revoked(self) -> bool:
+        if self.is_revoked:
+            self.fate.append("revoked in the queue")
+        return self.is_revoked
+
+    def announce_terminated_in_queue(self) -> None:
+        self.fate.append("terminated in the queue")
+
+    def reject_undecodable(self, _why: str) -> None:
+        self.fate.append("rejected")
 
     def on_accepted(self, pid: int, at: float) -> None:
         self.fate.append("accepted")

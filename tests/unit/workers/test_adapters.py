@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.input_processor import InputProcessor
 from headrace_workers.adapters import Adapters
 from headrace_workers.errors import WorkerSettingsError
-from headrace_workers.intake import Incoming, Intake, RefusedError
 from headrace_workers.settings import WorkerSettings
-from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
+from unit.workers.desk import Desk
+from unit.workers.fakes import FakeCeleryRequest
 
 pytestmark = pytest.mark.torch
 
@@ -97,14 +96,16 @@ def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any],
 
 def test_a_message_gets_the_adapter_that_it_names_or_is_refused(tmp_path: Path) -> None:
     adapters = Adapters({"sql": make(tmp_path / "sql")})
-    intake = Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny"], adapters, 3600)  # type: ignore[arg-type]
-
-    def process(**kwargs: Any) -> Any:
-        return intake.process(Incoming.read(FakeCeleryRequest("r1", kwargs)))
-
-    request = process(prompt="abc", lora="sql", sampling_params={"n": 2})
-    assert [choice.lora_request for choice in request.choices] == [adapters.find("sql")] * 2
-    assert process(prompt="abc", lora=None).choices[0].lora_request is None
-    with pytest.raises(RefusedError, match="tiny has no LoRA adapter of the name 'other'") as refused:
-        process(prompt="abc", lora="other")
-    assert refused.value.error.code == "invalid_request"
+    desk = Desk(adapters=adapters)
+    desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "lora": "sql", "sampling_params": {"n": 2}}))
+    desk.wait_soon()
+    assert [choice.lora_request for choice in desk.engine.sent] == [adapters.find("sql")] * 2
+    desk.accept(FakeCeleryRequest("r2", {"prompt": "abc", "lora": None}))
+    assert desk.engine.sent[-1].lora_request is None
+    desk.accept(FakeCeleryRequest("r3", {"prompt": "abc", "lora": "other"}))
+    desk.wait_soon()
+    desk.settle()
+    assert desk.results["r3"]["error"] == {
+        "code": "invalid_request",
+        "message": "tiny has no LoRA adapter of the name 'other'",
+    }

@@ -15,10 +15,8 @@ from headrace_workers.celery_commands import conf, report
     [
         "redis://boss:Zanzibar@localhost:6379/0",
         "redis://:Zanzibar@localhost:6379/0",
-        "redis://localhost:6379/0?password=Zanzibar",
         "rediss://boss:Zanzibar@localhost:6379/0",
         "unix://boss:Zanzibar@/run/redis.sock?db=0",
-        "unix:///run/redis.sock?password=Zanzibar",
         "sentinel://boss:Zanzibar@h1:26379,h2:26379/0?master=m&sentinel_password=Zanzibar",
     ],
 )

@@ -12,11 +12,10 @@ import pytest
 from headrace_broker.events import ChunkEvent
 from headrace_broker.streams import Claim
 from headrace_engine.input_processor import InputProcessor
-from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
-from headrace_workers.adapters import Adapters
-from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
+from headrace_workers.intake import Incoming, Intake, RefusedError, job_of, seed_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
 pytestmark = pytest.mark.torch
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def intake() -> Intake:
-    return Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny", "bulk"], Adapters({}), 3600)  # type: ignore[arg-type]
+    return Intake(InputProcessor(MODEL, FakeTokenizer()), ["tiny", "bulk"])  # type: ignore[arg-type]
 
 
 def incoming(kwargs: Any = None, request_id: str = "r1", **headers: Any) -> Incoming:
@@ -84,27 +83,34 @@ def test_an_odd_time_limit_is_no_deadline(odd: Any) -> None:
 
 
 def test_a_request_without_a_seed_draws_by_its_id(intake: Intake) -> None:
-    first, second, other = (intake.process(incoming(request_id=name)) for name in ("r1", "r1", "r2"))
-    assert first.seed == second.seed == seed_of("r1")
-    assert other.seed != first.seed
-    given = intake.process(incoming({"prompt": "abc", "sampling_params": {"seed": 7}}))
-    assert given.seed == 7
+    body = [[], {"prompt": "abc"}, {}]
+    first, second, other = (intake.process(name, body) for name in ("r1", "r1", "r2"))
+    assert first.params["seed"] == second.params["seed"] == seed_of("r1")
+    assert other.params["seed"] != first.params["seed"]
+    given = intake.process("r1", [[], {"prompt": "abc", "sampling_params": {"seed": 7}}, {}])
+    assert given.params["seed"] == 7
 
 
 def test_what_a_message_does_not_name_is_as_the_generation_config_says() -> None:
     model = replace(MODEL, default_sampling_params={"temperature": 0.25, "top_k": 7, "max_tokens": 9})
-    intake = Intake(InputProcessor(model, FakeTokenizer()), ["tiny"], Adapters({}), 3600)  # type: ignore[arg-type]
-    params = intake.process(incoming({"prompt": "a", "sampling_params": {"top_k": 3}})).params
-    assert (params.temperature, params.top_k, params.max_tokens, params.top_p) == (0.25, 3, 9, 1.0)
-    params = intake.process(incoming({"prompt": "a"})).params
-    assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 7, 9)
+    intake = Intake(InputProcessor(model, FakeTokenizer()), ["tiny"])  # type: ignore[arg-type]
+    params = intake.process("r1", [[], {"prompt": "a", "sampling_params": {"top_k": 3}}, {}]).params
+    assert (params["temperature"], params["top_k"], params["max_tokens"]) == (0.25, 3, 9)
+    params = intake.process("r1", [[], {"prompt": "a"}, {}]).params
+    assert (params["temperature"], params["top_k"], params["max_tokens"]) == (0.25, 7, 9)
 
 
 def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
-    request = intake.process(incoming({"prompt": "abc", "model": "tiny"}, priority=3, enqueued_at=1000.5))
-    assert request.prompt_token_ids == [10, 11, 12]
-    assert request.params.output_kind is RequestOutputKind.DELTA
-    assert (request.choices[0].priority, request.choices[0].arrival_time) == (3, 1000.5)
+    prepared = intake.process("r1", [[], {"prompt": "abc", "model": "tiny", "lora": "sql"}, {}])
+    assert prepared.token_ids == [10, 11, 12]
+    assert SamplingParams.from_dict(prepared.params).output_kind is RequestOutputKind.DELTA
+    assert prepared.lora == "sql"
+
+
+def test_tokens_that_are_allowed_many_times_are_named_once(intake: Intake) -> None:
+    params = {"allowed_token_ids": [5, 7, 5] * 1000}
+    prepared = intake.process("r1", [[], {"prompt": "abc", "sampling_params": params}, {}])
+    assert prepared.params["allowed_token_ids"] == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +120,12 @@ def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
         ({"prompt": "a" * 100}, "context_length_exceeded"),
         ({"prompt_token_ids": [5] * 64}, "context_length_exceeded"),
         ({"prompt_token_ids": [100]}, "invalid_request"),
-        ({"prompt": "abc", "lora": "x"}, "invalid_request"),
         ({}, "invalid_request"),
     ],
 )
 def test_wrong_requests_are_refused_with_their_code(intake: Intake, kwargs: Any, code: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        intake.process(incoming(kwargs))
+        intake.process("r1", [[], kwargs, {}])
     assert refused.value.error.code == code
 
 
@@ -131,36 +136,34 @@ def test_the_options_of_a_chat_reach_the_models_template(intake: Intake) -> None
         "{{ tools[0].name }}{{ letters }}{% if add_generation_prompt %}z{% endif %}"
     )
     parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
-    door = Intake(InputProcessor(MODEL, ModelTokenizer(parts)), ["tiny"], Adapters({}), 3600)
+    tokenizer = ModelTokenizer(parts)
+    door = Intake(InputProcessor(MODEL, tokenizer), ["tiny"])
     call = {"function": {"name": "grind", "arguments": '{"x": "c"}'}}
     chat: dict[str, Any] = {
         "messages": [{"role": "user", "content": ["a", "b"]}, {"role": "assistant", "tool_calls": [call]}],
         "tools": [{"name": "d"}],
         "chat_template_kwargs": {"letters": "e"},
     }
-    assert door.process(incoming(chat)).prompt == "a\nbcdez"
+    assert door.process("r1", [[], chat, {}]).token_ids == tokenizer.encode("a\nbcdez")
     continued = {**chat, "messages": [{"role": "assistant", "content": "f"}], "add_generation_prompt": False}
-    assert door.process(incoming(continued)).prompt == "fde"
+    assert door.process("r1", [[], continued, {}]).token_ids == tokenizer.encode("fde")
     with pytest.raises(RefusedError, match="chat_template_kwargs holds messages, which is no variable"):
-        door.process(incoming({**chat, "chat_template_kwargs": {"messages": []}}))
+        door.process("r1", [[], {**chat, "chat_template_kwargs": {"messages": []}}, {}])
 
 
 @pytest.mark.parametrize(
     "body", [None, 5, [], [[], {}], [[], 7, {}], [7, {}, {}], [[], {}, 9], "abc"], ids=lambda _: ""
 )
 def test_a_body_of_another_shape_is_refused(intake: Intake, body: Any) -> None:
-    request = FakeCeleryRequest()
-    request._payload = body
-    read = Incoming.read(request)
-    assert not read.is_well_formed
     with pytest.raises(RefusedError, match="protocol 2"):
-        intake.process(read)
+        intake.process("r1", body)
 
 
 def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
     read = incoming(queued_at=1000.0)
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = Claim(2, list(entries), None)
-    job = intake.job(read, intake.process(read), claim, None, lambda _: None)
+    request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
+    job = job_of(read, request, claim, None, lambda _: None)
     assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)
     assert job.request.choices[0].output_token_ids == [10, 11]

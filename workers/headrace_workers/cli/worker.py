@@ -39,6 +39,9 @@ from headrace_engine.config import DEVICES
 @click.option(
     "--enable-prefix-caching/--no-enable-prefix-caching", default=None, help="Share computed prompt beginnings [on]."
 )
+@click.option(
+    "--share-prefix-cache", is_flag=True, default=None, help="Let tenants use each other's computed beginnings [off]."
+)
 @click.option("--max-model-len", type=int, metavar="N", help="Tokens of prompt and output [default: the model's].")
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."

@@ -1,0 +1,304 @@
+"""Messages under preparation: who waits for whom, and what may happen to a message meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from headrace_workers import preparation
+from headrace_workers.adapters import Adapters
+from headrace_workers.preparation_process import QUICK_BODY_BYTES
+from unit.workers.desk import Desk
+from unit.workers.fakes import AWAY, FakeCeleryRequest
+
+pytestmark = pytest.mark.torch
+
+GRAMMAR = {"prompt": "abc", "sampling_params": {"structured_outputs": {"choice": ["a", "b"]}}}
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def held(desk: Desk) -> Desk:
+    """Nothing is prepared until the test says so."""
+    desk.quick.is_held = desk.slow.is_held = True
+    return desk
+
+
+def take(desk: Desk, request_id: str, kwargs: Any = None, **headers: Any) -> FakeCeleryRequest:
+    return desk.accept(FakeCeleryRequest(request_id, kwargs, **headers))
+
+
+def large(**more: Any) -> dict[str, Any]:
+    return {"prompt": "a" * (QUICK_BODY_BYTES + 1), **more}
+
+
+def sent(desk: Desk) -> list[str]:
+    return [request.request_id.split(":")[0] for request in desk.engine.sent]
+
+
+def test_messages_under_preparation_count_as_taken_and_claim_no_stream(held: Desk) -> None:
+    take(held, "r1")
+    assert held.dispatcher.credit() == 3
+    assert not held.dispatcher.is_idle
+    assert held.redis.streams == {}
+    held.quick.answer()
+    assert held.dispatcher.credit() == 3
+    assert sent(held) == ["r1"]
+
+
+def test_requests_reach_the_engine_in_the_order_in_which_they_were_fetched(held: Desk) -> None:
+    for name in ("r1", "r2", "r3"):
+        take(held, name)
+    for _ in range(3):
+        held.quick.answer()
+    assert sent(held) == ["r1", "r2", "r3"]
+
+
+def test_a_small_request_does_not_wait_for_a_large_one(desk: Desk) -> None:
+    desk.slow.is_held = True
+    take(desk, "slow", large())
+    take(desk, "small")
+    assert sent(desk) == ["small"]
+    assert desk.dispatcher.credit() == 2
+
+
+def test_what_is_not_quick_goes_on_in_the_slow_lane(desk: Desk) -> None:
+    desk.slow.is_held = True
+    take(desk, "r1", GRAMMAR)
+    take(desk, "r2")
+    assert sent(desk) == ["r2"]
+    assert len(desk.slow.submitted) == 1
+
+
+def test_a_refused_request_claims_no_stream_and_leaves_its_slot(held: Desk) -> None:
+    request = take(held, "r1")
+    held.quick.answer("refused", "invalid_request", "the prompt is empty")
+    held.settle()
+    assert held.results["r1"]["error"] == {"code": "invalid_request", "message": "the prompt is empty"}
+    assert [kind for _, _, kind, _ in held.redis.entries("r1")] == ["end"]
+    assert request.tokens == 0
+    held.assert_idle()
+
+
+def test_a_body_that_cannot_be_decoded_is_rejected(desk: Desk) -> None:
+    request = FakeCeleryRequest("r1")
+    request.body = b"\xc1\xc1"
+    desk.accept(request)
+    assert request.fate == ["rejected"]
+    desk.settle()
+    assert desk.results["r1"]["error"]["code"] == "invalid_request"
+    desk.assert_idle()
+
+
+def test_a_fault_of_the_preparation_is_an_answer_without_the_errors_text(held: Desk) -> None:
+    take(held, "r1")
+    held.quick.answer("failed", "ZeroDivisionError", ["somewhere"])
+    held.settle()
+    assert held.results["r1"]["error"] == {
+        "code": "engine_error",
+        "message": "the request could not be taken in: ZeroDivisionError",
+    }
+
+
+def test_tenants_take_turns_in_the_slow_lane() -> None:
+    desk = Desk(max_num_seqs=16)
+    desk.slow.is_held = True
+    for number in range(3):
+        take(desk, f"a{number}", large(), tenant="a")
+    take(desk, "b0", large(), tenant="b")
+    order = []
+    while desk.slow.submitted:
+        order.append(next(iter(desk.slow.submitted.values()))[0])
+        desk.slow.answer("refused", "invalid_request", "no")
+    assert order == ["a0", "a1", "b0", "a2"]
+
+
+def test_slow_requests_leave_room_for_others() -> None:
+    desk = Desk(max_num_seqs=16)
+    desk.slow.is_held = True
+    requests = [take(desk, f"a{number}", large(), tenant="a") for number in range(6)]
+    assert [request.fate for request in requests] == [[], [], [], [], ["postponed by 1 s"], ["postponed by 1 s"]]
+    others = [take(desk, f"{name}{number}", large(), tenant=name) for name in "bc" for number in range(3)]
+    assert [request.fate == [] for request in others] == [True, True, True, True, False, False]
+    assert desk.dispatcher.credit() == 8
+
+
+def test_one_slot_can_hold_a_slow_request() -> None:
+    desk = Desk(max_num_seqs=1)
+    take(desk, "r1", {"prompt": "abc", "x" * QUICK_BODY_BYTES: 1})
+    desk.settle()
+    assert desk.results["r1"]["error"]["code"] == "invalid_request"
+
+
+def test_draining_and_pausing_hand_back_what_is_under_preparation_last_first(held: Desk) -> None:
+    order: list[str] = []
+    for name in ("r1", "r2"):
+        request = take(held, name)
+        request.hand_back = lambda name=name, **_: order.append(name)  # type: ignore[method-assign]
+    held.dispatcher.pause()
+    assert order == ["r2", "r1"]
+    held.dispatcher.resume()
+    assert held.dispatcher.credit() == 4
+    third = take(held, "r3")
+    held.dispatcher.drain()
+    assert third.fate == ["handed back"]
+    assert held.dispatcher.is_idle
+    for _ in range(3):
+        held.quick.answer()  # late: nobody waits for it
+    assert sent(held) == []
+
+
+def test_a_lost_connection_forgets_what_is_under_preparation(held: Desk) -> None:
+    take(held, "r1")
+    held.dispatcher.attach(held.hub)
+    held.quick.answer()
+    assert sent(held) == []
+    assert held.dispatcher.credit() == 4
+
+
+def test_a_lost_lease_ends_the_preparation(held: Desk) -> None:
+    take(held, "r1", lease_id="old")
+    other = FakeMessage("r1", "another")
+    held.dispatcher.lease_lost(other)
+    assert held.dispatcher.credit() == 3
+    held.dispatcher.lease_lost(FakeMessage("r1", "old"))
+    assert held.dispatcher.credit() == 4
+    held.quick.answer()
+    assert sent(held) == []
+
+
+class FakeMessage:
+    def __init__(self, request_id: str, lease_id: str) -> None:
+        self.headers = {"id": request_id}
+        self.delivery_tag = lease_id
+
+
+def test_a_request_that_is_revoked_while_it_is_prepared_never_runs(held: Desk) -> None:
+    terminated, revoked, expired = (take(held, name) for name in ("r1", "r2", "r3"))
+    assert held.dispatcher.terminate("r1")
+    assert terminated.fate == ["terminated in the queue"]
+    revoked.is_revoked = True
+    held.quick.answer()
+    held.quick.answer()
+    assert revoked.fate == ["revoked in the queue"]
+    expired.is_revoked = True
+    held.dispatcher.heartbeat()
+    assert expired.fate == ["revoked in the queue"]
+    assert held.dispatcher.is_idle
+    assert held.redis.streams == {}
+
+
+def test_a_message_that_comes_again_while_it_is_prepared_goes_on_under_its_new_lease(held: Desk) -> None:
+    old, new = take(held, "r1", lease_id="l1"), take(held, "r1", lease_id="l2")
+    assert len(held.quick.submitted) == 1
+    assert old.fate == ["acknowledged"]
+    assert old.tokens == 0
+    held.quick.answer()
+    assert new.fate == ["accepted"]
+    assert sent(held) == ["r1"]
+
+
+def test_a_request_that_is_prepared_while_the_engine_is_gone_waits_for_the_next(held: Desk) -> None:
+    take(held, "r1")
+    held.engine.is_ready = False
+    held.dispatcher.on_engine_lost("boom", "crash", was_ready=True)
+    held.quick.answer()
+    held.engine.is_ready, held.engine.sent = True, []
+    held.dispatcher.on_engine_ready(held.dispatcher._model_info)
+    assert sent(held) == ["r1"]
+
+
+def test_a_claim_that_redis_refuses_hands_the_prepared_request_back(held: Desk) -> None:
+    request = take(held, "r1")
+    held.redis.error = AWAY
+    held.quick.answer()
+    assert request.fate == ["handed back"]
+    assert held.dispatcher.credit() == 0
+
+
+def test_a_verdict_on_a_grammar_is_told_to_the_quick_lane(desk: Desk) -> None:
+    desk.slow.on_verdict("grammar", "it is empty")
+    assert desk.quick.learned == {"grammar": "it is empty"}
+
+
+def test_the_worker_ends_with_its_lanes(desk: Desk) -> None:
+    desk.dispatcher.stop()
+    assert desk.quick.is_closed
+    assert desk.slow.is_closed
+
+
+class HungAdapters(Adapters):
+    """Those of a mount that answers when the test lets it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__({}, str(folder))
+        self.answers = threading.Event()
+
+    def find(self, name: str) -> Any:
+        if name == "hung":
+            assert self.answers.wait(30)
+        return super().find(name)
+
+
+def test_an_adapter_on_a_hung_mount_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("good", "hung"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    adapters = HungAdapters(tmp_path)
+    desk = Desk(adapters=adapters)
+    take(desk, "r1", {"prompt": "abc", "lora": "hung"})
+    take(desk, "r2", {"prompt": "abc", "lora": "good"})
+    take(desk, "r3")
+    assert sent(desk) == ["r3"]
+    desk.wait_soon()
+    assert sent(desk) == ["r3", "r2"]
+    assert desk.dispatcher.credit() == 1
+    monkeypatch.setattr(preparation, "ADAPTER_SECONDS", 0.0)
+    desk.dispatcher.heartbeat()
+    desk.settle()
+    error = desk.results["r1"]["error"]
+    assert error["code"] == "engine_error"
+    assert "LoRA adapter 'hung' could not be read within" in error["message"]
+    adapters.answers.set()
+    desk.wait_soon()
+    assert sent(desk) == ["r3", "r2"]
+
+
+def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_workers.file_lookups.MOST_LOOKUPS", 1)
+    adapters = HungAdapters(tmp_path)
+    desk = Desk(adapters=adapters)
+    for name in ("r1", "r2"):
+        take(desk, name, {"prompt": "abc", "lora": "hung"})
+    take(desk, "r3", {"prompt": "abc", "lora": "good"})
+    desk.settle()
+    assert desk.results["r3"]["error"]["message"] == "the folders of LoRA adapters cannot be read at the moment"
+    adapters.answers.set()
+    desk.wait_soon()
+    desk.settle()
+    for name in ("r1", "r2"):
+        assert desk.results[name]["error"]["message"] == "tiny has no LoRA adapter of the name 'hung'"
+
+
+@pytest.mark.parametrize(("share", "salts"), [(False, ["tenant a", "tenant b", ""]), (True, ["", "", ""])])
+def test_tenants_do_not_share_the_prefix_cache_unless_they_are_told_to(share: bool, salts: list[str]) -> None:
+    desk = Desk(share_prefix_cache=share)
+    for request_id, headers in (("r1", {"tenant": "a"}), ("r2", {"tenant": "b"}), ("r3", {})):
+        take(desk, request_id, **headers)
+    assert [request.cache_salt for request in desk.engine.sent] == salts
+
+
+def test_a_large_bodys_content_is_not_looked_at_on_the_event_loop(held: Desk) -> None:
+    request = FakeCeleryRequest("r1")
+    request.body = msgpack.packb([[], {"x": [{}] * 100_000}, {}])
+    held.accept(request)
+    (values,) = held.slow.submitted.values()
+    assert values == ["r1", "application/x-msgpack", request.body]

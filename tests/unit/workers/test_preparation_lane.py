@@ -1,0 +1,221 @@
+"""The process that prepares requests: what it answers, how it is bounded, and what its end costs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+import pytest
+from kombu.asynchronous import Hub
+from kombu.serialization import dumps
+
+from headrace_workers import preparation_lane
+from headrace_workers.preparation_lane import PreparationLane
+from unit.engine.letters import load_tokenizer
+from unit.workers.fakes import MODEL
+
+pytestmark = pytest.mark.torch
+
+ENDLESS = (
+    "{% if messages[0].content == 'ab' %}{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+LARGE_TEMPLATE = "{% if messages[0].content == 'ab' %}{{ 'a' * 2000000000 }}{% endif %}{{ messages[0].content }}"
+
+
+class Lane:
+    """A lane in a real event loop, and what it has answered."""
+
+    def __init__(self, template: str | None = None, *, is_quick: bool = False, cpu_seconds: float = 0.5) -> None:
+        self.hub = Hub()
+        self.numbers = itertools.count(1)
+        self.answers: dict[int, list[Any]] = {}
+        self.verdicts: dict[str, str | None] = {}
+        self.lane = PreparationLane(is_quick=is_quick, cpu_seconds=cpu_seconds)
+        self.lane.on_answer = self.answers.__setitem__
+        self.lane.on_verdict = self.verdicts.__setitem__
+        self.lane.start()
+        self.lane.attach(self.hub)
+        self.lane.configure(
+            {
+                "model": "m",
+                "trust_remote_code": False,
+                "logits_processors": [],
+                "served_names": ["tiny"],
+                "tokenizer": {**asdict(load_tokenizer(None)), "chat_template": template},
+                "model_info": asdict(MODEL),
+                "is_quick": is_quick,
+            }
+        )
+
+    def submit(self, kwargs: Any, *, body: bytes | None = None) -> int:
+        number = next(self.numbers)
+        body = body if body is not None else msgpack.packb([[], kwargs, {}])
+        self.lane.submit(number, ["r", "application/x-msgpack", body])
+        return number
+
+    def wait(self, *numbers: int) -> list[list[Any]]:
+        deadline = time.monotonic() + 60
+        while not all(number in self.answers for number in numbers):
+            assert time.monotonic() < deadline
+            self.hub.run_once()
+        return [self.answers[number] for number in numbers]
+
+    @property
+    def pid(self) -> int:
+        assert self.lane._process is not None
+        return self.lane._process.pid
+
+
+@pytest.fixture
+def make_lane() -> Iterator[Callable[..., Lane]]:
+    made: list[Lane] = []
+
+    def make(*args: Any, **options: Any) -> Lane:
+        made.append(Lane(*args, **options))
+        return made[-1]
+
+    yield make
+    for lane in made:
+        lane.lane.close()
+        lane.hub.close()
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def test_requests_are_prepared_in_their_order(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane()
+    texts = ["abc", "b", "ca"]
+    answers = lane.wait(*[lane.submit({"prompt": text}) for text in texts])
+    assert [kind for kind, _ in answers] == ["prepared"] * 3
+    assert [len(values["token_ids"]) for _, values in answers] == [3, 1, 2]
+    assert list(lane.answers) == [1, 2, 3]
+
+
+def test_what_is_wrong_is_answered(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane()
+    first = lane.submit({"prompt": "abc", "sampling_params": {"n": 0}})
+    second = lane.submit(None, body=b"\xc1")
+    refused, undecodable = lane.wait(first, second)
+    assert refused[:2] == ["refused", "invalid_request"]
+    assert undecodable[0] == "undecodable"
+
+
+def test_nothing_but_data_is_ever_decoded(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane()
+    content_type, _, body = dumps([[], {"prompt": "abc"}, {}], "pickle")
+    lane.lane.submit(7, ["r", content_type, body])
+    [(kind, problem)] = lane.wait(7)
+    assert kind == "undecodable"
+    assert problem.startswith("its content-type is application/x-python-serialize; accepted are")
+
+
+def test_a_chat_template_that_never_ends_is_ended_and_said_so(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane(ENDLESS)
+    endless, other = lane.submit(chat("ab")), lane.submit(chat("c"))
+    refused, prepared = lane.wait(endless, other)
+    assert refused == [
+        "refused",
+        "invalid_request",
+        "the request cannot be served: its preparation takes more than 0.5 s of processor time",
+    ]
+    assert prepared[0] == "prepared"
+
+
+def test_a_chat_template_that_wants_all_memory_is_refused(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane(LARGE_TEMPLATE, cpu_seconds=20)
+    refused, prepared = lane.wait(lane.submit(chat("ab")), lane.submit(chat("c")))
+    assert refused[0] == "refused"
+    assert prepared[0] == "prepared"
+
+
+def test_a_quick_lane_gives_up_what_takes_long(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane(ENDLESS, is_quick=True, cpu_seconds=20)
+    slow, prepared = lane.wait(lane.submit(chat("ab")), lane.submit(chat("c")))
+    assert slow == ["slow"]
+    assert prepared[0] == "prepared"
+
+
+def test_a_quick_lane_tries_no_grammar_and_learns_what_another_found(make_lane: Callable[..., Lane]) -> None:
+    kwargs = {"prompt": "a", "sampling_params": {"structured_outputs": {"choice": ["ab"]}}}
+    slow, quick = make_lane(cpu_seconds=20), make_lane(is_quick=True, cpu_seconds=20)
+    assert quick.wait(quick.submit(kwargs)) == [["slow"]]
+    (tried,) = slow.wait(slow.submit(kwargs))
+    ((grammar, problem),) = slow.verdicts.items()
+    quick.lane.learn(grammar, problem)
+    (learned,) = quick.wait(quick.submit(kwargs))
+    assert learned == tried
+
+
+def test_a_process_that_is_killed_once_costs_nobody_anything(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane()
+    lane.wait(lane.submit({"prompt": "a"}))
+    os.kill(lane.pid, signal.SIGSTOP)
+    numbers = [lane.submit({"prompt": "a"}) for _ in range(3)]
+    os.kill(lane.pid, signal.SIGKILL)
+    assert [kind for kind, _ in lane.wait(*numbers)] == ["prepared"] * 3
+
+
+def test_a_request_whose_process_dies_twice_is_refused_and_the_others_are_served(
+    make_lane: Callable[..., Lane],
+) -> None:
+    lane = make_lane()
+    lane.wait(lane.submit({"prompt": "a"}))
+    os.kill(lane.pid, signal.SIGSTOP)
+    first, second = lane.submit({"prompt": "a"}), lane.submit({"prompt": "b"})
+    for _ in range(2):
+        before = lane.pid
+        os.kill(before, signal.SIGKILL)
+        while lane.pid == before:
+            lane.hub.run_once()
+    refused, prepared = lane.wait(first, second)
+    assert refused[0] == "refused"
+    assert "ended the process twice, with status -9" in refused[2]
+    assert prepared[0] == "prepared"
+
+
+def test_a_process_that_hangs_is_ended(make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = make_lane()
+    lane.wait(lane.submit({"prompt": "a"}))
+    os.kill(lane.pid, signal.SIGSTOP)
+    first, second = lane.submit({"prompt": "a"}), lane.submit({"prompt": "b"})
+    monkeypatch.setattr(preparation_lane, "WAIT_SECONDS", 0.0)
+    lane.lane.check()
+    monkeypatch.undo()
+    refused, prepared = lane.wait(first, second)
+    assert "has not ended after" in refused[2]
+    assert prepared[0] == "prepared"
+
+
+def test_a_process_that_dies_idle_is_started_again(
+    make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation_lane, "_RESTART_SECONDS", 0.0)
+    lane = make_lane()
+    lane.wait(lane.submit({"prompt": "a"}))
+    os.kill(lane.pid, signal.SIGKILL)
+    while lane.lane._process is not None:
+        lane.hub.run_once()
+    number = lane.submit({"prompt": "a"})
+    lane.lane.check()
+    assert lane.wait(number)[0][0] == "prepared"
+
+
+def test_a_body_that_the_pipe_cannot_take_does_not_stop_the_loop(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane(cpu_seconds=20)
+    lane.wait(lane.submit({"prompt": "a"}))
+    os.kill(lane.pid, signal.SIGSTOP)
+    large = lane.submit({"prompt": "a", "x": "y" * (8 << 20)})  # would wait for ever, did it wait
+    small = lane.submit({"prompt": "b"})
+    os.kill(lane.pid, signal.SIGCONT)
+    refused, prepared = lane.wait(large, small)
+    assert refused[:2] == ["refused", "invalid_request"]
+    assert prepared[0] == "prepared"

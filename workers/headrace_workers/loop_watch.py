@@ -1,0 +1,62 @@
+"""`LoopWatch`: for how long the worker's event loop served nothing but one thing."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class LoopWatch:
+    """Measures the event loop's turns.
+
+    A turn that takes long is a time in which no lease is renewed, no stream fed and no probe answered. A timer would
+    measure only the turn in which it is due.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._longest = 0.0
+        self._turn_began: float | None = None
+
+    def attach(self, hub: Any) -> None:
+        """Watch this event loop; again after each reconnect, which gives it another poller."""
+        if not isinstance(hub.poller, _WatchedPoller):
+            hub.poller = _WatchedPoller(hub.poller, self)
+        self.pause()
+
+    def pause(self) -> None:
+        """The loop is left until its next wait, as Redis is away."""
+        self._turn_began = None
+
+    def longest_silence(self) -> float:
+        """Seconds that the longest turn took since this was asked last, the one that goes on included."""
+        self._end_turn()
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def poll(self, wait: Callable[[], Any]) -> Any:
+        """What `wait` returns, which is no part of a turn."""
+        self._end_turn()
+        events = wait()
+        self._turn_began = self._clock()
+        return events
+
+    def _end_turn(self) -> None:
+        if self._turn_began is not None:
+            self._longest = max(self._longest, self._clock() - self._turn_began)
+
+
+class _WatchedPoller:
+    """kombu's poller, whose waits are told to a watch."""
+
+    def __init__(self, poller: Any, watch: LoopWatch) -> None:
+        self._poller = poller
+        self._watch = watch
+
+    def poll(self, timeout: float | None) -> Any:
+        return self._watch.poll(lambda: self._poller.poll(timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._poller, name)

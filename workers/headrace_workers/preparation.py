@@ -1,0 +1,243 @@
+"""`Preparation`: the messages that this worker has taken and does not know to be good yet.
+
+    begin --> quick lane --prepared--> adapter's folder --> `ready`
+                 |  `slow`
+                 +--> slow lane, tenants in turn --prepared-->
+
+Small messages go through a process that spends a moment on each, so that no long prompt, new grammar or endless chat
+template of one tenant delays them; what needs more goes on in a second process. Runs on the event loop's thread alone.
+"""
+
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from headrace_engine.lora_request import LoRARequest
+from headrace_workers.adapters import Adapters
+from headrace_workers.file_lookups import FileLookups
+from headrace_workers.intake import Incoming, Prepared, RefusedError
+from headrace_workers.preparation_lane import Lane
+from headrace_workers.preparation_process import QUICK_BODY_BYTES
+
+ADAPTER_SECONDS: Final = 5.0
+"""A request is refused where the file system has not answered for so long."""
+POSTPONE_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Preparing:
+    """One message, from its receipt to the claim of its stream."""
+
+    number: int
+    incoming: Incoming
+    celery_request: Any
+    run_task: Any
+    is_slow: bool = False
+    prepared: Prepared | None = None
+    """Set while only its adapter is to be found."""
+    since: float = field(default_factory=time.monotonic)
+    """When the search for its adapter began."""
+
+    @property
+    def request_id(self) -> str:
+        return self.incoming.request_id
+
+    @property
+    def body(self) -> list[Any]:
+        request = self.celery_request
+        return [self.request_id, request.content_type, request.body]
+
+
+class Preparation:
+    """Prepares messages, and calls one of these when that is done; the message is not held here any more.
+
+    Args:
+        quick, slow: the two lanes; the slow one is given one message at a time.
+        most: messages that may be here at once; half of them may be slow, and a quarter those of one tenant.
+        ready: called with the message, what it asks for, and its adapter.
+        refused: called with the message and why it cannot be served.
+        undecodable: called with a message whose body is not what its content type says, and a sentence on that.
+        postponed: called with a slow message for which there is no room now.
+    """
+
+    def __init__(
+        self,
+        quick: Lane,
+        slow: Lane,
+        adapters: Adapters,
+        served_name: str,
+        *,
+        most: int,
+        ready: Callable[[Preparing, Prepared, LoRARequest | None], None],
+        refused: Callable[[Preparing, Exception], None],
+        undecodable: Callable[[Preparing, str], None],
+        postponed: Callable[[Preparing], None],
+    ) -> None:
+        self._quick = quick
+        self._slow = slow
+        self._lookups = FileLookups()
+        self._adapters = adapters
+        self._served_name = served_name
+        self._most_slow = max(1, most // 2)
+        self._most_of_one_tenant = max(1, most // 4)
+        self._ready = ready
+        self._refused = refused
+        self._undecodable = undecodable
+        self._postponed = postponed
+        self._numbers = itertools.count(1)
+        self._held: dict[int, Preparing] = {}
+        self._by_id: dict[str, Preparing] = {}
+        self._waiting: OrderedDict[str | None, deque[Preparing]] = OrderedDict()
+        """For the slow lane, by tenant; the first is the next to have its turn."""
+        self._in_slow_lane: int | None = None
+        for lane in (quick, slow):
+            lane.on_answer = self._on_answer
+        quick.on_verdict = lambda _grammar, _problem: None
+        slow.on_verdict = quick.learn
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, request_id: str) -> Preparing | None:
+        return self._by_id.get(request_id)
+
+    def attach(self, hub: Any) -> None:
+        """The event loop; again after each reconnect."""
+        self._lookups.attach(hub)
+        self._quick.attach(hub)
+        self._slow.attach(hub)
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        """What the model's processes need; see `preparation_process.make_preparer`."""
+        self._quick.configure({**settings, "is_quick": True})
+        self._slow.configure({**settings, "is_quick": False})
+
+    def begin(self, incoming: Incoming, celery_request: Any, run_task: Any) -> None:
+        """Take a message."""
+        message = Preparing(next(self._numbers), incoming, celery_request, run_task)
+        self._held[message.number] = self._by_id[message.request_id] = message
+        if len(celery_request.body) <= QUICK_BODY_BYTES:
+            self._quick.submit(message.number, message.body)
+        else:
+            self._begin_slow(message)
+
+    def drop(self, message: Preparing) -> None:
+        """Forget a message, which is the caller's from now on; what is still said about it is ignored."""
+        del self._held[message.number], self._by_id[message.request_id]
+        waiting = self._waiting.get(message.incoming.tenant)
+        if waiting is not None and message in waiting:
+            waiting.remove(message)
+            if not waiting:
+                del self._waiting[message.incoming.tenant]
+
+    def drop_all(self) -> list[Preparing]:
+        """As `drop`; in the order of receipt."""
+        dropped = list(self._held.values())
+        for message in dropped:
+            self.drop(message)
+        return dropped
+
+    def heartbeat(self) -> list[Preparing]:
+        """Once a second: what takes too long is ended. Returns what is here."""
+        self._quick.check()
+        self._slow.check()
+        for message in [message for message in self._held.values() if message.prepared is not None]:
+            if time.monotonic() - message.since > ADAPTER_SECONDS:
+                assert message.prepared is not None
+                self.drop(message)
+                self._refused(
+                    message,
+                    RefusedError(
+                        "engine_error",
+                        f"the folder of LoRA adapter {message.prepared.lora!r} could not be read within"
+                        f" {ADAPTER_SECONDS:g} s",
+                    ),
+                )
+        return list(self._held.values())
+
+    def close(self) -> None:
+        self._quick.close()
+        self._slow.close()
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def _on_answer(self, number: int, answer: list[Any]) -> None:
+        kind, *values = answer
+        if number == self._in_slow_lane:
+            self._in_slow_lane = None
+            self._feed_slow_lane()
+        message = self._held.get(number)
+        if message is None:  # it was dropped meanwhile
+            return
+        if kind == "slow":
+            self._begin_slow(message)
+        elif kind == "prepared":
+            self._find_adapter(message, Prepared(**values[0]))
+        else:
+            self.drop(message)
+            if kind == "undecodable":
+                self._undecodable(message, *values)
+            elif kind == "refused":
+                self._refused(message, RefusedError(*values))
+            else:
+                self._refused(message, PreparationError(*values))
+
+    def _begin_slow(self, message: Preparing) -> None:
+        tenant = message.incoming.tenant
+        slow = [other.incoming.tenant for other in self._held.values() if other.is_slow]
+        if len(slow) >= self._most_slow or slow.count(tenant) >= self._most_of_one_tenant:
+            self.drop(message)
+            self._postponed(message)
+            return
+        message.is_slow = True
+        self._waiting.setdefault(tenant, deque()).append(message)
+        self._feed_slow_lane()
+
+    def _feed_slow_lane(self) -> None:
+        if self._in_slow_lane is not None or not self._waiting:
+            return
+        tenant, waiting = self._waiting.popitem(last=False)
+        message = waiting.popleft()
+        if waiting:
+            self._waiting[tenant] = waiting  # behind the other tenants
+        self._in_slow_lane = message.number
+        self._slow.submit(message.number, message.body)
+
+    # -- adapters -------------------------------------------------------------------------------------------------
+
+    def _find_adapter(self, message: Preparing, prepared: Prepared) -> None:
+        if prepared.lora is None:
+            self.drop(message)
+            self._ready(message, prepared, None)
+            return
+        message.prepared, message.since = prepared, time.monotonic()
+        found = partial(self._adapter_found, message.number, prepared)
+        if not self._lookups.submit(prepared.lora, partial(self._adapters.find, prepared.lora), found):
+            self.drop(message)
+            self._refused(
+                message, RefusedError("engine_error", "the folders of LoRA adapters cannot be read at the moment")
+            )
+
+    def _adapter_found(self, number: int, prepared: Prepared, adapter: LoRARequest | None) -> None:
+        message = self._held.get(number)
+        if message is None:
+            return
+        self.drop(message)
+        if adapter is None:
+            problem = f"{self._served_name} has no LoRA adapter of the name {prepared.lora!r}"
+            self._refused(message, RefusedError("invalid_request", problem))
+        else:
+            self._ready(message, prepared, adapter)
+
+
+class PreparationError(Exception):
+    """A fault in the preparation's process, by its type and where it was raised."""
+
+    def __init__(self, kind: str, raised: Any) -> None:
+        self.kind = kind
+        self.raised = raised
+        super().__init__(kind)

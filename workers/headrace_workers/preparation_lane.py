@@ -1,0 +1,255 @@
+"""`PreparationLane`: one process that prepares requests, watched by the worker's event loop.
+
+Nothing here waits: what the pipe does not take is written when it does, and what has come is read in short turns.
+"""
+
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from headrace_monitoring.logging import frames
+from headrace_workers.preparation_process import MEMORY_BYTES, FrameReader, packed
+
+logger = logging.getLogger(__name__)
+
+CPU_SECONDS: Final = 10.0
+"""Of the processor, for one request; 4 MiB of text take a tokenizer some 5 s."""
+WAIT_SECONDS: Final = 60.0
+"""The processor time is the limit that counts; this one is for a process that gets none, or hangs."""
+TURN_SECONDS: Final = 0.01
+"""For so long answers are handled before the event loop is to see to other things."""
+_RESTART_SECONDS: Final = 1.0
+_MOST_DEATHS: Final = 2
+_PIPE_BYTES: Final = 1 << 20
+
+Answer = Callable[[int, list[Any]], None]
+"""Takes a request's number, and kind and values of its answer; see `preparation_process.py`."""
+
+
+class Lane(Protocol):
+    """Prepares requests in the order in which they come."""
+
+    on_answer: Answer
+    on_verdict: Callable[[str, str | None], None]
+
+    def attach(self, hub: Any) -> None: ...
+
+    def configure(self, settings: dict[str, Any]) -> None: ...
+
+    def submit(self, number: int, values: list[Any]) -> None: ...
+
+    def learn(self, grammar: str, problem: str | None) -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PreparationLane:
+    """Implements `Lane`. Its process is ended and started anew where a request needs too much.
+
+    Then that request is refused, and those behind it are sent again. A process that dies otherwise is held against the
+    request that it worked on only when that happens again.
+
+    Args:
+        is_quick: import what chats need while the engine loads, not when it is ready.
+        cpu_seconds: processor time that one request may take.
+    """
+
+    on_answer: Answer
+    on_verdict: Callable[[str, str | None], None]
+
+    def __init__(self, *, is_quick: bool, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._arguments = ["quick"] if is_quick else []
+        self._cpu_seconds = cpu_seconds
+        self._hub: Any = None
+        self._settings: bytes | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: FrameReader | None = None
+        self._ended: list[subprocess.Popen[bytes]] = []
+        """Killed, and perhaps not gone yet."""
+        self._unsent: deque[memoryview] = deque()
+        self._is_writing = False
+        self._submitted: dict[int, bytes] = {}
+        """By number, the first of which is worked on."""
+        self._since = time.monotonic()
+        """When that was begun."""
+        self._deaths = 0
+        """Of processes that worked on it."""
+        self._start_at = 0.0
+
+    def start(self) -> None:
+        """Start the process, which imports what it needs while it has no settings yet."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_workers.preparation_process", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
+            bufsize=0,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        for pipe in (process.stdin, process.stdout):
+            os.set_blocking(pipe.fileno(), False)
+            with suppress(OSError):  # the user has too many large pipes; small ones do
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        fd = process.stdout.fileno()
+        self._process, self._reader = process, FrameReader(lambda size: os.read(fd, size))
+        self._unsent.clear()
+        self._since = time.monotonic()
+        for data in (self._settings, *self._submitted.values()):
+            if data is not None:
+                self._unsent.append(memoryview(data))
+        self._watch()
+
+    def attach(self, hub: Any) -> None:
+        """Read and write in this event loop; again after each reconnect, which empties the loop."""
+        self._hub = hub
+        self._watch()
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        self._settings = packed({**settings, "cpu_seconds": self._cpu_seconds})
+        self._send(self._settings)
+
+    def submit(self, number: int, values: list[Any]) -> None:
+        if not self._submitted:
+            self._since = time.monotonic()
+        self._submitted[number] = packed([number, *values])
+        self._send(self._submitted[number])
+
+    def learn(self, grammar: str, problem: str | None) -> None:
+        self._send(packed([0, grammar, problem]))
+
+    def check(self) -> None:
+        """To be called about once a second."""
+        self._ended = [process for process in self._ended if process.poll() is None]
+        if self._process is None:
+            if time.monotonic() >= self._start_at:
+                self._start_again()
+        elif self._submitted and time.monotonic() - self._since > WAIT_SECONDS:
+            self._end_process()
+            self._refuse_first(f"its preparation has not ended after {WAIT_SECONDS:g} s")
+            self._start_again()
+
+    def close(self) -> None:
+        """End the process for good."""
+        self._end_process()
+        for process in self._ended:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+
+    def _send(self, data: bytes) -> None:
+        if self._process is not None:  # else it is sent when there is one
+            self._unsent.append(memoryview(data))
+            if not self._is_writing:
+                self._write()
+
+    def _write(self) -> None:
+        """As much as the pipe takes now."""
+        assert self._process is not None and self._process.stdin is not None
+        fd = self._process.stdin.fileno()
+        try:
+            while self._unsent:
+                written = os.write(fd, self._unsent[0])
+                if written == len(self._unsent[0]):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = self._unsent[0][written:]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # its end is noticed where its answers are read
+            self._unsent.clear()
+        self._watch_writing(fd)
+
+    def _watch_writing(self, fd: int) -> None:
+        wants = bool(self._unsent)
+        if self._hub is not None and wants != self._is_writing:
+            self._is_writing = wants
+            if wants:
+                self._hub.add_writer(fd, self._write)
+            else:
+                self._hub.remove(fd)
+
+    def _watch(self) -> None:
+        if self._hub is None or self._process is None:
+            return
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._hub.add_reader(self._process.stdout.fileno(), self._on_readable)
+        self._is_writing = False
+        self._watch_writing(self._process.stdin.fileno())
+
+    def _on_readable(self) -> None:
+        until = time.monotonic() + TURN_SECONDS
+        try:
+            while self._reader is not None and time.monotonic() < until:
+                self._take(*self._reader.next())
+        except BlockingIOError:
+            pass
+        except EOFError:
+            self._on_death()
+        except Exception as error:  # noqa: BLE001  # the event loop would end
+            logger.error("an answer of the preparation could not be handled: %s", frames(error))
+
+    def _take(self, number: int, *values: Any) -> None:
+        if number == 0:
+            self.on_verdict(*values)
+            return
+        self._deaths, self._since = 0, time.monotonic()
+        if self._submitted.pop(number, None) is not None:
+            self.on_answer(number, list(values))
+
+    def _on_death(self) -> None:
+        process = self._process
+        assert process is not None
+        self._end_process()
+        if not self._submitted:
+            logger.error("the preparation's process ended with status %s", process.returncode)
+            self._start_at = time.monotonic() + _RESTART_SECONDS
+            return
+        self._deaths += 1
+        if process.returncode == -signal.SIGPROF:
+            self._refuse_first(f"its preparation takes more than {self._cpu_seconds:g} s of processor time")
+        elif self._deaths >= _MOST_DEATHS:
+            self._refuse_first(
+                f"its preparation ended the process twice, with status {process.returncode};"
+                f" it may use {MEMORY_BYTES >> 20} MiB of memory"
+            )
+        self._start_again()
+
+    def _start_again(self) -> None:
+        try:
+            self.start()
+        except OSError as error:  # no memory or no descriptor for a process, just now
+            logger.error("the preparation's process could not be started: %s", error)
+            self._start_at = time.monotonic() + _RESTART_SECONDS
+
+    def _refuse_first(self, problem: str) -> None:
+        """Answer for the request that the process worked on."""
+        number = next(iter(self._submitted))
+        del self._submitted[number]
+        self._deaths = 0
+        logger.warning("a request could not be prepared: %s", problem)
+        self.on_answer(number, ["refused", "invalid_request", f"the request cannot be served: {problem}"])
+
+    def _end_process(self) -> None:
+        process, self._process, self._reader = self._process, None, None
+        self._unsent.clear()
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            if self._hub is not None:
+                self._hub.remove(pipe.fileno())
+            pipe.close()
+        self._is_writing = False
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.02)
+        self._ended.append(process)

@@ -1,0 +1,258 @@
+"""The process in which requests are prepared: bodies decoded, chats rendered, prompts tokenised, grammars tried.
+
+Any of these can take seconds, for reasons that no check beforehand would find. Here that delays no lease, no stream and
+no probe. `preparation_lane.py` is the parent's side. Frames of msgpack, each behind its length, go to and fro:
+
+    parent -> child   {settings}, once; [number, request id, content type, body];
+                      [0, grammar, problem or nil]: what another process found out
+    child -> parent   [number, kind, values ...]; [0, grammar, problem or nil]
+
+A quick process spends a moment on a request, and answers `slow` where that is not enough. The other one ends where a
+request needs more processor time than it may have; the parent reads the reason from its exit status.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from types import FrameType
+from typing import Any, BinaryIO, Final
+
+import msgpack
+
+from headrace_broker.content import loads
+from headrace_broker.errors import MalformedMessageError
+from headrace_engine.chat_template import import_chat_templates
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.input_processor import InputProcessor
+from headrace_engine.logits_processor import load_logits_processors
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import create_tokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_monitoring.logging import frames as frames_of
+from headrace_workers.intake import Intake, RefusedError
+
+MEMORY_BYTES: Final = 1 << 30
+QUICK_BODY_BYTES: Final = 32 << 10
+"""A tokenizer takes some 10 ms for so much."""
+_QUICK_CPU_SECONDS: Final = 0.1
+_MAX_VERDICTS: Final = 4096
+_LENGTH: Final = struct.Struct("<Q")
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class NotQuickError(BaseException):
+    """The request needs more than a moment. Not an `Exception`, which a chat template's error handling would take."""
+
+
+class Preparer:
+    """Makes answers of requests.
+
+    Args:
+        is_quick: answer `slow` where a request needs more than a moment.
+        cpu_seconds: processor time of one request; one that needs more ends the process.
+    """
+
+    def __init__(
+        self, processor: "GrammarMemory", served_names: Sequence[str], *, is_quick: bool, cpu_seconds: float
+    ) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._processor = processor
+        self._intake = Intake(processor, served_names)
+        self._is_quick = is_quick
+
+    def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
+        """Kind and values of the answer to one request."""
+        try:
+            with _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None):
+                prepared = self._intake.process(request_id, loads(body, content_type))
+        except MalformedMessageError as error:
+            return ["undecodable", str(error)]
+        except NotQuickError:
+            return ["slow"]
+        except RefusedError as refusal:
+            return ["refused", refusal.error.code, refusal.error.message]
+        except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
+            return ["failed", type(error).__name__, frames_of(error)]
+        return ["prepared", {field.name: getattr(prepared, field.name) for field in fields(prepared)}]
+
+    def learn(self, grammar: str, problem: str | None) -> None:
+        """What another process found out about a grammar."""
+        self._processor.remember(grammar, problem)
+
+
+class GrammarMemory(InputProcessor):
+    """A door that is told the verdicts on grammars, or tells them.
+
+    Args:
+        is_quick: try no grammar, and raise `NotQuickError` where the verdict is not known.
+        tell: called with each grammar that was tried here and what is wrong with it.
+    """
+
+    def __init__(self, *args: Any, is_quick: bool, tell: Callable[[str, str | None], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_quick = is_quick
+        self._tell = tell
+        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+
+    def remember(self, grammar: str, problem: str | None) -> None:
+        self._verdicts[grammar] = problem
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        if params.structured_outputs is None:
+            return
+        grammar = json.dumps(asdict(params.structured_outputs))
+        if self._is_quick:
+            if grammar not in self._verdicts:
+                raise NotQuickError
+            self._verdicts.move_to_end(grammar)
+            problem = self._verdicts[grammar]
+        else:
+            problem = self._try(params)  # remembered by the checker
+            self._tell(grammar, problem)
+        if problem is not None:
+            raise InvalidRequestError(problem)
+
+    def _try(self, params: SamplingParams) -> str | None:
+        try:
+            super().check_grammar(params)
+        except InvalidRequestError as error:
+            return str(error)
+        return None
+
+
+def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], None]) -> Preparer:
+    """From what `preparation.settings_of` says."""
+    parts = TokenizerParts(**settings["tokenizer"])
+    tokenizer = create_tokenizer(settings["model"], parts, trust_remote_code=settings["trust_remote_code"])
+    model_info = ModelInfo(**settings["model_info"])
+    tokenizer.refuse_longer_than(model_info.max_model_len)
+    processor = GrammarMemory(
+        model_info,
+        tokenizer,
+        logits_processors=load_logits_processors(settings["logits_processors"]),
+        is_quick=settings["is_quick"],
+        tell=tell,
+    )
+    return Preparer(
+        processor,
+        settings["served_names"],
+        is_quick=settings["is_quick"],
+        cpu_seconds=settings["cpu_seconds"],
+    )
+
+
+def packed(frame: Any) -> bytes:
+    """A frame as it travels."""
+    data: bytes = msgpack.packb(frame)
+    return _LENGTH.pack(len(data)) + data
+
+
+class FrameReader:
+    """Takes frames from what `read` gives, byte by byte if need be, and never more than one frame at a time.
+
+    What is not read yet stays in the pipe, so that an event loop is told that there is more.
+    """
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
+        self._data = bytearray()
+        self._length: int | None = None
+
+    def next(self) -> Any:
+        """One frame; None where `read` had to give up before its end. Raises EOFError, BlockingIOError."""
+        while True:
+            missing = (_LENGTH.size if self._length is None else self._length) - len(self._data)
+            if missing > 0:
+                data = self._read(missing)
+                if not data:
+                    raise EOFError
+                self._data += data
+            elif self._length is None:
+                (self._length,) = _LENGTH.unpack(self._data)
+                self._data.clear()
+            else:
+                frame = msgpack.unpackb(self._data, raw=False, strict_map_key=False)
+                self._data, self._length = bytearray(), None
+                return frame
+
+
+@contextmanager
+def _within(seconds: float, quick_seconds: float | None) -> Iterator[None]:
+    """Limit the processor time of one request. Raises NotQuickError after `quick_seconds`."""
+    global _is_timed  # a signal's handler is told nothing else
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # not caught: ends the process
+    if quick_seconds is not None:
+        _is_timed = True
+        signal.setitimer(signal.ITIMER_VIRTUAL, quick_seconds)
+    try:
+        yield
+    finally:
+        _is_timed = False  # first, as the signal may be on its way
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+_is_timed = False
+
+
+def _not_quick(_signal: int, _frame: FrameType | None) -> None:
+    if _is_timed:
+        raise NotQuickError
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as sizes:  # noqa: PTH123
+        in_use = int(sizes.read().split()[0]) * resource.getpagesize()
+    # The soft limit alone: the process that tries grammars sets its own.
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    def send(frame: Any) -> None:
+        answers.write(packed(frame))
+        answers.flush()
+
+    if sys.argv[1:] == ["quick"]:
+        import_chat_templates()  # while the engine loads, so that no small chat has to wait for it
+    reader = FrameReader(requests.read)
+    preparer = make_preparer(reader.next(), lambda grammar, problem: send([0, grammar, problem]))
+    import_chat_templates()  # else now, when the engine is ready: the processors are not wanted elsewhere any more
+    _limit_memory()
+    while True:
+        number, *values = reader.next()
+        if number:
+            send([number, *preparer.answer(*values)])
+        else:
+            preparer.learn(*values)
+
+
+def _main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent alone decides when this process ends
+    signal.signal(signal.SIGVTALRM, _not_quick)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123  # what a library prints is no frame
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+    try:
+        _serve(requests, answers)
+    except (EOFError, BrokenPipeError):
+        return  # the parent is gone, or wants no more
+
+
+if __name__ == "__main__":
+    _main()

@@ -4,6 +4,7 @@
 Imports no torch: the core masks tokens for every runner alike.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,10 +30,12 @@ _MAX_SHARED_TOKENS = 2000
 _MAX_SHARED_REPLAY = 1000
 # An automaton that is full behind fewer tokens is too complex: the next one would hardly get further.
 _MIN_TOKENS_PER_AUTOMATON = 8
-# Matched at once in a replay, which gives no other thread a turn meanwhile: a millisecond.
-_REPLAY_TOKENS = 16
-# A mask gives the lexer new fuel, of which new states for so many bytes take a half.
-_REPLAY_BYTES = 2048
+# A replay gives other threads of Python a turn behind so many bytes, which take some 0.3 ms.
+_REPLAY_TOKENS = 8
+_REPLAY_BYTES_PER_PAUSE = 64
+_REPLAY_PAUSE_SECONDS = 0.0001
+# And the lexer new fuel, by a mask. States for so many bytes take half of it.
+_REPLAY_BYTES_PER_MASK = 2048
 # A compiled grammar takes up to 600 times the memory of its source.
 _MAX_CACHED_SOURCE_BYTES = 256 * 1024
 _MAX_CACHED_GRAMMARS = 32
@@ -107,14 +110,18 @@ class Grammar:
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Go to where an output is, and see that it can go on from there. Raises GrammarError, as `accept` does."""
-        num_bytes = 0
+        since_pause = since_mask = 0
         for start in range(0, len(token_ids), _REPLAY_TOKENS):
-            if num_bytes >= _REPLAY_BYTES:
+            if since_pause >= _REPLAY_BYTES_PER_PAUSE:
+                time.sleep(_REPLAY_PAUSE_SECONDS)
+                since_pause = 0
+            if since_mask >= _REPLAY_BYTES_PER_MASK:
                 self._bitmask()
-                num_bytes = 0
+                since_mask = 0
             some = token_ids[start : start + _REPLAY_TOKENS]
             self._consume(some)
-            num_bytes += _num_bytes(self._automaton.tokenizer, some)
+            num_bytes = _num_bytes(self._automaton.tokenizer, some)
+            since_pause, since_mask = since_pause + num_bytes, since_mask + num_bytes
         self._bitmask()
 
     def bitmasks(self, draft_token_ids: Sequence[int] = ()) -> list[bytes]:

@@ -4,6 +4,7 @@
 Imports no torch: the core masks tokens for every runner alike.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,16 +24,19 @@ _STEP_MAX_ITEMS = 10_000
 _MAX_LEXER_STATES = 10_000
 # A counted text (`maxLength`) has a state for each byte that leads to where it is.
 _LEXER_STATES_PER_BYTE = 1.5
+# One that is full sooner is too complex: this bounds how often a token is replayed.
+_MIN_TOKENS_PER_AUTOMATON = 8
+_MIN_SHARE_OF_TOKENS = 1 / 128
 # An automaton is shared until it has matched so many tokens: mostly before it is full, so that few must change over.
 _MAX_SHARED_TOKENS = 2000
 # A request that has more tokens would fill an automaton by itself.
 _MAX_SHARED_REPLAY = 1000
-# An automaton that is full behind fewer tokens is too complex: the next one would hardly get further.
-_MIN_TOKENS_PER_AUTOMATON = 8
-# Matched at once in a replay, which gives no other thread a turn meanwhile: a millisecond.
-_REPLAY_TOKENS = 16
-# A mask gives the lexer new fuel, of which new states for so many bytes take a half.
-_REPLAY_BYTES = 2048
+# A replay gives other threads of Python a turn behind so many bytes, which take some 0.3 ms.
+_REPLAY_TOKENS = 8
+_REPLAY_BYTES_PER_PAUSE = 64
+_REPLAY_PAUSE_SECONDS = 0.0001
+# And the lexer new fuel, by a mask. States for so many bytes take half of it.
+_REPLAY_BYTES_PER_MASK = 2048
 # A compiled grammar takes up to 600 times the memory of its source.
 _MAX_CACHED_SOURCE_BYTES = 256 * 1024
 _MAX_CACHED_GRAMMARS = 32
@@ -86,10 +90,10 @@ class Grammar:
         self.num_tokens = 0
         """Matched since the output came to this automaton."""
 
-    @property
-    def has_failed_at_once(self) -> bool:
-        """Whether the output was the only one to fill its automaton, and with very few tokens."""
-        return not self._automaton.is_shared and self.num_tokens < _MIN_TOKENS_PER_AUTOMATON
+    def has_failed_early(self, num_tokens: int) -> bool:
+        """Whether an output of so many tokens has filled an automaton of its own with very few of them."""
+        fewest = max(_MIN_TOKENS_PER_AUTOMATON, num_tokens * _MIN_SHARE_OF_TOKENS)
+        return not self._automaton.is_shared and self.num_tokens < fewest
 
     def copy(self) -> "Grammar":
         copied = Grammar(self._automaton, may_share_again=self.may_share_again)
@@ -107,14 +111,18 @@ class Grammar:
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Go to where an output is, and see that it can go on from there. Raises GrammarError, as `accept` does."""
-        num_bytes = 0
+        since_pause = since_mask = 0
         for start in range(0, len(token_ids), _REPLAY_TOKENS):
-            if num_bytes >= _REPLAY_BYTES:
+            if since_pause >= _REPLAY_BYTES_PER_PAUSE:
+                time.sleep(_REPLAY_PAUSE_SECONDS)
+                since_pause = 0
+            if since_mask >= _REPLAY_BYTES_PER_MASK:
                 self._bitmask()
-                num_bytes = 0
+                since_mask = 0
             some = token_ids[start : start + _REPLAY_TOKENS]
             self._consume(some)
-            num_bytes += _num_bytes(self._automaton.tokenizer, some)
+            num_bytes = _num_bytes(self._automaton.tokenizer, some)
+            since_pause, since_mask = since_pause + num_bytes, since_mask + num_bytes
         self._bitmask()
 
     def bitmasks(self, draft_token_ids: Sequence[int] = ()) -> list[bytes]:
@@ -212,7 +220,7 @@ class GrammarCompiler:
             with suppress(GrammarError):  # what others have matched may be to blame
                 grammar.replay(token_ids)
                 return grammar
-        elif failed is not None and failed.has_failed_at_once:
+        elif failed is not None and failed.has_failed_early(len(token_ids)):
             raise GrammarError("the grammar is too complex where the output is")
         num_bytes = _num_bytes(self._tokenizer, token_ids)
         automaton = self._create(source, _MAX_LEXER_STATES + int(num_bytes * _LEXER_STATES_PER_BYTE))

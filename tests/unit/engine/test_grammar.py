@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace_engine import grammar as grammar_module
-from headrace_engine.grammar import Grammar, GrammarCompiler, GrammarError, TokenizerDefinition
-from headrace_engine.grammar_errors import sentence
+from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
+from headrace_engine.grammar_errors import GrammarError, sentence
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 from unit.engine.letters import decode, encode, tokenizer_json

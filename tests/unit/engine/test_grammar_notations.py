@@ -7,7 +7,8 @@ import json
 import pytest
 
 from headrace_engine.gbnf import is_gbnf
-from headrace_engine.grammar import GrammarCompiler, GrammarError, TokenizerDefinition
+from headrace_engine.grammar import GrammarCompiler, TokenizerDefinition
+from headrace_engine.grammar_errors import GrammarError
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS as LETTERS_EOS
 from unit.engine.letters import CHARACTERS, tokenizer_json

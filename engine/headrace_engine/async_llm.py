@@ -15,7 +15,6 @@ from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Promp
 from headrace_engine.llm_engine import (
     adapter_id,
     check_adapter,
-    check_reset,
     config_of,
     create_input_processor,
     fetch_tokenizer,
@@ -28,7 +27,8 @@ from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.plain_values import RequestId, request_id_of, request_ids_of
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.vllm_names import missing_attribute
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
 
 class AsyncLLMEngine:
@@ -42,6 +42,8 @@ class AsyncLLMEngine:
     When the consumer of a stream goes away (break, cancelled task, closed generator), its request is aborted. All
     methods belong to one event loop. Loading blocks: make the engine before the loop has other work.
     """
+
+    tokenizer: ModelTokenizer
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
         self._config = config
@@ -66,8 +68,9 @@ class AsyncLLMEngine:
         self._idle.set()
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLMEngine":
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, **unsupported: Any) -> "AsyncLLMEngine":
         """Load the model; errors as `LLM`."""
+        refuse_arguments(unsupported)
         config = config_of(engine_args)
         return cls(config, core_in_process=getattr(engine_args, "core_in_process", False))
 
@@ -84,6 +87,7 @@ class AsyncLLMEngine:
         *,
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
+        **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one request; `sampling_params.output_kind` says what each holds.
 
@@ -92,6 +96,7 @@ class AsyncLLMEngine:
             EngineDrainingError: no more requests are taken.
             EngineDeadError: the core failed; the request is lost.
         """
+        refuse_arguments(unsupported)
         name, params = request_id_of(request_id), SamplingParams() if sampling_params is None else sampling_params
         process = partial(
             self._input_processor.process, name, prompt, priority=priority_of(priority), lora_request=lora_request
@@ -124,8 +129,9 @@ class AsyncLLMEngine:
             async for output in outputs:
                 yield output
 
-    async def abort(self, request_id: RequestId | Iterable[RequestId]) -> None:
+    async def abort(self, request_id: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
         """End requests; each stream yields a last output with finish reason abort. Unknown ids are ignored."""
+        refuse_arguments(unsupported)
         for name in request_ids_of(request_id):
             aborted = self._output_processor.abort(name)
             if aborted is not None:
@@ -175,7 +181,7 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `LLMEngine.reset_prefix_cache`."""
-        check_reset(reset_running_requests, reset_connector)
+        refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
         done: bool = await self._call("reset_prefix_cache")
         return done
 

@@ -20,7 +20,7 @@ from headrace_engine.lora_request import LoRARequest
 from headrace_engine.outputs import Logprob, RequestOutput
 from headrace_engine.plain_values import plain, plain_list, shown
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_engine.vllm_names import missing_attribute, served_options
+from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
 Progress = bool | Callable[..., Any]
 
@@ -89,7 +89,7 @@ class LLM:
             InvalidRequestError: a prompt or a parameter is wrong; nothing was computed.
             LoRAError: an adapter cannot be served; nothing was computed.
         """
-        _refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_arguments({"tokenization_kwargs": tokenization_kwargs, "mm_processor_kwargs": mm_processor_kwargs})
         items = _as_list("prompts", prompts, is_single=_is_single_prompt)
         return self._run(items, sampling_params, priority, self.engine.add_request, use_tqdm, lora_request)
 
@@ -113,7 +113,7 @@ class LLM:
 
         Arguments and errors as of `generate`, and those of `ChatOptions`.
         """
-        _refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_arguments({"tokenization_kwargs": tokenization_kwargs, "mm_processor_kwargs": mm_processor_kwargs})
         conversations = _as_list("messages", messages, is_single=lambda m: bool(m) and isinstance(m[0], Mapping))
         add = partial(
             self.engine.add_chat_request,
@@ -290,12 +290,6 @@ def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:
     if len(given) != count:
         raise InvalidRequestError(f"{count} prompts came with {len(given)} {name}")
     return list(given)
-
-
-def _refuse(**options: object) -> None:
-    _, problems = served_options("generate", (), options)
-    if problems:
-        raise InvalidRequestError(problems)
 
 
 def _final_only(params: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,13 @@ def test_options_go_by_vllms_names(llama: TinyModel) -> None:
     tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (first, second)]
     assert tokens[0] == tokens[1]
     assert tokens[0][0] != tokens[0][1]
+
+
+def test_an_engines_options_can_be_handed_on(llama: TinyModel) -> None:
+    args = EngineArgs(llama.folder, **ROOM)
+    for made in (LLM(**vars(args)), LLM(**asdict(args)), LLM.from_engine_args(args)):
+        assert made.llm_engine.model_info.dtype == "float32"
+        made.close()
 
 
 def test_a_length_of_minus_one_is_what_memory_holds(llama: TinyModel) -> None:

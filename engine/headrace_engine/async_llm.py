@@ -247,7 +247,7 @@ class AsyncLLMEngine:
 
     async def _check_grammar(self, params: SamplingParams) -> None:
         """Wait beside the loop; the verdict is remembered."""
-        if params.structured_outputs is not None:
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await asyncio.to_thread(self._input_processor.check_grammar, params)
 
     async def _check_adapter(self, lora_request: LoRARequest | None) -> None:

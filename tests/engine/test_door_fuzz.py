@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -15,64 +15,72 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.tiny_models import TinyModel
-from headrace_engine import LLM, BeamSearchParams, EngineArgs, LoRARequest, SamplingParams, StructuredOutputsParams
+from headrace_engine import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    EngineArgs,
+    LoRARequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from headrace_engine.chat import ChatOptions
 from headrace_engine.errors import HeadraceEngineError
 
 pytestmark = pytest.mark.torch
 
-ODD = st.sampled_from(
-    [
-        None,
-        True,
-        0,
-        -1,
-        1,
-        2**63,
-        -(2**70),
-        10**5000,
-        0.5,
-        float("nan"),
-        float("inf"),
-        1j,
-        "",
-        "a",
-        "\ud800",
-        "\0",
-        "x" * 3000,
-        b"a",
-        (),
-        [],
-        [1, "a"],
-        [[1], [2]],
-        [None],
-        [{}],
-        {},
-        {"a": 1},
-        {1: 2},
-        {"prompt": "a"},
-        {"role": "user", "content": "a"},
-        {"prompt_token_ids": [1], "prompt": 5},
-        {1, 2},
-        range(3),
-        iter([1]),
-        object(),
-        object,
-        len,
-        uuid.UUID(int=1),
-        np.int64(1),
-        np.float32(0.5),
-        np.bool_(True),
-        np.array([1, 2]),
-        np.array([[1.5]]),
-        np.array(None),
-        np.datetime64("2026-01-01"),
-        torch.tensor([1]),
-        torch.tensor(1.5),
-        SamplingParams(max_tokens=1),
-        LoRARequest("a", 1, "/nowhere"),
-    ]
-)
+ODD_VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2**63,
+    -(2**70),
+    10**5000,
+    0.5,
+    float("nan"),
+    float("inf"),
+    1j,
+    "",
+    "a",
+    "\ud800",
+    "\0",
+    "x" * 3000,
+    b"a",
+    (),
+    [],
+    [1, "a"],
+    [[1], [2]],
+    [None],
+    [{}],
+    {},
+    {"a": 1},
+    {1: 2},
+    {"prompt": "a"},
+    {"role": "user", "content": "a"},
+    {"prompt_token_ids": [1], "prompt": 5},
+    {1, 2},
+    range(3),
+    iter([1]),
+    object(),
+    object,
+    len,
+    uuid.UUID(int=1),
+    np.int64(1),
+    np.float32(0.5),
+    np.bool_(True),
+    np.array([1, 2]),
+    np.array([[1.5]]),
+    np.array(None),
+    np.datetime64("2026-01-01"),
+    torch.tensor([1]),
+    torch.tensor(1.5),
+    SamplingParams(max_tokens=1),
+    LoRARequest("a", 1, "/nowhere"),
+]
+ODD = st.sampled_from(ODD_VALUES)
 FEW = settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -168,3 +176,33 @@ def test_chats(llm: LLM, one: Any, other: Any, key: str) -> None:
 @given(st.dictionaries(st.sampled_from([field.name for field in fields(EngineArgs)]), ODD, max_size=3))
 def test_options(values: dict[str, Any]) -> None:
     answered(lambda: EngineArgs(**{"model": "m", **values}).create_engine_config())
+
+
+async def test_streams(llama: TinyModel) -> None:
+    engine = AsyncLLMEngine.from_engine_args(
+        AsyncEngineArgs(llama.folder, core_in_process=True, dtype="float32", num_blocks=80, block_size=16)
+    )
+    once = SamplingParams(max_tokens=1)
+    message = {"role": "user", "content": "a"}
+    for odd in ODD_VALUES:
+        streams: list[Callable[[], AsyncIterator[Any]]] = [
+            lambda odd=odd: engine.generate(odd, once, 0),  # type: ignore[misc]
+            lambda odd=odd: engine.generate([1], odd, 0),  # type: ignore[misc]
+            lambda odd=odd: engine.generate([1], once, odd),  # type: ignore[misc]
+            lambda odd=odd: engine.generate([1], once, 0, priority=odd),  # type: ignore[misc]
+            lambda odd=odd: engine.generate([1], once, 0, lora_request=odd),  # type: ignore[misc]
+            lambda odd=odd: engine.generate([1], once, 0, trace_headers=odd),  # type: ignore[misc]
+            lambda odd=odd: engine.chat(odd, once, 0),  # type: ignore[misc]
+            lambda odd=odd: engine.chat([{**message, "content": odd}], once, 0),  # type: ignore[misc]
+            lambda odd=odd: engine.chat([message], once, 0, tools=odd),  # type: ignore[misc]
+        ]
+        for stream in streams:
+            with contextlib.suppress(HeadraceEngineError):
+                async for _ in stream():
+                    pass
+        for call in (engine.abort, engine.add_lora, engine.remove_lora, engine.pin_lora):
+            with contextlib.suppress(HeadraceEngineError):
+                await call(odd)
+    assert engine.get_num_unfinished_requests() == 0
+    assert not engine.errored
+    await engine.shutdown()

@@ -106,7 +106,10 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     request_id = _request_id(options.get("request_id"))
     if not _REQUEST_ID.fullmatch(request_id):
         problems.append("request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
-    headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}
+    headers: dict[str, Any] = {
+        "enqueued_at": now(),
+        "prefix": prefix_of(request, model if isinstance(model, str) else ""),
+    }
     for header in ("tenant", "idempotency_key"):
         value = options.get(header)
         if value is not None:
@@ -134,7 +137,7 @@ def _request_id(given: object) -> str:
     return str(given) if isinstance(given, (str, uuid.UUID)) else ""
 
 
-def prefix_of(request: GenerateRequest, model: object) -> str:
+def prefix_of(request: GenerateRequest, model: str) -> str:
     """A hash of how the prompt begins: its system message, or else its first characters or tokens.
 
     Requests that share it probably share blocks of a worker's prefix cache.
@@ -148,7 +151,7 @@ def prefix_of(request: GenerateRequest, model: object) -> str:
         beginning = request.prompt_token_ids[:_PREFIX_TOKENS]
     else:
         beginning = (request.prompt or "")[:_PREFIX_CHARS]
-    parts = json.dumps([str(model), request.lora, beginning])
+    parts = json.dumps([model, request.lora, beginning])
     return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
 
 

@@ -18,7 +18,8 @@ from headrace_engine.input_processor import Prompt
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.outputs import Logprob, RequestOutput
-from headrace_engine.plain_values import plain, plain_list, shown
+from headrace_engine.plain_values import plain, plain_list
+from headrace_engine.sampling_checks import integer
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
@@ -148,8 +149,9 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(f"params is a {type(params).__name__}, expected BeamSearchParams")
         limit = plain(concurrency_limit)
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InvalidRequestError(f"concurrency_limit is {shown(limit)}, must be an integer of at least 1")
+        problems = [] if limit is None else integer("concurrency_limit", limit, 1, None)
+        if problems:
+            raise InvalidRequestError(problems)
         info = self.engine.model_info
         searches = [
             BeamSearch(self.engine.tokenize(item), params, info.eos_token_ids, info.max_model_len) for item in items

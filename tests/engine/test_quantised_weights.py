@@ -108,7 +108,7 @@ def test_a_gguf_file_generates_what_transformers_generates_from_it(tmp_path: Pat
 
 def test_a_gguf_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     config = EngineArgs(model=str(tmp_path / "absent.gguf")).create_engine_config()
-    with pytest.raises(ModelLoadError, match=r"there is no file '.*absent\.gguf'"):
+    with pytest.raises(ModelLoadError, match=r"absent\.gguf' cannot be read"):
         create_runner(config).load_model()
 
 

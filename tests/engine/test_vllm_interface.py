@@ -496,7 +496,7 @@ def test_a_mistyped_folder_is_told_for_what_it_is(model: str) -> None:
     with pytest.raises(ModelLoadError) as refused:
         LLM(model)
     assert "repo" not in str(refused.value).lower()
-    assert "there is no" in str(refused.value) or "no path" in str(refused.value)
+    assert "there is no such" in str(refused.value) or "no path" in str(refused.value)
 
 
 def test_a_name_like_the_default_models_is_answered_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

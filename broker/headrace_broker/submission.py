@@ -111,7 +111,10 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     if not _REQUEST_ID.fullmatch(request_id):
         given = shown(options.get("request_id"))
         problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, not {given}")
-    headers: dict[str, Any] = {"enqueued_at": now(), "prefix": prefix_of(request, model)}
+    headers: dict[str, Any] = {
+        "enqueued_at": now(),
+        "prefix": prefix_of(request, model if isinstance(model, str) else ""),
+    }
     for header in ("tenant", "idempotency_key"):
         value = options.get(header)
         if value is not None:
@@ -148,7 +151,7 @@ def require_model(model: str | None) -> str:
     return model
 
 
-def prefix_of(request: GenerateRequest, model: object) -> str:
+def prefix_of(request: GenerateRequest, model: str) -> str:
     """A hash of how the prompt begins: its system message, or else its first characters or tokens.
 
     Requests that share it probably share blocks of a worker's prefix cache.
@@ -162,7 +165,7 @@ def prefix_of(request: GenerateRequest, model: object) -> str:
         beginning = request.prompt_token_ids[:_PREFIX_TOKENS]
     else:
         beginning = (request.prompt or "")[:_PREFIX_CHARS]
-    parts = json.dumps([str(model), request.lora, beginning])
+    parts = json.dumps([model, request.lora, beginning])
     return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
 
 

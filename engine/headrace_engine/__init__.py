@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from headrace_engine.beam_search import BeamSearchSequence as BeamSearchSequence
     from headrace_engine.config import AsyncEngineArgs as AsyncEngineArgs
     from headrace_engine.config import EngineArgs as EngineArgs
+    from headrace_engine.input_processor import TextPrompt as TextPrompt
+    from headrace_engine.input_processor import TokensPrompt as TokensPrompt
     from headrace_engine.llm import LLM as LLM
     from headrace_engine.llm_engine import LLMEngine as LLMEngine
     from headrace_engine.logits_processor import LogitsProcessor as LogitsProcessor
@@ -46,6 +48,8 @@ _HOMES = {
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_outputs_params",
+    "TextPrompt": "input_processor",
+    "TokensPrompt": "input_processor",
 }
 __all__ = [*_HOMES]
 

@@ -15,7 +15,6 @@ from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Promp
 from headrace_engine.llm_engine import (
     adapter_id,
     check_adapter,
-    check_reset,
     config_of,
     create_input_processor,
     fetch_tokenizer,
@@ -29,7 +28,8 @@ from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.plain_values import RequestId, request_id_of, request_ids_of
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.vllm_names import missing_attribute
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
 
 class AsyncLLMEngine:
@@ -44,6 +44,8 @@ class AsyncLLMEngine:
     When the consumer of a stream goes away (break, cancelled task, closed generator), its request is aborted. All
     methods belong to one event loop. Loading blocks: make the engine before the loop has other work.
     """
+
+    tokenizer: ModelTokenizer
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = False) -> None:
         self._config = config
@@ -68,8 +70,9 @@ class AsyncLLMEngine:
         self._idle.set()
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> "AsyncLLMEngine":
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, **unsupported: Any) -> "AsyncLLMEngine":
         """Load the model; errors as `LLM`."""
+        refuse_arguments(unsupported)
         config = config_of(engine_args)
         return cls(config, core_in_process=getattr(engine_args, "core_in_process", False))
 
@@ -86,6 +89,7 @@ class AsyncLLMEngine:
         *,
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
+        **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Stream the outputs of one request; `sampling_params.output_kind` says what each holds.
 
@@ -94,6 +98,7 @@ class AsyncLLMEngine:
             EngineDrainingError: no more requests are taken.
             EngineDeadError: the core failed; the request is lost.
         """
+        refuse_arguments(unsupported)
         name, params = request_id_of(request_id), self._params(sampling_params)
         process = partial(
             self._input_processor.process, name, prompt, priority=priority_of(priority), lora_request=lora_request
@@ -131,8 +136,9 @@ class AsyncLLMEngine:
             return SamplingParams(**self.model_info.default_sampling_params)
         return given
 
-    async def abort(self, request_id: RequestId | Iterable[RequestId]) -> None:
+    async def abort(self, request_id: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
         """End requests; each stream yields a last output with finish reason abort. Unknown ids are ignored."""
+        refuse_arguments(unsupported)
         for name in request_ids_of(request_id):
             aborted = self._output_processor.abort(name)
             if aborted is not None:
@@ -182,7 +188,7 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `LLMEngine.reset_prefix_cache`."""
-        check_reset(reset_running_requests, reset_connector)
+        refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
         done: bool = await self._call("reset_prefix_cache")
         return done
 
@@ -248,7 +254,7 @@ class AsyncLLMEngine:
 
     async def _check_grammar(self, params: SamplingParams) -> None:
         """Wait beside the loop; the verdict is remembered."""
-        if params.structured_outputs is not None:
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await asyncio.to_thread(self._input_processor.check_grammar, params)
 
     async def _check_adapter(self, lora_request: LoRARequest | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.plain_values import data_problem, is_unicode, plain_data, shown
+from headrace_engine.plain_values import data_problem, is_unicode, plain_data, plain_list, shown
 from headrace_engine.vllm_names import with_vllm_names
 
 ChatMessage = Mapping[str, Any]
@@ -70,6 +70,8 @@ class ChatOptions:
     """Further variables of the template."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain_list(getattr(self, field.name)))
         problems = [
             f"{name} is {shown(getattr(self, name))}, expected true or false"
             for name in ("add_generation_prompt", "continue_final_message")

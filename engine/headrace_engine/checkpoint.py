@@ -57,10 +57,10 @@ def _check_place(model: str) -> None:
     except (OSError, ValueError) as error:  # too long, or a zero byte in it
         raise ModelLoadError(f"model {model[:200]!r} is no path and no hub name: {error}") from error
     if is_gguf(model):
-        raise ModelLoadError(f"there is no file {model!r}")
+        raise ModelLoadError(f"model {model!r} cannot be read: there is no such file")
     if not _HUB_NAME.fullmatch(model):
         hint = ", and ~ is not expanded: give the whole path" if model.startswith("~") else ""
-        raise ModelLoadError(f"there is no folder {model!r}{hint}")
+        raise ModelLoadError(f"model {model!r} cannot be read: there is no such folder{hint}")
 
 
 def unreadable(model: str, error: Exception) -> ModelLoadError:
@@ -70,8 +70,8 @@ def unreadable(model: str, error: Exception) -> ModelLoadError:
     near = difflib.get_close_matches(model.lower(), [default_model.NAME], 1)
     hint = f"did you mean {near[0]}? It" if near else f"the model {default_model.NAME}"
     return ModelLoadError(
-        f"there is no folder {model!r}, and the hub did not give a model of this name: {error}; {hint} can be had"
-        " without a hub"
+        f"model {model!r} cannot be read: there is no such folder, and the hub did not give a model of this name: "
+        f"{error}; {hint} can be had without a hub"
     )
 
 

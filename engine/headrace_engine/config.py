@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 from headrace_engine.errors import ConfigError, InvalidRequestError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.lora_request import LoRARequest
-from headrace_engine.plain_values import plain, shown
+from headrace_engine.plain_values import plain_list, shown
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
@@ -186,7 +186,7 @@ class EngineConfig:
 
 
 @with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)  # without slots, so that vars() gives the options
 class EngineArgs:
     """The engine's options in one flat list, named as in vLLM (docs/vllm.md).
 
@@ -259,7 +259,7 @@ class EngineArgs:
         Raises:
             ConfigError: two names of one option contradict each other.
         """
-        values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
+        values = {f.name: plain_list(getattr(self, f.name)) for f in fields(self)}
         for theirs, ours in RENAMED.items():
             given, values[theirs] = values[theirs], None
             if given is None:
@@ -439,7 +439,7 @@ class EngineArgs:
 
 
 @with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class AsyncEngineArgs(EngineArgs):
     """Options of `AsyncLLMEngine`."""
 

@@ -3,9 +3,12 @@
 The service has metrics of its own, which the worker makes of the same numbers.
 """
 
+import math
+from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from headrace_engine.core.outputs import StepStats
 from headrace_engine.outputs import RequestOutput
@@ -38,6 +41,35 @@ class Vector(Metric):
     values: list[int]
 
 
+@dataclass(slots=True)
+class Histogram(Metric):
+    """Observations up to each bound, all smaller ones included; the last bound is +Inf."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, math.inf)
+
+
+class _Observations:
+    """Seconds, as a histogram has them."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._counts = [0] * len(_BOUNDS)
+
+    def add(self, seconds: float) -> None:
+        self._sum += seconds
+        self._counts[bisect_left(_BOUNDS, seconds)] += 1
+
+    def histogram(self, name: str, labels: dict[str, str]) -> Histogram:
+        names = [f"{bound:g}" for bound in _BOUNDS[:-1]] + ["+Inf"]
+        counts = [*accumulate(self._counts)]
+        return Histogram(name, labels, counts[-1], self._sum, dict(zip(names, counts, strict=True)))
+
+
 class EngineMetrics:
     """Adds up what each step tells."""
 
@@ -48,6 +80,7 @@ class EngineMetrics:
         self._finished: Tally[str] = Tally()
         self._drafted: list[int] = []
         self._accepted: list[int] = []
+        self._first_token, self._whole = _Observations(), _Observations()
 
     def observe(self, stats: StepStats, num_new_tokens: int, outputs: Iterable[RequestOutput]) -> None:
         """Take a step in.
@@ -66,6 +99,9 @@ class EngineMetrics:
         for output in outputs:
             if output.finished:
                 self._counts["prompt_tokens"] += len(output.prompt_token_ids)
+                if output.metrics is not None and output.metrics.first_token_ts:
+                    self._first_token.add(output.metrics.first_token_latency)
+                    self._whole.add(output.metrics.last_token_ts - output.metrics.queued_ts)
                 for choice in output.outputs:
                     self._finished[choice.finish_reason or "error"] += 1
 
@@ -95,6 +131,10 @@ class EngineMetrics:
         metrics += [
             Counter("vllm:request_success", {**self._labels, "finished_reason": reason}, count)
             for reason, count in sorted(self._finished.items())
+        ]
+        metrics += [
+            self._first_token.histogram("vllm:time_to_first_token_seconds", self._labels),
+            self._whole.histogram("vllm:e2e_request_latency_seconds", self._labels),
         ]
         if self._drafted:
             metrics += [

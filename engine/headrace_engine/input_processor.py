@@ -8,7 +8,7 @@ import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from headrace_engine.bad_words import tokenize_bad_words
 from headrace_engine.chat import ChatMessage as ChatMessage
@@ -25,7 +25,25 @@ from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer, NoTokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    """Only prompts of the same salt share blocks of the prefix cache."""
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """What the ids stand for; it is handed back, and nothing else."""
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 """Text, token ids (an array or a tensor, too), or a map with `prompt` or `prompt_token_ids`, and with `cache_salt`."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _EMPTY: Any = (None, {}, [])

@@ -18,9 +18,10 @@ from headrace_engine.input_processor import Prompt
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.outputs import Logprob, RequestOutput
-from headrace_engine.plain_values import plain, plain_list, shown
+from headrace_engine.plain_values import plain, plain_list
+from headrace_engine.sampling_checks import integer
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_engine.vllm_names import missing_attribute, served_options
+from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
 Progress = bool | Callable[..., Any]
 
@@ -89,7 +90,7 @@ class LLM:
             InvalidRequestError: a prompt or a parameter is wrong; nothing was computed.
             LoRAError: an adapter cannot be served; nothing was computed.
         """
-        _refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_arguments({"tokenization_kwargs": tokenization_kwargs, "mm_processor_kwargs": mm_processor_kwargs})
         items = _as_list("prompts", prompts, is_single=_is_single_prompt)
         return self._run(items, sampling_params, priority, self.engine.add_request, use_tqdm, lora_request)
 
@@ -113,7 +114,7 @@ class LLM:
 
         Arguments and errors as of `generate`, and those of `ChatOptions`.
         """
-        _refuse(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_arguments({"tokenization_kwargs": tokenization_kwargs, "mm_processor_kwargs": mm_processor_kwargs})
         conversations = _as_list("messages", messages, is_single=lambda m: bool(m) and isinstance(m[0], Mapping))
         add = partial(
             self.engine.add_chat_request,
@@ -152,8 +153,9 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(f"params is a {type(params).__name__}, expected BeamSearchParams")
         limit = plain(concurrency_limit)
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InvalidRequestError(f"concurrency_limit is {shown(limit)}, must be an integer of at least 1")
+        problems = [] if limit is None else integer("concurrency_limit", limit, 1, None)
+        if problems:
+            raise InvalidRequestError(problems)
         info = self.engine.model_info
         searches = [
             BeamSearch(self.engine.tokenize(item), params, info.eos_token_ids, info.max_model_len) for item in items
@@ -291,12 +293,6 @@ def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:
     if len(given) != count:
         raise InvalidRequestError(f"{count} prompts came with {len(given)} {name}")
     return list(given)
-
-
-def _refuse(**options: object) -> None:
-    _, problems = served_options("generate", (), options)
-    if problems:
-        raise InvalidRequestError(problems)
 
 
 def _final_only(params: Any) -> Any:

@@ -27,10 +27,11 @@ from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.plain_values import RequestId, plain, request_id_of, request_ids_of, shown
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.sampling_checks import number
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer, NoTokenizer, create_tokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
-from headrace_engine.vllm_names import missing_attribute
+from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
 
 class LLMEngine:
@@ -38,6 +39,8 @@ class LLMEngine:
 
     Not thread-safe. Close it (or use it as a context manager) to end a core in a child process.
     """
+
+    tokenizer: ModelTokenizer
 
     def __init__(self, config: EngineConfig, *, core_in_process: bool = True) -> None:
         self._config = config
@@ -52,8 +55,11 @@ class LLMEngine:
         """Adapters that are known to be good."""
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *, core_in_process: bool = True) -> "LLMEngine":
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, core_in_process: bool = True, **unsupported: Any
+    ) -> "LLMEngine":
         """Load the model; errors as `LLM`."""
+        refuse_arguments(unsupported)
         return cls(config_of(engine_args), core_in_process=core_in_process)
 
     if not TYPE_CHECKING:
@@ -70,6 +76,7 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
         *,
         priority: int | None = None,
+        **unsupported: Any,
     ) -> str:
         """Queue a request; returns its id as text, which its outputs bear.
 
@@ -82,6 +89,7 @@ class LLMEngine:
             LoRAError: its adapter cannot be served; nothing was queued.
             DuplicateRequestError: the id is in use.
         """
+        refuse_arguments(unsupported)
         name = self._new_id(request_id)
         self._add(
             self._input_processor.process(
@@ -160,14 +168,15 @@ class LLMEngine:
         self._core.abort_requests(choice_ids)
         return output
 
-    def abort_request(self, request_ids: RequestId | Iterable[RequestId]) -> None:
+    def abort_request(self, request_ids: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
         """End several requests now. Those that are not here are ignored."""
+        refuse_arguments(unsupported)
         for request_id in request_ids_of(request_ids):
             self.abort(request_id)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget what the prefix cache holds. False: requests run, and nothing was forgotten."""
-        check_reset(reset_running_requests, reset_connector)
+        refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
         done: bool = self._call("reset_prefix_cache")
         return done
 
@@ -257,8 +266,9 @@ class LLMEngine:
     def _arrival(self, given: float | None) -> float:
         if given is not None:
             given = plain(given)
-            if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
-                raise InvalidRequestError(f"arrival_time is {shown(given)}, expected a number of seconds")
+            problems = number("arrival_time", given, -math.inf, math.inf)
+            if problems:
+                raise InvalidRequestError(problems)
             return float(given)
         self._arrivals += 1
         return float(self._arrivals)
@@ -282,14 +292,6 @@ def priority_of(given: int | None) -> int:
     """A priority, None standing for 0; what is no number is refused later."""
     number: int = plain(given)
     return 0 if number is None else number
-
-
-def check_reset(reset_running_requests: bool, reset_connector: bool) -> None:
-    """Raises InvalidRequestError: not only the prefix cache is to be reset."""
-    if reset_running_requests or reset_connector:
-        raise InvalidRequestError(
-            "reset_running_requests and reset_connector are not supported: abort the requests, or wait for them"
-        )
 
 
 def check_adapter(lora_request: object) -> None:

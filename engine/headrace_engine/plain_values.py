@@ -23,11 +23,17 @@ def plain(value: Any) -> Any:
 
 def plain_list(values: Any) -> Any:
     """Turn an array, a tensor or a tuple into a list, and its numbers into Python's; leave what is no list as it is."""
-    if hasattr(values, "tolist") and getattr(values, "ndim", 0) > 0:
+    if isinstance(values, list | tuple):
+        return [*values] if isinstance(values, tuple) and _PLAIN.issuperset(map(type, values)) else _plain_items(values)
+    if type(values) not in _PLAIN and hasattr(values, "tolist") and getattr(values, "ndim", 0) > 0:
         return values.tolist()
-    if isinstance(values, list | tuple) and not _PLAIN.issuperset(map(type, values)):
-        return [plain(value) for value in values]
-    return [*values] if isinstance(values, tuple) else values
+    return plain(values)
+
+
+def _plain_items(values: list[Any] | tuple[Any, ...]) -> list[Any]:
+    if isinstance(values, list) and _PLAIN.issuperset(map(type, values)):
+        return values
+    return [plain(value) for value in values]
 
 
 def request_id_of(value: Any) -> str:
@@ -110,4 +116,4 @@ def plain_data(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return {key: plain_data(inner, depth + 1) for key, inner in value.items()}
     value = plain_list(value)
-    return [plain_data(inner, depth + 1) for inner in value] if isinstance(value, list) else plain(value)
+    return [plain_data(inner, depth + 1) for inner in value] if isinstance(value, list) else value

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any, Final, TypeVar
 
+from headrace_engine.errors import InvalidRequestError
 from headrace_engine.plain_values import shown
 
 T = TypeVar("T")
@@ -39,9 +40,25 @@ _PARSERS = "the text is returned as the model wrote it; parse reasoning and tool
 _DISAGGREGATION = "an engine computes prompt and output itself"
 _SCHEDULER = "the scheduler is fixed; see scheduling_policy, max_num_batched_tokens and long_prefill_token_threshold"
 
+_ARGUMENTS: Final = {
+    "tokenization_kwargs": "tokenise the prompt yourself and give prompt_token_ids",
+    "mm_processor_kwargs": _MEDIA,
+    "prompt_text": "give a map of prompt_token_ids and prompt",
+    "trace_headers": "the engine writes no traces; the service does",
+    "data_parallel_rank session_id kv_hints": _ONE_MACHINE,
+    "reasoning_ended reasoning_parser_kwargs": _PARSERS,
+    "reset_running_requests reset_connector": "abort the requests, or wait for them",
+    "usage_context": "no use is reported to anybody",
+    "stat_loggers": _METRICS,
+    "enable_multiprocessing start_engine_loop": "use core_in_process",
+    "internal": "requests are aborted by the ids that they were given",
+}
+
 _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
-    "ChatOptions": {},
+    "arguments": _ARGUMENTS,
+    "ChatOptions": _ARGUMENTS,
     "RepetitionDetectionParams": {},
+    "Logprob": {},
     "EngineArgs": {
         "allowed_* mm_* *_mm_* media_io_kwargs video_* language_model_only io_processor_plugin"
         " renderer_num_workers enable_prompt_embeds ec_*": _MEDIA,
@@ -90,6 +107,8 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         " enable_m*_lora* max_lora_cls_labels enable_prompt_adapter": "see docs/lora.md for what adapters may hold",
         "worker_cls worker_extension_cls additional_config": "what the engine runs is no class of yours, except"
         " logits_processors",
+        "add_cli_args from_cli_args": "make the options of a command line yourself, and give them as LLM(**vars(args))",
+        "create_*_config get_batch_defaults validate_*": "use create_engine_config",
         "generation_config override_generation_config": "give the values in SamplingParams",
     },
     "SamplingParams": {
@@ -105,6 +124,8 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         "guided_decoding": "use structured_outputs",
         "logits_processors": "name them when the engine is made, and send their values in extra_args",
         "truncate_prompt_tokens": "cut the prompt yourself and give prompt_token_ids",
+        "update_from_* verify for_sampler_warmup sampling_type eos_token_id all_stop_token_ids bad_words_token_ids"
+        " num_logprobs": "it is for vLLM's own engine",
     },
     "BeamSearchParams": {
         "structured_outputs": "beam search follows no grammar",
@@ -119,16 +140,8 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         "disable_additional_properties": 'say "additionalProperties": false in the schema',
         "structural_tag": "use grammar, which can hold text between forms",
     },
-    "generate": {
-        "tokenization_kwargs": "tokenise the prompt yourself and give prompt_token_ids",
-        "mm_processor_kwargs": _MEDIA,
-        "prompt_text": "give a map of prompt_token_ids and prompt",
-        "trace_headers": "the engine writes no traces; the service does",
-        "data_parallel_rank session_id kv_hints": _ONE_MACHINE,
-        "reasoning_ended reasoning_parser_kwargs": _PARSERS,
-        "pooling_params": _POOLING,
-    },
     "LLM": {
+        "model_config": "see llm_engine.model_info, which has max_model_len, vocab_size and dtype",
         "encode embed classify score supported_tasks": _POOLING,
         "*weight*": _TRAINING,
         "apply_model collective_rpc": "the model belongs to the core, which may be another process",
@@ -139,6 +152,7 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         "get_world_size": _ONE_DEVICE,
     },
     "LLMEngine": {
+        "model_config vllm_config": "see model_info, which has max_model_len, vocab_size and dtype",
         "from_vllm_config": "use from_engine_args",
         "has_unfinished_requests_dp": _ONE_MACHINE,
         "get_supported_tasks": _POOLING,
@@ -150,6 +164,7 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         "do_log_stats do_log_stats_with_interval": "use get_metrics",
     },
     "AsyncLLMEngine": {
+        "model_config vllm_config": "see model_info, which has max_model_len, vocab_size and dtype",
         "from_vllm_config": "use from_engine_args",
         "encode get_supported_tasks": _POOLING,
         "*weight*": _TRAINING,
@@ -167,6 +182,7 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "RequestOutput": {
         "encoder_*": "only decoders are served",
+        "add": "add up the outputs yourself, or ask for RequestOutputKind.CUMULATIVE",
         "num_cache_creation_tokens": "it is len(prompt_token_ids) - num_cached_tokens",
         "prompt_token_id_logprobs": "use prompt_logprobs",
         "*_transfer_params": _DISAGGREGATION,
@@ -287,6 +303,17 @@ def served_options(topic: str, known: Iterable[str], options: Mapping[str, Any])
             near = difflib.get_close_matches(name, known, 1)
             problems.append(f"{name[:40]!r} is not known" + (f"; did you mean {near[0]}?" if near else ""))
     return served, problems
+
+
+def refuse_arguments(options: Mapping[str, Any]) -> None:
+    """Refuse arguments that a method does not have; those of vLLM's that ask for nothing are passed over.
+
+    Raises:
+        InvalidRequestError: naming each, and what to use instead.
+    """
+    _, problems = served_options("arguments", (), options)
+    if problems:
+        raise InvalidRequestError(problems)
 
 
 def with_vllm_names(topic: str, refusal: Callable[[list[str]], Exception]) -> Callable[[type[T]], type[T]]:

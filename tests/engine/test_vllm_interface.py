@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,13 @@ def test_options_go_by_vllms_names(llama: TinyModel) -> None:
     assert tokens[0][0] != tokens[0][1]
 
 
+def test_an_engines_options_can_be_handed_on(llama: TinyModel) -> None:
+    args = EngineArgs(llama.folder, **ROOM)
+    for made in (LLM(**vars(args)), LLM(**asdict(args)), LLM.from_engine_args(args)):
+        assert made.llm_engine.model_info.dtype == "float32"
+        made.close()
+
+
 def test_a_length_of_minus_one_is_what_memory_holds(llama: TinyModel) -> None:
     fitting = LLM(llama.folder, max_model_len=-1, dtype="float32", num_blocks=4, block_size=16)
     assert fitting.llm_engine.model_info.max_model_len == 48
@@ -488,7 +496,7 @@ def test_a_mistyped_folder_is_told_for_what_it_is(model: str) -> None:
     with pytest.raises(ModelLoadError) as refused:
         LLM(model)
     assert "repo" not in str(refused.value).lower()
-    assert "there is no" in str(refused.value) or "no path" in str(refused.value)
+    assert "there is no such" in str(refused.value) or "no path" in str(refused.value)
 
 
 def test_a_name_like_the_default_models_is_answered_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

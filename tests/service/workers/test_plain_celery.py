@@ -65,6 +65,24 @@ def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_o
     assert after["headrace_requests_in_flight"] == 0
 
 
+def test_chats_with_tools_and_parts_of_text_are_answered_and_null_is_the_default(service: Service) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "grind", "arguments": '{"grain": "rye"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "flour"}, {"type": "text", "text": "please"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    params = {"temperature": None, "top_p": None, "max_tokens": None, "seed": 1, "ignore_eos": True}
+    whole = service.send({"messages": messages, "tools": [{"name": "grind"}], "sampling_params": params})
+    plain = service.send(
+        {"messages": [{**messages[0], "content": "flour\nplease"}, *messages[1:]], "sampling_params": params}
+    )
+    answers = [handle.get(timeout=60) for handle in (whole, plain)]
+    assert [answer["error"] for answer in answers] == [None, None]
+    assert [len(answer["outputs"][0]["token_ids"]) for answer in answers] == [16, 16]
+    assert answers[0]["outputs"][0]["token_ids"] == answers[1]["outputs"][0]["token_ids"]
+
+
 def test_a_request_may_have_more_choices_than_the_worker_has_slots(service: Service) -> None:
     crowd = service.generate(n=40, temperature=1.0, seed=3, max_tokens=6)
     others = [service.generate(max_tokens=6) for _ in range(3)]

@@ -33,6 +33,9 @@ def assert_refused(service: Service, request_id: str, result: dict[str, Any], co
         assert word in result["error"]["message"]
 
 
+HI = [{"role": "user", "content": "hi"}]
+
+
 @pytest.mark.parametrize(
     ("kwargs", "code", "words"),
     [
@@ -53,6 +56,16 @@ def assert_refused(service: Service, request_id: str, result: dict[str, Any], co
         ({"prompt": "x", "lora": "a"}, "invalid_request", ["tiny has no LoRA adapter", "'a'"]),
         ({"prompt": "x", "lora": "../a"}, "invalid_request", ["begin with a letter or digit"]),
         ({"messages": [{"role": "critic", "content": "x"}]}, "invalid_request", ["critics are not served"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "invalid_request",
+            ["only text is served"],
+        ),
+        ({"messages": HI, "chat_template": "{{ 1 }}"}, "invalid_request", ["chat_template cannot be sent"]),
+        ({"messages": HI, "chat_template_kwargs": {"tools": 1}}, "invalid_request", ["tools, which is no variable"]),
+        ({"messages": HI, "continue_final_message": True}, "invalid_request", ["add_generation_prompt must be false"]),
+        ({"prompt": "x", "tools": [{}]}, "invalid_request", ["goes with messages only"]),
+        ({"prompt": "x", "sampling_params": {"extra_args": {"a": [[1]] * 40000}}}, "invalid_request", ["65536 values"]),
         ({"prompt": 5}, "invalid_request", ["prompt"]),
         ({"prompt": b"\xff\xfe"}, "invalid_request", ["prompt"]),
     ],

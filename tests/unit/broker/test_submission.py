@@ -64,6 +64,11 @@ def test_what_cannot_be_a_request_id_is_refused(given: Any) -> None:
     assert "request_id must be 1 to 128 of the characters" in problems_of(request_id=given)[0]
 
 
+@pytest.mark.parametrize("given", ["", 0, True, b"m", ["m"], 10**5000], ids=lambda _: "")
+def test_what_names_no_model_is_refused(given: Any) -> None:
+    assert "model must be a printable string" in "".join(problems_of(model=given))
+
+
 def test_what_begins_alike_does_so_in_parts_and_with_the_same_tools() -> None:
     whole = prepared(**chat("Be brief.", "hi"))
     parts: Any = [{"role": "system", "content": ["Be brief."]}, {"role": "user", "content": "ho"}]

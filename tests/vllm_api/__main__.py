@@ -1,0 +1,5 @@
+"""`cd tests && python -m vllm_api`: write docs/vllm.md anew."""
+
+from vllm_api.page import PAGE, page
+
+PAGE.write_text(page())

@@ -184,6 +184,23 @@ def test_a_dead_letter_whose_id_another_message_has_now_is_not_requeued(
     assert len(requeue(redis_client, dead_letters(redis_client))) == 1
 
 
+def test_a_key_of_another_type_in_place_of_the_bindings_costs_no_message(
+    leases: Leases, redis_client: "redis.Redis"
+) -> None:
+    redis_client.lpush(LISTS[0], raw("r"))
+    [leased] = take(leases)
+    redis_client.rename(LEASE_REQUESTS_KEY, "kept")
+    redis_client.set(LEASE_REQUESTS_KEY, "somebody wrote a string here")
+    redis_client.lpush(LISTS[0], raw("s"))
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        take(leases)
+    leases.ack(leased.lease_id)  # pending until the key is mended
+    redis_client.rename("kept", LEASE_REQUESTS_KEY)
+    leases.tick()
+    assert [again.bound_id for again in take(leases)] == ["s"]
+    assert set(bound(redis_client)) == {b"s"}
+
+
 def test_a_claim_of_other_content_reads_and_writes_nothing(redis_client: "redis.Redis") -> None:
     writer = StreamWriter(redis_client, 60)
     writer.claim("r", "w", content="first")

@@ -116,8 +116,8 @@ def _read(packed: bytes) -> DeadLetter:
 def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
     """Sends these messages again, to run from their beginning; the oldest first.
 
-    Returns those that were sent: others are no longer there, are copies of messages that are alive, have the request id of
-    another message, whose stream and result they would delete, or do not say which queue they came from.
+    Returns those that were sent: others are no longer there, are copies of messages that are alive, have the request
+    id of another message, whose stream and result they would delete, or do not say which queue they came from.
     """
     script = client.register_script(lua("dead_requeue", prelude=None))
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)

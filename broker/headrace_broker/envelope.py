@@ -79,7 +79,7 @@ def content_digest(payload: Mapping[str, Any]) -> str:
 
 
 def legible_envelope(raw: bytes) -> dict[str, Any]:
-    """As `open_envelope`; of a message that no worker can use, what can be read of it, as it may still say whose it is."""
+    """As `open_envelope`; of a message that no worker can use, what can be read: it may still say whose it is."""
     try:
         return open_envelope(raw)
     except (MalformedMessageError, ValueError, RecursionError):
@@ -109,8 +109,8 @@ def is_request_id(value: object) -> TypeGuard[str]:
 def _from_protocol_1(payload: dict[str, Any]) -> None:
     """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body.
 
-    A message of neither protocol is left as it is: the consumer refuses it. A large body is refused, as it is decoded on
-    the worker's event loop.
+    A message of neither protocol is left as it is: the consumer refuses it. A large body is refused, as it is decoded
+    on the worker's event loop.
     """
     if len(payload["body"]) > _MAX_BYTES_OF_1:
         raise MalformedMessageError(

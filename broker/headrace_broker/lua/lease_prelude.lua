@@ -4,7 +4,6 @@
 local LEASES, BODIES, META, DELIVERIES, DEAD, RECORDS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 -- Request id -> lease id of the first message that came with it. A second one, while the first is known, is a duplicate.
 local REQUESTS = LEASES .. ':request'
-redis.call('HLEN', REQUESTS) -- a key of another type stops every script here, before it has taken or written anything
 local DEAD_LETTERS_KEPT = 1000
 
 -- What all messages of all queues need.

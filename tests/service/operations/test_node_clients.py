@@ -37,7 +37,7 @@ const client = Celery.createClient({ brokerUrl: url, resultBackend: url });
   const task = client.createTask("headrace.generate");
   const result = task.applyAsync({ args: [], kwargs, queue, routingKey: queue, ...options });
   console.log(JSON.stringify(await result.get(60000)));
-  await client.disconnect();
+  process.exit(0); // its disconnect() does not end its own subscription
 })();
 """
 

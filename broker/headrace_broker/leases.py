@@ -9,7 +9,7 @@ here knows Celery or kombu; see `transport.py`.
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,8 +49,8 @@ _REFUSED_AT_ONCE: Final = 100
 _PREFIXES_KEPT: Final = 64
 _LONGEST_PREFIX: Final = 32
 """Characters; as in `lua/tenant_prelude.lua`."""
-_SORT_SECONDS: Final = 0.025
-"""For so long one fetch sorts what has arrived, by scripts of some milliseconds each; the next one goes on."""
+_SORT_ROUNDS: Final = 30
+"""Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +119,31 @@ class Leases:
         over a tenant's quota comes beside the others and needs no room. If the reply is lost, the messages come back
         when the lease has run out.
         """
+        return [message for messages in self.fetch_in_rounds(lists, count) for message in messages]
+
+    def fetch_in_rounds(self, lists: Sequence[str], count: int) -> Iterator[list[LeasedMessage]]:
+        """As `fetch`, by one script after the other, between which an event loop may see to other things."""
         self._renew_if_late()
-        messages: list[LeasedMessage] = []
         policy = self._fair_share.packed(self._prefixes)
-        unsorted, until = 1, self._clock() + _SORT_SECONDS
+        unsorted, rounds_left, num_messages = 1, _SORT_ROUNDS, 0
         while unsorted:
-            is_to_sort = self._clock() < until and len(messages) < _REFUSED_AT_ONCE
+            is_to_sort = rounds_left > 0 and num_messages < _REFUSED_AT_ONCE
+            rounds_left -= 1
             leased, dead, unsorted = self._fetch(
                 keys=[*_KEYS, *lists],
                 args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, int(is_to_sort)],
             )
             for list_name, body, deliveries, reason in dead:
                 self._report_dead(DeadLetter(reason.decode(), list_name.decode(), deliveries, body))
-            messages += [
+            messages = [
                 LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, over_quota)
                 for lease_id, list_name, body, deliveries, over_quota in leased
             ]
-        for message in messages:
-            self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
-            self._drop_lost(message.lease_id)
-        return messages
+            num_messages += len(messages)
+            for message in messages:
+                self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
+                self._drop_lost(message.lease_id)
+            yield messages
 
     def purge(self, lists: Sequence[str]) -> int:
         """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""

@@ -258,7 +258,7 @@ class Dispatcher:
         incoming, celery_request, run_task = message.incoming, message.celery_request, message.run_task
         request = self._assemble(incoming, prepared, adapter)
         started = time.perf_counter()
-        span = self._tracing.begin(incoming)
+        span = self._tracing.begin(incoming, prepared)
         claim = self._writer.claim(
             incoming.request_id, self._worker_name, self._tracing.traceparent(span), incoming.abandon_after
         )

@@ -9,7 +9,7 @@ here knows Celery or kombu; see `transport.py`.
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,10 +49,10 @@ _REFUSED_AT_ONCE: Final = 100
 _PREFIXES_KEPT: Final = 64
 _LONGEST_PREFIX: Final = 32
 """Characters; as in `lua/tenant_prelude.lua`."""
-_SORT_SECONDS: Final = 0.025
-"""For so long one fetch sorts what has arrived, by scripts of some milliseconds each; the next one goes on."""
+_SORT_ROUNDS: Final = 30
+"""Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 _SORT_ROUNDS_BESIDE: Final = 3
-"""Scripts, where nothing is to be fetched."""
+"""The same, where nothing is to be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +131,28 @@ class Leases:
         when the lease has run out. Where a key of the wrong type keeps some messages from being taken, the others are;
         ResponseError is raised where there is none.
         """
+        return [message for messages in self.fetch_in_rounds(lists, count) for message in messages]
+
+    def fetch_in_rounds(self, lists: Sequence[str], count: int) -> Iterator[list[LeasedMessage]]:
+        """As `fetch`, by one script after the other, between which an event loop may see to other things."""
         self._renew_if_late()
-        messages: list[LeasedMessage] = []
         policy = self._fair_share.packed(self._prefixes)
-        unsorted, until, problem = 1, self._clock() + _SORT_SECONDS, ""
+        unsorted, rounds_left, num_messages, problem = 1, _SORT_ROUNDS, 0, ""
         while unsorted:
-            is_to_sort = self._clock() < until and len(messages) < _REFUSED_AT_ONCE and not problem
+            is_to_sort = rounds_left > 0 and num_messages < _REFUSED_AT_ONCE and not problem
+            rounds_left -= 1
+            messages: list[LeasedMessage] = []
             unsorted, found = self._fetch_once(lists, count, policy, "sort" if is_to_sort else "", messages)
             problem = problem or found
-        for message in messages:
-            self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
-            self._drop_lost(message.lease_id)
-        if problem and not messages:
+            num_messages += len(messages)
+            for message in messages:
+                self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
+                self._drop_lost(message.lease_id)
+            yield messages
+        if problem and not num_messages:
             raise redis.ResponseError(problem)
         if problem:
             self.on_refused(problem)
-        return messages
 
     def bind(self, message: LeasedMessage, request_id: object) -> bool:
         """Makes the request id the message's own. False where it is another message's. Redis's errors pass through.

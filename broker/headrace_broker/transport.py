@@ -15,7 +15,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import Empty
 from types import MappingProxyType
@@ -66,7 +66,7 @@ class Turn:
         self._loop: Any = None
         self._fd: int | None = None
 
-    def begin(self, loop: Any, callback: Callable[[], None]) -> None:
+    def begin(self, loop: Any, callback: Callable[[], object]) -> None:
         """Until `end`. The loop would wait for up to a second before it saw what a callback asks it to do soon."""
         if self._loop is None:
             self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nobody reads it
@@ -206,6 +206,8 @@ class Channel(kombu_redis.Channel):
         self._ask_again_at = 0.0
         self._fetched: deque[LeasedMessage] = deque()
         """Not handed over yet, as the event loop is to see to other things in between."""
+        self._rounds: Iterator[list[LeasedMessage]] | None = None
+        """What is left of a fetch."""
         self._turn = Turn()
         super().__init__(*args, **kwargs)
         if self.global_keyprefix:
@@ -268,6 +270,7 @@ class Channel(kombu_redis.Channel):
             self._in_poll.disconnect()
             self._in_poll = None
         self._turn.close()
+        self._rounds = None
         self._release_fetched()
         super().close()
 
@@ -287,8 +290,8 @@ class Channel(kombu_redis.Channel):
 
     @property
     def hands_over(self) -> bool:
-        """Whether messages that were fetched wait for a later turn of the event loop."""
-        return bool(self._fetched)
+        """Whether a fetch goes on in later turns of the event loop."""
+        return bool(self._fetched or self._rounds)
 
     # kombu's poller calls the two methods below around its wait for BRPOP; a leased channel waits for its doorbell.
 
@@ -364,40 +367,52 @@ class Channel(kombu_redis.Channel):
     def fetch(self) -> bool:
         """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none.
 
-        Those that take long are handed over in later turns of the event loop.
+        What takes long goes on in later turns of the event loop.
         """
-        if not self.leased or self._closing or not self.active_queues or self._fetched or self._is_refused():
+        if not self.leased or self._closing or not self.active_queues or self.hands_over or self._is_refused():
             return False
         count = self.credit()
         if count <= 0:
             return False
-        try:
-            self._fetched += self.leases.fetch(self._lists(), count)
-        except redis.ResponseError as error:
-            self._was_refused(error)
-            return False
-        if not self._fetched:
-            return False
-        self._hand_over_some()
-        return True
+        self._rounds = self.leases.fetch_in_rounds(self._lists(), count)
+        return self._go_on()
 
-    def _hand_over_some(self) -> None:
-        """For one turn of the event loop, and in the next ones; all at once where there is none."""
+    def _go_on(self) -> bool:
+        """Fetch and hand over for one turn of the event loop, and in the next ones; all at once where there is none."""
         loop = self.connection.loop
         until = time.monotonic() + _TURN_SECONDS if loop is not None else math.inf
+        found = False
         try:
-            while self._fetched:
-                self._hand_over(self._fetched.popleft())
+            while self.hands_over:
+                if self._fetched:
+                    found = True
+                    self._hand_over(self._fetched.popleft())
+                else:
+                    self._fetch_round()
                 if time.monotonic() >= until:
                     break
         except BaseException:
+            self._rounds = None
             self._turn.end()
             self._release_fetched()
             raise
-        if self._fetched:
-            self._turn.begin(loop, self._hand_over_some)
+        if self.hands_over:
+            self._turn.begin(loop, self._go_on)
         else:
             self._turn.end()
+        return found or self.hands_over
+
+    def _fetch_round(self) -> None:
+        assert self._rounds is not None
+        try:
+            messages = next(self._rounds, None)
+        except redis.ResponseError as error:
+            messages = None
+            self._was_refused(error)
+        if messages is None:
+            self._rounds = None
+        else:
+            self._fetched += messages
 
     def _release_fetched(self) -> None:
         while self._fetched:  # the last first: they come out again in their order

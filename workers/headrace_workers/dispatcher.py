@@ -268,7 +268,7 @@ class Dispatcher:
         incoming, celery_request, run_task = message.incoming, message.celery_request, message.run_task
         request = self._assemble(incoming, prepared, adapter)
         started = time.perf_counter()
-        span = self._tracing.begin(incoming)
+        span = self._tracing.begin(incoming, prepared)
         model = self._model_of(request)
         claim = self._writer.claim(
             incoming.request_id,

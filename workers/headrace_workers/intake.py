@@ -102,6 +102,9 @@ class Prepared:
     token_ids: list[int]
     bad_words_token_ids: list[list[int]]
     params: dict[str, Any]
+    given_numbers: dict[str, float]
+    """The sampling parameters that the message names itself, those that are numbers."""
+    is_chat: bool
     lora: str | None
 
 
@@ -158,6 +161,10 @@ class Intake:
             token_ids=processed.prompt_token_ids,
             bad_words_token_ids=processed.choices[0].bad_words_token_ids,
             params=params.to_dict(),
+            given_numbers={
+                name: value for name, value in request.sampling_params.items() if isinstance(value, int | float)
+            },
+            is_chat=request.messages is not None,
             lora=request.lora,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace_broker.tracing import INSTRUMENTATION, context_of, headers_of, request_attributes
 from headrace_monitoring.labels import Outcome
-from headrace_workers.intake import Incoming
+from headrace_workers.intake import Incoming, Prepared
 from headrace_workers.job import Job
 
 
@@ -30,23 +30,16 @@ class RequestTracing:
         self._tracer = None if provider is None else provider.get_tracer(INSTRUMENTATION)
         self._model = model
 
-    def begin(self, incoming: Incoming) -> Any:
-        """The span of a request that was just received; None where nothing is traced."""
+    def begin(self, incoming: Incoming, prepared: Prepared) -> Any:
+        """The span of a request that is about to run; None where nothing is traced."""
         if self._tracer is None:
             return None
         from opentelemetry.trace import SpanKind
 
-        kwargs = incoming.kwargs if isinstance(incoming.kwargs, dict) else {}
-        params = kwargs.get("sampling_params")
         attributes = {
             "messaging.system": "redis",
             "messaging.operation.type": "process",
-            **request_attributes(
-                self._model,
-                incoming.request_id,
-                params if isinstance(params, dict) else None,
-                chat="messages" in kwargs,
-            ),
+            **request_attributes(self._model, incoming.request_id, prepared.given_numbers, chat=prepared.is_chat),
         }
         if incoming.tenant is not None:
             attributes["headrace.tenant"] = incoming.tenant

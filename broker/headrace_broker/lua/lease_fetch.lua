@@ -16,7 +16,7 @@ local ages_left = 100
 local STRAYS_LOOKED_AT = 10
 local reply_bytes_left = 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
-local LONGEST_MESSAGE, BYTES_KEPT = 8 * 1024 * 1024, 4096
+local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 8 * 1024 * 1024, 4096, 100000
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
 local LOOKED_AT, MOST_SKIPS = 16, 8
 
@@ -66,11 +66,16 @@ local function bury_too_large(body, list)
   give_up(kept, list, 0, reason, request and not holder_of(request) and request)
 end
 
--- The body inside the message, as it is encoded there; nil where it is no text.
+-- The body inside the message, as it is encoded there; nil where it is no text, or has very many escaped characters.
 local function content_of(message)
   local _, before = string.find(message, '"body":%s*"')
-  local behind = before and string.find(message, '"', before + 1, true)
-  return behind and string.sub(message, before + 1, behind - 1)
+  local at = before and before + 1
+  for _ = 1, ESCAPES_PASSED do
+    at = at and string.find(message, '["\\]', at)
+    if not at then return nil end
+    if string.sub(message, at, at) == '"' then return string.sub(message, before + 1, at - 1) end
+    at = at + 2
+  end
 end
 
 local function is_base64(text)
@@ -84,7 +89,7 @@ local function is_readable(message)
   local properties = decoded and envelope.properties
   if type(properties) ~= 'table' or type(properties.delivery_info) ~= 'table' then return false end
   local encoding = properties.body_encoding or cjson.null
-  return encoding == cjson.null or encoding == 'base64' and is_base64(envelope.body)
+  return encoding == cjson.null or encoding == 'utf-8' or encoding == 'base64' and is_base64(envelope.body)
 end
 
 -- A second message of a request id changes nothing. One that says the same is dropped: its client could not know

@@ -74,6 +74,24 @@ def test_a_second_message_of_the_same_content_is_dropped_whatever_its_envelope_s
     assert (reported, dead_letters(redis_client)) == ([], [])
 
 
+def as_text(request_id: str, prompt: str, body_encoding: str | None) -> bytes:
+    """A message whose body stands in it as JSON, full of quotes that are escaped there."""
+    written = message(b"", request_id=request_id)
+    written["body"] = json.dumps([[], {"prompt": prompt}, {}])
+    written["properties"]["body_encoding"] = body_encoding
+    return json.dumps(written).encode()
+
+
+@pytest.mark.parametrize("body_encoding", [None, "utf-8"])
+def test_a_body_that_stands_in_its_message_as_text_is_compared_whole(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", body_encoding: str | None
+) -> None:
+    first = as_text("r", 'say "yes" \\', body_encoding)
+    redis_client.lpush(LISTS[0], first, first + b" ", as_text("r", 'say "no" \\', body_encoding))
+    assert [leased.body for leased in take(leases)] == [first]
+    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+
+
 def test_a_message_that_waits_for_its_time_keeps_its_id(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
 ) -> None:

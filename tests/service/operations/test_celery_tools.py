@@ -1,4 +1,7 @@
-"""Celery's command line and Flower on a real worker, with the URL and no application: as README.md shows them."""
+"""Celery's command line and Flower on a real worker, with the URL and no application: as README.md shows them.
+
+Redis has the users that are shipped; these tools are the operator's.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ from celery import Celery
 
 from service.operations.client_snippets import commands
 from service.ports import free_port
-from service.servers import make_server
+from service.redis_users import make_server_with_users, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import QUEUE, Service
 
@@ -43,10 +46,11 @@ INSPECT = [
 
 @pytest.fixture(scope="module")
 def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with make_server() as server:
-        made = Service(server, model_folder, tmp_path_factory.mktemp("tools"))
+    folder = tmp_path_factory.mktemp("tools")
+    with make_server_with_users(folder) as server:
+        made = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
-            made.start_worker().wait_ready()
+            made.start_worker(redis_url=url_of(server, "worker")).wait_ready()
             yield made
         finally:
             made.close()
@@ -61,7 +65,8 @@ def name(service: Service) -> str:
 
 
 def command_line(service: Service, arguments: str) -> list[str]:
-    return [sys.executable, "-m", "celery", "-b", service.url, "--result-backend", service.url, *shlex.split(arguments)]
+    url = url_of(service.server, "operator")
+    return [sys.executable, "-m", "celery", "-b", url, "--result-backend", url, *shlex.split(arguments)]
 
 
 def celery(service: Service, arguments: str, *, code: int = 0) -> str:

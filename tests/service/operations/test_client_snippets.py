@@ -1,4 +1,7 @@
-"""What README.md and docs show of clients runs where nothing is installed but what the text says."""
+"""What README.md and docs show of clients runs where nothing is installed but what the text says.
+
+And with no other rights than those of the user `client` that is shipped.
+"""
 
 import os
 import re
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from service.operations.client_snippets import ROOT, Snippet, snippets
-from service.servers import make_server
+from service.redis_users import make_server_with_users, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
@@ -26,10 +29,11 @@ Install = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with make_server() as server:
-        made = Service(server, model_folder, tmp_path_factory.mktemp("snippets"))
+    folder = tmp_path_factory.mktemp("snippets")
+    with make_server_with_users(folder) as server:
+        made = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
-            made.start_worker().wait_ready()
+            made.start_worker(redis_url=url_of(server, "worker")).wait_ready()
             yield made
         finally:
             made.close()
@@ -111,9 +115,12 @@ def test_no_snippet_of_a_client_escapes_this_test() -> None:
 @pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[snippet.where for snippet in SNIPPETS])
 def test_a_snippet_runs_with_what_the_text_installs(service: Service, install: Install, number: int) -> None:
     snippet = SNIPPETS[number]
-    code = snippet.code_for(service.url, "tiny")
+    url = url_of(service.server, "client")
+    if snippet.language == "javascript":
+        url += "?allowUsernameInURI=true"  # as README.md says
+    code = snippet.code_for(url, "tiny")
     if snippet.language == "python" and "import " not in code:  # it goes on from the one before
-        code = SNIPPETS[number - 1].code_for(service.url, "tiny") + code
+        code = SNIPPETS[number - 1].code_for(url, "tiny") + code
     folder = install(snippet.install)
     assert _run(snippet, code, folder).strip()
     service.wait_settled()

@@ -1,4 +1,7 @@
-"""The Celery clients of npm on a real worker: celery-node and celery-ts, which speak JSON and nothing else."""
+"""The Celery clients of npm on a real worker: celery-node and celery-ts, which speak JSON and nothing else.
+
+They have the rights of the user `client` that is shipped.
+"""
 
 import json
 import shutil
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service.servers import make_server
+from service.redis_users import make_server_with_users, url_of, users
 from service.workers.conftest import model_folder
 from service.workers.service import QUEUE, Service
 
@@ -49,13 +52,26 @@ KWARGS = {
 
 @pytest.fixture(scope="module")
 def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with make_server() as server:
-        made = Service(server, model_folder, tmp_path_factory.mktemp("node-service"))
+    folder = tmp_path_factory.mktemp("node-service")
+    with make_server_with_users(folder) as server:
+        made = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
-            made.start_worker().wait_ready()
+            made.start_worker(redis_url=url_of(server, "worker")).wait_ready()
             yield made
         finally:
             made.close()
+
+
+def url_for(service: Service) -> str:
+    """For celery-node, whose ioredis reads a user's name only where it is told to."""
+    return f"{url_of(service.server, 'client')}?allowUsernameInURI=true"
+
+
+@pytest.fixture(scope="module")
+def url_without_name(service: Service) -> str:
+    """For celery-ts, which knows no names, and subscribes to all results of the server."""
+    service.client.execute_command("ACL", "SETUSER", "default", "reset", *users()["client"], "+psubscribe")
+    return service.server.url.replace("redis://", "redis://:secret@")
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +108,17 @@ def assert_served(service: Service, result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("protocol", [1, 2])
 def test_celery_node_is_served(service: Service, modules: Path, protocol: int) -> None:
-    assert_served(service, node(modules, CELERY_NODE, url=service.url, protocol=protocol))
+    assert_served(service, node(modules, CELERY_NODE, url=url_for(service), protocol=protocol))
 
 
 def test_celery_node_reads_a_refusal(service: Service, modules: Path) -> None:
-    result = node(modules, CELERY_NODE, url=service.url, protocol=2, kwargs={"prompt": "x", "colour": 1})
+    result = node(modules, CELERY_NODE, url=url_for(service), protocol=2, kwargs={"prompt": "x", "colour": 1})
     assert result["error"] == {"code": "invalid_request", "message": "unknown key 'colour'"}
 
 
 @pytest.mark.parametrize("options", [{}, {"priority": 0}], ids=str)
-def test_celery_ts_is_served(service: Service, modules: Path, options: dict[str, Any]) -> None:
-    assert_served(service, node(modules, CELERY_TS, url=service.url, options=options))
+def test_celery_ts_is_served(service: Service, modules: Path, url_without_name: str, options: dict[str, Any]) -> None:
+    assert_served(service, node(modules, CELERY_TS, url=url_without_name, options=options))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +127,8 @@ def test_celery_ts_is_served(service: Service, modules: Path, options: dict[str,
     ids=str,
 )
 def test_celery_ts_reads_why_its_message_is_refused(
-    service: Service, modules: Path, options: dict[str, Any], words: str
+    service: Service, modules: Path, url_without_name: str, options: dict[str, Any], words: str
 ) -> None:
-    result = node(modules, CELERY_TS, url=service.url, options=options)
+    result = node(modules, CELERY_TS, url=url_without_name, options=options)
     assert words in result["error"]["message"]
     service.client.delete("headrace:dead")

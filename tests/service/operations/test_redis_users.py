@@ -1,7 +1,6 @@
 """The Redis users of docker-compose.yml on real servers: each role works, and can do nothing but its own."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import redis
-import yaml
 from celery import Celery
 from kombu.exceptions import OperationalError
 
@@ -25,36 +23,18 @@ from headrace_broker.results import CompletionOutput, GenerateResult, Usage
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_workers.exporter import Exporter
-from service.servers import EVERY_PROGRAM, make_server
+from service.redis_users import make_server_with_users, url_of, users
+from service.servers import EVERY_PROGRAM
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
 __all__ = ["model_folder"]
 
-COMPOSE = Path(__file__).resolve().parents[3] / "docker-compose.yml"
-
-
-def users() -> dict[str, list[str]]:
-    """Their rules by name, with the password `secret`."""
-    lines = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["configs"]["redis-users"]["content"].splitlines()
-    rules = [re.sub(r"\$\{[^}]*\}", "secret", line).split() for line in lines]
-    return {words[1]: words[2:] for words in rules}
-
 
 @pytest.fixture(scope="module", params=EVERY_PROGRAM)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """Started with the file, as the container is: a rule that a server does not know would stop its start."""
-    acl = tmp_path_factory.mktemp("acl") / "users.acl"
-    named = {name: rules for name, rules in users().items() if name != "default"}
-    acl.write_text("".join(f"user {name} {' '.join(rules)}\n" for name, rules in named.items()), encoding="utf-8")
-    with make_server(program=request.param, arguments=["--aclfile", str(acl)]) as running:
-        with connect(running.url) as first:  # the one user that the server needs until it has been asked how it is
-            first.execute_command("ACL", "SETUSER", "default", *users()["default"])
+    with make_server_with_users(tmp_path_factory.mktemp("acl"), program=request.param) as running:
         yield running
-
-
-def url_of(server: EmbeddedServer, user: str) -> str:
-    return server.url.replace("redis://", f"redis://{user}:secret@")
 
 
 def test_only_the_named_users_exist_and_the_default_one_is_off() -> None:

@@ -27,7 +27,7 @@ from headrace_engine.output_collector import OutputCollector
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.plain_values import RequestId, request_id_of, request_ids_of
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
@@ -274,7 +274,8 @@ class AsyncLLMEngine:
         self, request_id: str, params: SamplingParams, process: Callable[..., ProcessedRequest]
     ) -> AsyncGenerator[RequestOutput]:
         self._check_id(request_id)
-        collector = OutputCollector(params.output_kind)
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)  # `process` refuses what has none
+        collector = OutputCollector(kind)
         self._streams[request_id] = collector  # before anything is awaited: from here on the id is in use
         self._idle.clear()
         try:

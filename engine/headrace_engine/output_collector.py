@@ -52,6 +52,7 @@ class OutputCollector:
         pending.finished = output.finished
         pending.num_cached_tokens = output.num_cached_tokens
         pending.error = output.error
+        pending.metrics = output.metrics
         if output.prompt_logprobs is not None:
             pending.prompt_logprobs = output.prompt_logprobs
         places = {completion.index: place for place, completion in enumerate(pending.outputs)}
@@ -70,4 +71,5 @@ class OutputCollector:
         pending.token_ids += delta.token_ids
         if pending.logprobs is not None and delta.logprobs is not None:
             pending.logprobs += delta.logprobs
+        pending.cumulative_logprob = delta.cumulative_logprob
         pending.finish_reason, pending.stop_reason = delta.finish_reason, delta.stop_reason

@@ -39,7 +39,7 @@ def test_deltas_taken_at_any_times_add_up_for_each_choice(indexes: list[int], da
         for number, index in enumerate(indexes):
             last = number == len(indexes) - 1
             reason = "stop" if last else None
-            delta = CompletionOutput(index, chr(97 + number % 26), [number], logprobs(number), reason)
+            delta = CompletionOutput(index, chr(97 + number % 26), [number], -1.0 * number, logprobs(number), reason)
             collector.put(output(delta, finished=last, num_cached_tokens=number))
             if last or data.draw(st.booleans()):
                 taken = await collector.get()
@@ -48,6 +48,7 @@ def test_deltas_taken_at_any_times_add_up_for_each_choice(indexes: list[int], da
                     texts[completion.index] += completion.text
                     ids[completion.index] += completion.token_ids
                     found[completion.index] += completion.logprobs or []
+                    assert completion.cumulative_logprob == -1.0 * completion.token_ids[-1]
         expected = [[number for number, index in enumerate(indexes) if index == choice] for choice in range(3)]
         assert ids == expected
         assert texts == ["".join(chr(97 + number % 26) for number in numbers) for numbers in expected]
@@ -59,9 +60,9 @@ def test_deltas_taken_at_any_times_add_up_for_each_choice(indexes: list[int], da
 async def test_of_cumulative_outputs_the_last_of_each_choice_is_kept() -> None:
     collector = OutputCollector(CUMULATIVE)
     collector.put(output(CompletionOutput(0, "a", [1]), prompt_logprobs=[None]))
-    collector.put(output(CompletionOutput(1, "x", [7], None, "stop", 7)))
+    collector.put(output(CompletionOutput(1, "x", [7], finish_reason="stop", stop_reason=7)))
     collector.put(output(CompletionOutput(0, "ab", [1, 2]), prompt_logprobs=[None]))
-    collector.put(output(CompletionOutput(0, "abc", [1, 2, 3], None, "length"), finished=True))
+    collector.put(output(CompletionOutput(0, "abc", [1, 2, 3], finish_reason="length"), finished=True))
     taken = await collector.get()
     assert [(one.index, one.text, one.finish_reason) for one in taken.outputs] == [
         (0, "abc", "length"),
@@ -120,7 +121,7 @@ def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> dict[int, t
 async def test_thousands_of_untaken_outputs_hold_no_more_than_one_output() -> None:
     collector = OutputCollector(DELTA)
     for number in range(5000):
-        collector.put(output(CompletionOutput(0, "abcd", [number], logprobs(number))))
+        collector.put(output(CompletionOutput(0, "abcd", [number], logprobs=logprobs(number))))
     assert isinstance(collector._pending, RequestOutput)
     taken = await collector.get()
     assert (taken.outputs[0].text, taken.outputs[0].token_ids) == ("abcd" * 5000, list(range(5000)))

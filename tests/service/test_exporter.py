@@ -127,7 +127,7 @@ def test_the_number_of_series_is_bounded_however_many_models_were_ever_served(
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the longest unseen are left out
     # 3 states, 4 priorities, 7 reasons, age, run-out leases, last seen: what docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 18 * MAX_MODELS
+    assert sum('model="' in line for line in text.splitlines()) == 19 * MAX_MODELS
 
 
 def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServer, tmp_path: Path) -> None:

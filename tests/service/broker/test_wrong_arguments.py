@@ -76,7 +76,10 @@ def client(redis_server: EmbeddedServer) -> Iterator[Client]:
 
 def cases() -> list[Any]:
     words = [
-        pytest.param(call, odd, id=f"{name}: {odd!r:.20}") for name, call in CALLS.items() for odd in (*ODD, TOO_LONG)
+        pytest.param(call, odd, id=f"{name}: {odd!r:.20}")
+        for name, call in CALLS.items()
+        for odd in (*ODD, TOO_LONG)
+        if not (name == "request_id of submit" and odd in (0, -1) and odd is not True)  # an integer becomes text
     ]
     return words + [
         pytest.param(call, odd, id=f"{name}: {odd!r:.20}") for name, call in NUMBERS.items() for odd in ODD_NUMBERS

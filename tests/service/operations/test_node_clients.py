@@ -38,6 +38,8 @@ const { url, queue, kwargs, options } = JSON.parse(process.argv[2]);
 const client = Celery.createClient({ brokerUrl: url, resultBackend: url });
 (async () => {
   const task = client.createTask("headrace.generate");
+  // it asks for a result once, and then relies on its subscription, which must be there first
+  await task.applyAsync({ args: [], kwargs: { prompt: "x" }, queue, routingKey: queue }).get(60000);
   const result = task.applyAsync({ args: [], kwargs, queue, routingKey: queue, ...options });
   console.log(JSON.stringify(await result.get(60000)));
   process.exit(0); // its disconnect() does not end its own subscription

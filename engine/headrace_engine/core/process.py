@@ -37,6 +37,7 @@ from headrace_engine import errors
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.core.pipe_writer import PipeWriter
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import (
     ConfigError,
@@ -59,18 +60,14 @@ _LULL_SECONDS = 1.0
 class Connection:
     """msgpack frames over a read and a write descriptor."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
+    def __init__(self, read_fd: int, write_fd: int, *, waits: bool) -> None:
         self.read_fd = read_fd
-        self._write_fd = write_fd
+        self._writer = PipeWriter(write_fd, waits=waits)
         self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0, strict_map_key=False)
-        self._write_lock = threading.Lock()
 
     def send(self, frame: Any) -> None:
-        """Raises BrokenPipeError when the other side is gone."""
-        data = memoryview(msgpack.packb(frame))
-        with self._write_lock:
-            while data:
-                data = data[os.write(self._write_fd, data) :]
+        """Raises BrokenPipeError when the other side is known to be gone."""
+        self._writer.write(msgpack.packb(frame))
 
     def receive(self) -> list[Any]:
         """Read once (blocks unless the descriptor is readable) and return the complete frames.
@@ -86,7 +83,7 @@ class Connection:
 
     def close(self) -> None:
         os.close(self.read_fd)
-        os.close(self._write_fd)
+        self._writer.close()
 
 
 class EngineCoreProcess:
@@ -98,7 +95,7 @@ class EngineCoreProcess:
     def __init__(self, config: EngineConfig) -> None:
         child_read, parent_write = os.pipe()
         parent_read, child_write = os.pipe()
-        self._connection = Connection(parent_read, parent_write)
+        self._connection = Connection(parent_read, parent_write, waits=False)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_engine.core.process", str(child_read), str(child_write)],
             pass_fds=(child_read, child_write),
@@ -318,7 +315,7 @@ def _child_main(read_fd: int, write_fd: int) -> int:
         signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(read_fd, write_fd)
+    connection = Connection(read_fd, write_fd, waits=True)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()

@@ -203,6 +203,21 @@ def test_frames_larger_than_any_pipe_do_not_deadlock(start: Start) -> None:
     assert set(ends.values()) == {FinishReason.LENGTH}
 
 
+def test_nobody_waits_for_a_child_that_reads_nothing(start: Start) -> None:
+    core = start(num_blocks=64)
+    core.wait_ready()
+    os.kill(core.pid, signal.SIGSTOP)  # a child that loads a large vocabulary reads nothing for as long as that takes
+    bias = dict.fromkeys(range(VOCAB_SIZE), 1.5)
+    requests = [core_request(f"r{number}", [1, 2, 3], max_tokens=2, logit_bias=bias) for number in range(2000)]
+    adding = threading.Thread(target=lambda: [core.add_request(request) for request in requests], daemon=True)
+    adding.start()
+    adding.join(60)
+    assert not adding.is_alive()
+    os.kill(core.pid, signal.SIGCONT)
+    tokens, _ = collect(core, len(requests))
+    assert set(tokens) == {request.request_id for request in requests}
+
+
 def test_a_ctrl_c_in_the_terminal_is_the_parents_business(start: Start) -> None:
     core = start()
     core.wait_ready(20)

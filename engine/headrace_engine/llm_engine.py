@@ -316,7 +316,8 @@ def read_whole_tokenizer(config: EngineConfig) -> Any:
 
 
 def create_input_processor(config: EngineConfig, model_info: ModelInfo, tokenizer: ModelTokenizer) -> InputProcessor:
-    """The door that fits a core made from this config."""
+    """The door that fits a core made from this config; it refuses a text that is far too long without tokenising it."""
+    tokenizer.refuse_longer_than(model_info.max_model_len)
     return InputProcessor(
         model_info,
         tokenizer,

@@ -535,3 +535,18 @@ async def test_open_streams_end_when_the_engine_does(llama: TinyModel) -> None:
 
 def test_an_adapter_may_be_named_by_a_path(tmp_path: Path) -> None:
     assert LoRARequest("sql", np.int64(1), tmp_path) == LoRARequest("sql", 1, str(tmp_path))  # type: ignore[arg-type]
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised(
+    llm: LLM, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "wheel " * 1_333_334
+    with pytest.raises(InvalidRequestError, match="the prompt has 8000004 characters, the first"):
+        llm.generate(text, GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="characters, the first"):
+        engine.add_request("a", text, GREEDY)
+
+
+async def test_a_stream_refuses_a_text_that_is_far_too_long(streams: AsyncLLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="characters, the first"):
+        await anext(aiter(streams.generate("wheel " * 1_333_334, GREEDY, "a")))

@@ -405,6 +405,9 @@ def test_a_length_of_minus_one_is_what_memory_holds(llama: TinyModel) -> None:
     ("options", "sentence"),
     [
         ({"dtype": "half"}, "dtype is 'half', allowed are auto, float32, bfloat16"),
+        ({"dtype": "half", "device": "tpu"}, "device is 'tpu', allowed are"),
+        ({"logits_processors": [3]}, "logits_processors holds 3, expected import paths or subclasses"),
+        ({"logits_processors": ["a:B", None]}, "logits_processors holds None, expected import paths or subclasses"),
         ({"dtype": torch.float16}, "dtype is torch.float16, allowed are auto, float32, bfloat16"),
         ({"gpu_memory_utilization": 0.5}, "set kv_cache_memory_bytes, the bytes of KV memory"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory is 0, must be an integer of at least 1"),

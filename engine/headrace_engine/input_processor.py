@@ -245,7 +245,7 @@ class InputProcessor:
         return secrets.randbits(63) if self._seed is None else choice_seed(self._seed, admission)
 
 
-def request_id_of(choice: str) -> str:
+def request_of_choice(choice: str) -> str:
     """The request that a choice, named by `choice_id`, belongs to."""
     return choice.rsplit(":", 2)[0]
 
@@ -253,7 +253,7 @@ def request_id_of(choice: str) -> str:
 def choice_id(request_id: str, index: int, admission: int) -> str:
     """The core's name for one choice of a request.
 
-    Never used twice: after an abort the same request id may come back while old news are still on their way here.
+    Never used twice: after an abort the same request id may come back while old outputs are still on their way here.
     """
     return f"{request_id}:{index}:{admission}"
 

@@ -17,6 +17,7 @@ from headrace_engine.llm_engine import (
     check_adapter,
     config_of,
     create_input_processor,
+    default_params,
     fetch_tokenizer,
     priority_of,
     read_whole_tokenizer,
@@ -99,7 +100,8 @@ class AsyncLLMEngine:
             EngineDeadError: the core failed; the request is lost.
         """
         refuse_arguments(unsupported)
-        name, params = request_id_of(request_id), self._params(sampling_params)
+        name = request_id_of(request_id)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         process = partial(
             self._input_processor.process, name, prompt, priority=priority_of(priority), lora_request=lora_request
         )
@@ -118,7 +120,8 @@ class AsyncLLMEngine:
         **chat_options: Any,
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for a conversation; `chat_options` are those of `ChatOptions`."""
-        name, params = request_id_of(request_id), self._params(sampling_params)
+        name = request_id_of(request_id)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         process = partial(
             self._input_processor.process_chat,
             name,
@@ -131,10 +134,9 @@ class AsyncLLMEngine:
             async for output in outputs:
                 yield output
 
-    def _params(self, given: SamplingParams | None) -> SamplingParams:
-        if given is None:
-            return SamplingParams(**self.model_info.default_sampling_params)
-        return given
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As `LLMEngine.get_default_sampling_params`."""
+        return default_params(self.model_info)
 
     async def abort(self, request_id: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
         """End requests; each stream yields a last output with finish reason abort. Unknown ids are ignored."""
@@ -234,8 +236,8 @@ class AsyncLLMEngine:
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
         """Stop the core, at once; streams that are open end with EngineDeadError.
 
-        A program without a loop may call it, too. One that has a loop may await what it returns: until then the streams
-        have not yet learnt it.
+        A program without a loop may call it, too. One that has a loop may await what it returns: streams end when it
+        is awaited.
 
         Args:
             timeout: seconds for the core to end by itself; then it is killed. None leaves it to the engine.

@@ -224,8 +224,3 @@ def _read_arguments(name: str, arguments: object) -> dict[str, Any]:
 def joined(content: str | list[dict[str, Any]]) -> str:
     """A content as one text."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
-def text_length(conversation: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of all contents."""
-    return sum(len(joined(message["content"])) for message in conversation)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 from headrace_engine.errors import ConfigError, InvalidRequestError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.lora_request import LoRARequest
-from headrace_engine.plain_values import plain_list, shown
+from headrace_engine.plain_values import plain_data, plain_list, shown
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
@@ -42,6 +42,8 @@ _NONE_MEANS = {
     "enforce_eager": False,
     "async_scheduling": False,
     "logits_processors": (),
+    "generation_config": "auto",
+    "override_generation_config": {},
 }
 """What stands for None in options of which vLLM's default is None, or may be."""
 _SWITCHES = (
@@ -202,7 +204,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     seed: int | None = None
     dtype: str = "auto"
-    """half, float and torch's dtypes are taken, too, where they name one that is computed here."""
+    """float and torch's dtypes are taken, too, where they name one that is computed here; float16 is not."""
     device: str = "auto"
     max_model_len: int | None = None
     """None takes the model's own limit; -1 as much of it as the KV memory holds."""
@@ -270,10 +272,11 @@ class EngineArgs:
         for name, fallback in _NONE_MEANS.items():
             if values[name] is None:
                 values[name] = fallback
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "generation_config", "compile_cache_dir"):
             if isinstance(values[name], os.PathLike):
                 values[name] = os.fspath(values[name])
         values["dtype"] = _DTYPE_NAMES.get(str(values["dtype"]).removeprefix("torch."), values["dtype"])
+        values["override_generation_config"] = plain_data(values["override_generation_config"])
         values["speculative_config"] = self._speculative_options()
         values |= {"spec_method": None, "spec_model": None, "spec_tokens": None}
         return type(self)(**values)
@@ -345,6 +348,12 @@ class EngineArgs:
             problems.append(f"seed is {shown(self.seed)}, expected an integer of 64 bits")
         if not isinstance(self.logits_processors, list | tuple):
             problems.append(f"logits_processors is {shown(self.logits_processors)}, expected a list of import paths")
+        else:
+            problems += [
+                f"logits_processors holds {shown(processor)}, expected import paths or subclasses of LogitsProcessor"
+                for processor in self.logits_processors
+                if not isinstance(processor, str | type)
+            ]
         return problems
 
     def _problems(self) -> list[str]:
@@ -361,9 +370,7 @@ class EngineArgs:
             if getattr(self, name) not in allowed
         ]
         if str(self.dtype).removeprefix("torch.") in ("half", "float16"):
-            problems = [
-                f"dtype is {shown(self.dtype)}, allowed are auto, float32, bfloat16; bfloat16 has the size of float16"
-            ]
+            problems[0] += "; bfloat16 has the size of float16"
         type_problems = self._type_problems()
         problems += type_problems
         problems += [

@@ -45,12 +45,18 @@ def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info) ->
     if dtype not in _DTYPES:
         raise ModelFetchError(f"dtype is {dtype!r}, the default model comes in {' and '.join(_DTYPES)}")
     try:
-        place = make_private(first_private("models", progress) / dtype)
-        folder = place / NAME
-        if folder.exists():
-            make_private(folder)  # or another user could have put other weights there
+        return _fetch(dtype, progress)
     except OSError as error:
         raise ModelFetchError(f"{NAME} cannot be kept: {error}; XDG_CACHE_HOME names another cache") from error
+
+
+def _fetch(dtype: str, progress: Callable[[str], None]) -> Path:
+    # What XDG_RUNTIME_DIR names lies in memory, and is small.
+    environ = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+    place = make_private(first_private("models", progress, environ) / dtype)
+    folder = place / NAME
+    if folder.exists():
+        make_private(folder)  # or another user could have put other weights there
     if (folder / "model.safetensors").exists():
         return folder
     with tempfile.TemporaryDirectory(dir=place, prefix=".fetch-") as scratch:

@@ -37,7 +37,7 @@ class DeadEndError(GrammarError):
 
 
 def sentence(error: str) -> str:
-    """What the library says, in one line of bounded length, and in our words where its own help nobody here."""
+    """What the library says, in one line of bounded length; in our words where its advice cannot be followed here."""
     if "NoExtension" in error:
         return "no text satisfies it"
     for theirs, ours in _OWN_WORDS:

@@ -46,7 +46,6 @@ class TokensPrompt(TypedDict):
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 """Text, token ids (an array or a tensor, too), or a map with `prompt` or `prompt_token_ids`, and with `cache_salt`."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-_EMPTY: Any = (None, {}, [])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,7 +245,7 @@ class InputProcessor:
         return secrets.randbits(63) if self._seed is None else choice_seed(self._seed, admission)
 
 
-def request_id_of(choice: str) -> str:
+def request_of_choice(choice: str) -> str:
     """The request that a choice, named by `choice_id`, belongs to."""
     return choice.rsplit(":", 2)[0]
 
@@ -254,7 +253,7 @@ def request_id_of(choice: str) -> str:
 def choice_id(request_id: str, index: int, admission: int) -> str:
     """The core's name for one choice of a request.
 
-    Never used twice: after an abort the same request id may come back while old news are still on their way here.
+    Never used twice: after an abort the same request id may come back while old outputs are still on their way here.
     """
     return f"{request_id}:{index}:{admission}"
 
@@ -282,11 +281,16 @@ def _check_types(params: object, priority: object, lora_request: object) -> None
         raise InvalidRequestError(problems)
 
 
+def _is_empty(value: object) -> bool:
+    """Whether it asks for nothing. An array is asked by its type alone: it has no truth value."""
+    return value is None or (isinstance(value, Mapping | list | tuple) and not value)
+
+
 def _check_prompt_map(prompt: Mapping[str, Any]) -> None:
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
         raise InvalidRequestError("a prompt map must hold prompt or prompt_token_ids")
     for name, value in prompt.items():
-        if name not in _PROMPT_KEYS and not any(value is empty or value == empty for empty in _EMPTY):
+        if name not in _PROMPT_KEYS and not _is_empty(value):
             raise InvalidRequestError(
                 f"a prompt map holds {str(name)[:40]!r}, but prompts are text or token ids; "
                 "images, audio, video and embeddings are not served"

@@ -15,7 +15,7 @@ from headrace_engine.config import EngineArgs
 from headrace_engine.engine_metrics import Metric
 from headrace_engine.errors import HeadraceEngineError, InvalidRequestError
 from headrace_engine.input_processor import Prompt
-from headrace_engine.llm_engine import LLMEngine
+from headrace_engine.llm_engine import LLMEngine, check_engine_args
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.outputs import Logprob, RequestOutput
 from headrace_engine.plain_values import plain, plain_list
@@ -50,7 +50,12 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
-        """As the constructor, by the options that all doors take."""
+        """As the constructor, by the options that all doors take.
+
+        Raises:
+            ConfigError: also where these are no `EngineArgs`.
+        """
+        check_engine_args(engine_args)
         return cls(**{field.name: getattr(engine_args, field.name) for field in fields(EngineArgs)})
 
     if not TYPE_CHECKING:

@@ -135,7 +135,7 @@ class LLMEngine:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets: those of `generation_config`."""
-        return SamplingParams(**self.model_info.default_sampling_params)
+        return default_params(self.model_info)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any form. Raises InvalidRequestError."""
@@ -281,11 +281,21 @@ def config_of(args: EngineArgs) -> EngineConfig:
         ConfigError: an option is wrong.
         ModelFetchError: the default model could not be fetched.
     """
-    if not isinstance(args, EngineArgs):
-        raise ConfigError(f"engine_args is a {type(args).__name__}, expected EngineArgs")
+    check_engine_args(args)
     config = args.create_engine_config()
     config.model.model = str(default_model.resolve(config.model.model, config.model.dtype))
     return config
+
+
+def check_engine_args(args: object) -> None:
+    """Raises ConfigError: these are no options of an engine."""
+    if not isinstance(args, EngineArgs):
+        raise ConfigError(f"engine_args is a {type(args).__name__}, expected EngineArgs")
+
+
+def default_params(model_info: ModelInfo) -> SamplingParams:
+    """The parameters of a request that gives none."""
+    return SamplingParams(**model_info.default_sampling_params)
 
 
 def priority_of(given: int | None) -> int:
@@ -316,7 +326,8 @@ def read_whole_tokenizer(config: EngineConfig) -> Any:
 
 
 def create_input_processor(config: EngineConfig, model_info: ModelInfo, tokenizer: ModelTokenizer) -> InputProcessor:
-    """The door that fits a core made from this config."""
+    """The door that fits a core made from this config; it refuses a text that is far too long without tokenising it."""
+    tokenizer.refuse_longer_than(model_info.max_model_len)
     return InputProcessor(
         model_info,
         tokenizer,

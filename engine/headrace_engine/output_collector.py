@@ -35,7 +35,7 @@ class OutputCollector:
         self._ready.set()
 
     async def get(self) -> RequestOutput:
-        """Wait for news. Raises what `fail` was given."""
+        """Wait for an output. Raises what `fail` was given."""
         await self._ready.wait()
         if self._pending is None:
             assert self._error is not None

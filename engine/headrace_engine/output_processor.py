@@ -142,11 +142,11 @@ class OutputProcessor:
     def process(
         self, outputs: Iterable[EngineCoreOutput], *, hold_back: bool = False, stats: StepStats | None = None
     ) -> ProcessedOutputs:
-        """Take the news of one step in; choices that are not followed (any more) are ignored.
+        """Take the outputs of one step; choices that are not followed (any more) are ignored.
 
         Args:
             hold_back: show only what is the first or the last of a choice. The rest is shown by the next call that does
-                not hold back, whether it brings news of these choices or not.
+                not hold back, whether it brings outputs of these choices or not.
             stats: those of the step, which say what it began.
         """
         now = time.monotonic()

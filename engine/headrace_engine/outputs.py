@@ -48,7 +48,8 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities of all tokens so far; None where none were asked for."""
+    """Sum of the log-probabilities of all tokens so far; None where none were asked for. Where an earlier attempt made
+    the first tokens, the sum is of those that this engine has added."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: the sampled token's entry first, then the most likely ones."""
     finish_reason: str | None = None

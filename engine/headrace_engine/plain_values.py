@@ -45,7 +45,9 @@ def request_id_of(value: Any) -> str:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):
         raise InvalidRequestError(f"request_id is {shown(value)}, expected a string, an integer or a UUID")
-    text = shown(value) if isinstance(value, int) else str(value)
+    if isinstance(value, int) and not _fits_64_bits(value):
+        raise InvalidRequestError(f"request_id is {shown(value)}, an integer beyond 64 bits: give it as text")
+    text = str(value)
     if not text:
         raise InvalidRequestError("request_id is empty")
     if not is_unicode(text):
@@ -81,6 +83,10 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def _fits_64_bits(value: int) -> bool:
+    return -(2**63) <= value < 2**64
+
+
 def data_problem(name: str, value: object) -> str | None:
     """What keeps a value from travelling as plain data, to a core in a process of its own and to a chat template."""
     waiting: list[tuple[object, int]] = [(value, 0)]
@@ -102,7 +108,7 @@ def data_problem(name: str, value: object) -> str | None:
             if not is_unicode(found):
                 return f"{name} holds text that is no valid Unicode: it has a lone surrogate"
         elif isinstance(found, int):
-            if not -(2**63) <= found < 2**64:
+            if not _fits_64_bits(found):
                 return f"{name} holds {shown(found)}, an integer beyond 64 bits: send it as text"
         elif found is not None and not isinstance(found, float | bytes):
             return f"{name} holds a {type(found).__name__}; numbers, text, lists and maps can be sent"

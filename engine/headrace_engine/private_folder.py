@@ -4,6 +4,7 @@ Nobody else may be able to put a file there: neither as the owner of a folder on
 or by a symbolic link.
 """
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -15,13 +16,17 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's cached files belong: `headrace` under `XDG_CACHE_HOME`, or else under `~/.cache`."""
+    """Where this user's cached files belong: `headrace` under `XDG_CACHE_HOME`, or else under `~/.cache`.
+
+    Raises RuntimeError where this user has no home.
+    """
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def candidates(name: str, environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
     """Where a folder of this name may be, the best place first; none of them need exist or be private."""
-    yield cache_folder(environ) / name
+    with contextlib.suppress(RuntimeError):  # a user without a home, whom the password database does not know
+        yield cache_folder(environ) / name
     if environ.get("XDG_RUNTIME_DIR"):
         yield Path(environ["XDG_RUNTIME_DIR"]) / "headrace" / name
     for place in dict.fromkeys((environ.get("TMPDIR") or tempfile.gettempdir(), "/var/tmp", "/dev/shm")):  # noqa: S108

@@ -110,7 +110,6 @@ class NoTokenizer(ModelTokenizer):
         )
 
     encode = encode_plain = encode_chat = to_json = _refuse
-    longest_token_chars = property(_refuse)
 
 
 def create_tokenizer(

@@ -109,7 +109,6 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         " logits_processors",
         "add_cli_args from_cli_args": "make the options of a command line yourself, and give them as LLM(**vars(args))",
         "create_*_config get_batch_defaults validate_*": "use create_engine_config",
-        "generation_config override_generation_config": "give the values in SamplingParams",
     },
     "SamplingParams": {
         "watermarking": "outputs are not watermarked",
@@ -199,7 +198,13 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
 """By class: names, of which * stands for any text, and the sentence that says what to use."""
 
 WITHOUT_EFFECT: Final = {
-    "EngineArgs": ("disable_log_stats", "enable_log_requests", "aggregate_engine_logging", "use_tqdm_on_load"),
+    "EngineArgs": (
+        "disable_log_stats",
+        "enable_log_requests",
+        "aggregate_engine_logging",
+        "use_tqdm_on_load",
+        "core_in_process",  # of AsyncEngineArgs, whose vars() may be given to LLM
+    ),
     "SamplingParams": ("skip_clone",),
 }
 """Options that are taken whatever they are, since they say nothing about the results."""

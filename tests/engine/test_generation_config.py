@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.tiny_models import VOCAB_SIZE, save_model, save_tokenizer
 from headrace_engine import LLM, EngineArgs, SamplingParams
 from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.runner.generation import read_generation_config
 
 pytestmark = pytest.mark.torch
 
@@ -155,7 +157,7 @@ def test_another_folder_gives_defaults_and_end_tokens(checkpoint: Checkpoint) ->
     assert llm.engine.model_info.default_sampling_params == {"temperature": 0.5}
     assert llm.engine.model_info.eos_token_ids == [OTHER]
     llm.close()
-    with pytest.raises(ModelLoadError, match=r"generation_config '.*nowhere' cannot be read"):
+    with pytest.raises(ModelLoadError, match=r"generation_config is '.*, and there is no such folder; give auto"):
         load(folder, generation_config=f"{folder}/nowhere")
 
 
@@ -174,7 +176,6 @@ def test_defaults_that_no_request_could_have_are_ignored_with_a_warning(
     ("options", "sentence"),
     [
         ({"generation_config": ""}, "generation_config is '', expected auto, vllm or a folder"),
-        ({"generation_config": None}, "generation_config is None, expected auto, vllm or a folder"),
         ({"override_generation_config": [1]}, "override_generation_config must be a map"),
         (
             {"override_generation_config": {"beam": 1}},
@@ -186,3 +187,26 @@ def test_defaults_that_no_request_could_have_are_ignored_with_a_warning(
 def test_wrong_options_are_refused(options: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         EngineArgs(model="m", **options).create_engine_config()
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "7", "null"])
+def test_a_broken_file_of_another_folder_is_refused_by_a_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    config = EngineArgs(model="m", generation_config=str(tmp_path)).create_engine_config()
+    with pytest.raises(ModelLoadError, match=f"^generation_config '{tmp_path}' cannot be read: "):
+        read_generation_config(config.model, None)
+
+
+def test_options_are_made_plain_data() -> None:
+    args = EngineArgs(
+        model="m",
+        generation_config=Path("folder"),  # type: ignore[arg-type]
+        override_generation_config={"temperature": np.float32(0.5), "top_k": np.int64(3), "top_p": np.array(1.0)},
+    )
+    model = args.create_engine_config().model
+    assert model.generation_config == "folder"
+    assert model.override_generation_config == {"temperature": 0.5, "top_k": 3, "top_p": 1.0}
+    assert {type(value) for value in model.override_generation_config.values()} == {float, int}
+    args = EngineArgs(model="m", generation_config=None, override_generation_config=None)  # type: ignore[arg-type]
+    model = args.create_engine_config().model
+    assert (model.generation_config, model.override_generation_config) == ("auto", {})

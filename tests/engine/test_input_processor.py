@@ -52,6 +52,8 @@ def processor(llama: TinyModel) -> InputProcessor:
         ({"prompt": None}, "a prompt map must hold prompt or prompt_token_ids"),
         ({"prompt": "a", "image": "b"}, "a prompt map holds 'image', but prompts are text or token ids"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "images, audio, video and embeddings are not served"),
+        ({"prompt": "a", "multi_modal_data": np.array([1, 2])}, "images, audio, video and embeddings are not served"),
+        ({"prompt": "a", "prompt_embeds": torch.ones(2, 2)}, "images, audio, video and embeddings are not served"),
         ({"prompt": 5}, "prompt is a int, expected text"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt is '', expected text that is not empty"),
         ("a\ud800", "the prompt is no valid Unicode: it holds a lone surrogate"),

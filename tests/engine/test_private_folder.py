@@ -58,6 +58,15 @@ def test_the_next_place_is_told_with_the_reason(tmp_path: Path) -> None:
     assert "others than its owner may write" in told[0]
 
 
+def test_a_user_without_a_home_gets_the_next_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    assert first_private("models", print, environ) == tmp_path / "run" / "headrace" / "models"
+
+
 def test_tritons_kernels_are_kept_with_ours_unless_the_operator_says_where(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     keep_kernels_private(environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 import transformers
 
 from engine.test_parity import VOCAB_SIZE, Run, TinyModel, references
-from headrace_engine.config import EngineArgs
+from headrace_engine.config import EngineArgs, ModelConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import ConfigError
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import KVSpec, TokenLogprobs
+from headrace_engine.runner.draft_model import DraftModel
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
@@ -247,3 +249,29 @@ def finish(engine: LLMEngine, params: SamplingParams) -> Any:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     return outputs[-1].outputs[0]
+
+
+def test_a_draft_model_takes_no_revision_and_no_generation_config_of_the_served_one(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineArgs(
+        model=llama.folder,
+        revision="v2",
+        tokenizer_revision="v2",
+        generation_config=llama.folder,
+        override_generation_config={"top_k": 3},
+        speculative_config=drafted_by(llama),
+    ).create_engine_config()
+    taken: list[ModelConfig] = []
+
+    class Model:
+        info = types.SimpleNamespace(vocab_size=VOCAB_SIZE)
+
+        def __init__(self, model: ModelConfig, _cache: object) -> None:
+            taken.append(model)
+
+    monkeypatch.setattr("headrace_engine.runner.draft_model.PagedModel", Model)
+    DraftModel(config, types.SimpleNamespace(max_model_len=64, vocab_size=VOCAB_SIZE))  # type: ignore[arg-type]
+    (model,) = taken
+    assert (model.revision, model.tokenizer_revision) == (None, None)
+    assert (model.generation_config, model.override_generation_config) == ("vllm", {})

@@ -65,7 +65,7 @@ def run(engine: LLMEngine) -> list[Any]:
 # -- ids -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [0, -3, "a", UUID, np.int64(5)], ids=repr)
+@pytest.mark.parametrize("given", [0, -3, "a", UUID, uuid.UUID(int=2**128 - 1), 2**64 - 1, np.int64(5)], ids=repr)
 def test_whatever_names_a_request_is_known_by_its_text(engine: LLMEngine, given: Any) -> None:
     assert engine.add_request(given, [1, 2], GREEDY) == str(given)
     with pytest.raises(DuplicateRequestError):
@@ -86,7 +86,7 @@ def test_several_requests_are_aborted_by_their_ids(engine: LLMEngine) -> None:
     engine.abort_request([1, "unknown"])
 
 
-WRONG_IDS = ["", None, True, 1.5, b"a", ["a"], object(), "\ud800"]
+WRONG_IDS = ["", None, True, 1.5, b"a", ["a"], object(), "\ud800", 2**64, -(2**63) - 1, 10**5000]
 
 
 @pytest.mark.parametrize("given", WRONG_IDS, ids=lambda given: type(given).__name__)
@@ -387,9 +387,20 @@ def test_options_go_by_vllms_names(llama: TinyModel) -> None:
 
 def test_an_engines_options_can_be_handed_on(llama: TinyModel) -> None:
     args = EngineArgs(llama.folder, **ROOM)
-    for made in (LLM(**vars(args)), LLM(**asdict(args)), LLM.from_engine_args(args)):
+    streaming = vars(AsyncEngineArgs(llama.folder, **ROOM))
+    for made in (LLM(**vars(args)), LLM(**asdict(args)), LLM.from_engine_args(args), LLM(**streaming)):
         assert made.llm_engine.model_info.dtype == "float32"
         made.close()
+
+
+def test_options_that_are_no_engine_args_are_refused(llama: TinyModel) -> None:
+    for door in (LLM, LLMEngine, AsyncLLMEngine):
+        with pytest.raises(ConfigError, match="engine_args is a dict, expected EngineArgs"):
+            door.from_engine_args({"model": llama.folder})  # type: ignore[attr-defined]
+
+
+async def test_a_stream_tells_its_default_parameters(streams: AsyncLLMEngine, engine: LLMEngine) -> None:
+    assert streams.get_default_sampling_params() == engine.get_default_sampling_params()
 
 
 def test_a_length_of_minus_one_is_what_memory_holds(llama: TinyModel) -> None:
@@ -405,6 +416,9 @@ def test_a_length_of_minus_one_is_what_memory_holds(llama: TinyModel) -> None:
     ("options", "sentence"),
     [
         ({"dtype": "half"}, "dtype is 'half', allowed are auto, float32, bfloat16"),
+        ({"dtype": "half", "device": "tpu"}, "device is 'tpu', allowed are"),
+        ({"logits_processors": [3]}, "logits_processors holds 3, expected import paths or subclasses"),
+        ({"logits_processors": ["a:B", None]}, "logits_processors holds None, expected import paths or subclasses"),
         ({"dtype": torch.float16}, "dtype is torch.float16, allowed are auto, float32, bfloat16"),
         ({"gpu_memory_utilization": 0.5}, "set kv_cache_memory_bytes, the bytes of KV memory"),
         ({"kv_cache_memory_bytes": 0}, "kv_cache_memory is 0, must be an integer of at least 1"),
@@ -535,3 +549,18 @@ async def test_open_streams_end_when_the_engine_does(llama: TinyModel) -> None:
 
 def test_an_adapter_may_be_named_by_a_path(tmp_path: Path) -> None:
     assert LoRARequest("sql", np.int64(1), tmp_path) == LoRARequest("sql", 1, str(tmp_path))  # type: ignore[arg-type]
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenised(
+    llm: LLM, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "wheel " * 1_333_334
+    with pytest.raises(InvalidRequestError, match="the prompt has 8000004 characters, the first"):
+        llm.generate(text, GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="characters, the first"):
+        engine.add_request("a", text, GREEDY)
+
+
+async def test_a_stream_refuses_a_text_that_is_far_too_long(streams: AsyncLLMEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="characters, the first"):
+        await anext(aiter(streams.generate("wheel " * 1_333_334, GREEDY, "a")))

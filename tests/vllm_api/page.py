@@ -53,7 +53,7 @@ What else differs:
   tokens are drawn whatever else is in the batch ([determinism.md](determinism.md)).
 - The parameters that differ in their meaning or limits are in [sampling.md](sampling.md).
 - Errors are those of `headrace_engine.errors`: `InvalidRequestError` and `ConfigError` are `ValueError`s, as in vLLM.
-- `AsyncLLMEngine.shutdown()` may be called as in vLLM, or awaited: then all streams have learnt it.
+- `AsyncLLMEngine.shutdown()` may be called as in vLLM, or awaited: streams end when it is awaited.
 - `tool_calls` of messages reach the chat template as vLLM hands them on; those in outputs are text.
 - `max_model_len=-1` takes as much of the model's context as the KV memory holds.
 - `RequestOutput.metrics` and `get_metrics` need no `disable_log_stats=False`. The classes of metrics are in

@@ -19,7 +19,7 @@ from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
 from headrace_broker.results import ErrorInfo
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
-from headrace_engine.input_processor import request_id_of
+from headrace_engine.input_processor import request_of_choice
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.tokenizer import ModelTokenizer
@@ -292,7 +292,7 @@ class InFlight:
     def _note_admitted(self, stats: StepStats) -> None:
         """A request's time in the engine's queue ends where its first step began."""
         for choice in stats.admitted_choice_ids:
-            job = self._jobs.get(request_id_of(choice))
+            job = self._jobs.get(request_of_choice(choice))
             if job is not None and job.admitted_at is None:
                 job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
                 self._metrics.request_admitted(job.admitted_at - job.received_at, trace_id=job.trace_id)

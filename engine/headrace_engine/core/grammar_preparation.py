@@ -48,7 +48,7 @@ class GrammarPreparation:
     def load(self) -> None:
         """Make the compiler, once. It reads the whole vocabulary and holds up all threads meanwhile: up to a second.
 
-        For a lull, so that the first request with a grammar stalls nobody.
+        For an idle period, so that the first request with a grammar stalls nobody.
         """
         if not self.is_loaded:
             try:

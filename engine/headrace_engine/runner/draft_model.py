@@ -38,6 +38,10 @@ class DraftModel:
                 config.model,
                 model=speculative.model,
                 max_model_len=served.max_model_len,
+                revision=None,  # these are the served model's
+                tokenizer_revision=None,
+                generation_config="vllm",
+                override_generation_config={},
                 batch_invariant=False,  # a guess need not be exact to the last bit
             )
             self._model = PagedModel(model_config, config.cache)

@@ -1,12 +1,15 @@
 """What a checkpoint says about generation: tokens that end an output, and defaults of sampling parameters."""
 
 import logging
+import os
 from typing import Any
 
 from transformers import GenerationConfig
 
 from headrace_engine.config import GENERATION_DEFAULTS, ModelConfig
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
+from headrace_engine.plain_values import shown
+from headrace_engine.runner.load_errors import lasting_errors
 from headrace_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -16,10 +19,14 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
     """The generation config that the options name; `own` is the model's. Raises ModelLoadError."""
     if config.generation_config in ("auto", "vllm"):
         return own
-    try:
-        return GenerationConfig.from_pretrained(config.generation_config)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"generation_config {config.generation_config!r} cannot be read: {error}") from error
+    folder = config.generation_config
+    if not os.path.isdir(folder):  # noqa: PTH112  # False for what is no path at all, too
+        raise ModelLoadError(
+            f"generation_config is {shown(folder)}, and there is no such folder; give auto, vllm or a folder that holds "
+            "generation_config.json"
+        )
+    with lasting_errors(folder, "read", what="generation_config"):
+        return GenerationConfig.from_pretrained(folder)
 
 
 def eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> list[int]:

@@ -35,11 +35,15 @@ _MAY_PASS_WORDS = ("memory", "unable to mmap", "can't start new thread", "i/o er
 
 @contextmanager
 def lasting_errors(
-    model: str, verb: str, describe: Callable[[str, Exception], ModelLoadError] | None = None
+    model: str,
+    verb: str,
+    describe: Callable[[str, Exception], ModelLoadError] | None = None,
+    *,
+    what: str = "model",
 ) -> Iterator[None]:
     """Raise ModelLoadError for what another try would meet again.
 
-    Its text is `model '...' cannot be <verb>: ...`, or what `describe` makes of transformers' own errors.
+    Its text is `<what> '...' cannot be <verb>: ...`, or what `describe` makes of transformers' own errors.
     """
     try:
         yield
@@ -52,7 +56,7 @@ def lasting_errors(
             raise describe(model, error) from error
         # transformers' own sentences stand alone; "KeyError" or "OverflowError" says what kind of words follow
         kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
-        raise ModelLoadError(f"model {model!r} cannot be {verb}: {kind}{error}") from error
+        raise ModelLoadError(f"{what} {model!r} cannot be {verb}: {kind}{error}") from error
 
 
 def _may_pass(error: Exception) -> bool:

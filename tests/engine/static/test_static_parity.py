@@ -20,6 +20,7 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
+from headrace_engine.runner.static import weights
 
 pytestmark = pytest.mark.torch
 
@@ -159,3 +160,24 @@ def test_drafts_are_refused(llama: TinyModel) -> None:
             num_blocks=20,
             speculative_config={"method": "ngram", "num_speculative_tokens": 2},
         )
+
+
+def test_weights_and_generation_config_are_those_of_the_revision(
+    llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--a--b"
+    (repository / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "0" * 40), ("v2", "2" * 40)):
+        (repository / "refs" / revision).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+    for path in Path(llama.folder).iterdir():
+        (repository / "snapshots" / ("2" * 40) / path.name).symlink_to(path)
+    options = {"device": "static-cpu", "dtype": "float32", "max_model_len": 32, "num_blocks": 20}
+    config = EngineArgs(model="a/b", revision="v2", **options).create_engine_config()  # type: ignore[arg-type]
+    files = weights._files("a/b", "v2")
+    assert [str(Path(file).parent) for file in files] == [str(repository / "snapshots" / ("2" * 40))]
+    assert weights.read_generation_config(config.model) is not None
+    with pytest.raises(ModelLoadError, match="only safetensors are loaded"):
+        weights._files("a/b", "main")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,9 @@ from headrace_engine import default_model
 from headrace_engine.errors import ModelFetchError
 
 
-def put(place: Path) -> Path:
+def put(place: Path, name: str = "headrace") -> Path:
     """A model in the cache, as far as anybody looks."""
-    folder = place / "headrace" / "models" / "bfloat16" / default_model.NAME
+    folder = place / name / "models" / "bfloat16" / default_model.NAME
     folder.mkdir(parents=True)
     (folder / "model.safetensors").touch()
     for path in (folder, *folder.parents[:4]):
@@ -31,10 +33,9 @@ def test_weights_that_another_user_could_have_put_there_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "cache").mkdir()
-    (tmp_path / "runtime").mkdir()
-    put(tmp_path / "runtime")
+    other = put(tmp_path / "temporary", f"headrace-{os.geteuid()}")
     folder = put(tmp_path / "cache")
     [folder, *folder.parents][at].chmod(0o777)
     told: list[str] = []
@@ -43,5 +44,28 @@ def test_weights_that_another_user_could_have_put_there_are_not_taken(
     except ModelFetchError as error:
         told.append(str(error))
     else:
-        assert found == tmp_path / "runtime" / "headrace" / "models" / "bfloat16" / default_model.NAME
+        assert found == other
     assert "others than its owner may write" in told[0]
+
+
+def test_a_runtime_folder_is_no_place_for_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    put(tmp_path / "runtime")
+    folder = put(tmp_path / "temporary", f"headrace-{os.geteuid()}")
+    assert default_model.fetch() == folder
+
+
+@pytest.mark.parametrize("step", ["_download", "_convert_in_child"])
+def test_a_full_disk_is_told_at_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(default_model, "_download", lambda scratch: scratch)
+    monkeypatch.setattr(default_model, step, fail)
+    with pytest.raises(ModelFetchError, match="cannot be kept: .*No space left on device; XDG_CACHE_HOME names"):
+        default_model.fetch()

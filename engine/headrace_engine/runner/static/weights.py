@@ -11,9 +11,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner import generation
+from headrace_engine.runner.load_errors import lasting_errors
 from headrace_engine.runner.static.decoder import DecoderSpec, Reduce, StaticDecoder
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -109,7 +111,7 @@ def load_decoder(
     with ExitStack() as stack:
         # the handles stay open until every tensor is read; nothing is unpickled
         source: dict[str, Any] = {}
-        for path in _files(config.model):
+        for path in _files(config.model, config.revision):
             handle = stack.enter_context(safe_open(path, framework="pt"))
             source |= dict.fromkeys(handle.keys(), handle)
         names = [name for name, _ in decoder.named_parameters() if not (tied and name == "lm_head.weight")]
@@ -152,15 +154,16 @@ def _part(slices: Any, name: str, rank: int, num_ranks: int) -> torch.Tensor:
     return part
 
 
-def _files(model: str) -> list[str]:
+def _files(model: str, revision: str | None) -> list[str]:
     """The checkpoint's safetensors files. Raises ModelLoadError where there are none."""
     try:
-        whole = cached_file(model, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+        whole = cached_file(model, SAFE_WEIGHTS_NAME, **options)
         if whole is not None:
             return [whole]
-        index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **options)
         if index is not None:
-            return list(get_checkpoint_shard_files(model, index)[0])
+            return list(get_checkpoint_shard_files(model, index, revision=revision)[0])
     except OSError as error:
         raise ModelLoadError(f"model {model!r} cannot be read: {error}") from error
     raise ModelLoadError(f"model {model!r} has no {SAFE_WEIGHTS_NAME}: only safetensors are loaded")
@@ -168,8 +171,10 @@ def _files(model: str) -> list[str]:
 
 def read_generation_config(config: ModelConfig) -> GenerationConfig | None:
     """The one that the options name; a model folder need not have one. Raises ModelLoadError."""
-    try:
-        own = GenerationConfig.from_pretrained(config.model)
-    except OSError:
-        own = None
+    source, options = pretrained_source(config.model, config.revision)
+    with lasting_errors(config.model, "read"):
+        try:
+            own = GenerationConfig.from_pretrained(source, **options)
+        except OSError:
+            own = None
     return generation.read_generation_config(config, own)

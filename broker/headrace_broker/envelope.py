@@ -25,7 +25,7 @@ _LINKS_OF_1: Final = ("callbacks", "errbacks", "chord")
 MAX_VALUES: Final = 100_000
 """Values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
 _LARGE_BYTES: Final = 256 << 10
-_MAX_BYTES_OF_1: Final = 1 << 20
+_MAX_BYTES_OF_1: Final = 64 << 10
 
 
 def open_envelope(raw: bytes) -> dict[str, Any]:
@@ -62,6 +62,8 @@ def check_envelope(payload: dict[str, Any]) -> None:
         raise MalformedMessageError("its body_encoding is neither base64 nor utf-8 nor absent")
     if not isinstance(payload.get("body"), str):
         raise MalformedMessageError("its body is no text")
+    if not is_unicode(payload["body"]):
+        raise MalformedMessageError("its body is no valid Unicode text: it holds lone surrogates")
 
 
 def content_digest(payload: Mapping[str, Any]) -> str:
@@ -114,7 +116,7 @@ def _from_protocol_1(payload: dict[str, Any]) -> None:
     """
     if len(payload["body"]) > _MAX_BYTES_OF_1:
         raise MalformedMessageError(
-            f"its body of protocol 1 is larger than {_MAX_BYTES_OF_1 >> 20} MiB: use protocol 2"
+            f"its body of protocol 1 is larger than {_MAX_BYTES_OF_1 >> 10} KiB: use protocol 2"
         )
     content_type = payload.get("content-type")
     try:

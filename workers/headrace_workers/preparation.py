@@ -169,10 +169,14 @@ class Preparation:
         kind, *values = answer
         if number == self._in_slow_lane:
             self._in_slow_lane = None
-            self._feed_slow_lane()
         message = self._held.get(number)
-        if message is None:  # it was dropped meanwhile
-            return
+        try:
+            if message is not None:  # else it was dropped meanwhile
+                self._take_answer(message, kind, values)
+        finally:  # behind it: what goes wrong with the next message must not take this one's answer
+            self._feed_slow_lane()
+
+    def _take_answer(self, message: Preparing, kind: str, values: list[Any]) -> None:
         if kind == "slow":
             self._begin_slow(message)
         elif kind == "prepared":
@@ -198,14 +202,18 @@ class Preparation:
         self._feed_slow_lane()
 
     def _feed_slow_lane(self) -> None:
-        if self._in_slow_lane is not None or not self._waiting:
-            return
-        tenant, waiting = self._waiting.popitem(last=False)
-        message = waiting.popleft()
-        if waiting:
-            self._waiting[tenant] = waiting  # behind the other tenants
-        self._in_slow_lane = message.number
-        self._slow.submit(message.number, message.body)
+        while self._in_slow_lane is None and self._waiting:
+            tenant, waiting = self._waiting.popitem(last=False)
+            message = waiting.popleft()
+            if waiting:
+                self._waiting[tenant] = waiting  # behind the other tenants
+            self._in_slow_lane = message.number
+            try:
+                self._slow.submit(message.number, message.body)
+            except Exception as error:  # noqa: BLE001  # it was not sent: it gets an answer, and the next one its turn
+                self._in_slow_lane = None
+                self.drop(message)
+                self._refused(message, error)
 
     # -- adapters -------------------------------------------------------------------------------------------------
 

@@ -121,6 +121,34 @@ def test_tenants_take_turns_in_the_slow_lane() -> None:
     assert order == ["a0", "a1", "b0", "a2"]
 
 
+@pytest.mark.parametrize("is_behind_another", [False, True])
+def test_a_slow_request_that_cannot_be_sent_is_answered_and_the_next_goes_on(
+    monkeypatch: pytest.MonkeyPatch, *, is_behind_another: bool
+) -> None:
+    desk = Desk(max_num_seqs=16)
+    desk.slow.is_held = True
+    submit = desk.slow.submit
+
+    def send(number: int, values: list[Any]) -> None:
+        if values[0] == "bad":
+            raise UnicodeEncodeError("utf-8", "", 0, 0, "surrogates not allowed")
+        submit(number, values)
+
+    monkeypatch.setattr(desk.slow, "submit", send)
+    names = ["first", "bad", "last"] if is_behind_another else ["bad", "first", "last"]
+    for name in names:
+        take(desk, name, large(), tenant=name)
+    while desk.slow.submitted:
+        desk.slow.answer("refused", "invalid_request", "no")
+    desk.settle()
+    assert {name: desk.results[name]["error"]["message"] for name in names} == {
+        "first": "no",
+        "bad": "the request could not be taken in: UnicodeEncodeError",
+        "last": "no",
+    }
+    assert desk.dispatcher.is_idle
+
+
 def test_slow_requests_leave_room_for_others() -> None:
     desk = Desk(max_num_seqs=16)
     desk.slow.is_held = True

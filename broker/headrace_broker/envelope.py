@@ -108,6 +108,13 @@ def is_request_id(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and is_unicode(value)
 
 
+def request_id_of(envelope: Mapping[str, Any]) -> str | None:
+    """The task id, where the message shows one that a stream and a result can be named after."""
+    headers = envelope.get("headers")
+    request_id = headers.get("id") if isinstance(headers, Mapping) else None
+    return request_id if is_request_id(request_id) else None
+
+
 def _from_protocol_1(payload: dict[str, Any]) -> None:
     """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body.
 

@@ -15,7 +15,7 @@ import structlog
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.content import answer_type
-from headrace_broker.dead_letters import DUPLICATE, DUPLICATE_ID, DeadLetter
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Attempt, Claim, Ending, StreamWrite, StreamWriter, WriteOutcome
@@ -226,13 +226,8 @@ class Settlement:
     def dead_letter(self, letter: DeadLetter) -> None:
         """A message will not be delivered again: tell whoever waits for its stream or its result."""
         self._metrics.dead_lettered(letter.reason)
-        if letter.reason in (DUPLICATE, DUPLICATE_ID):
-            return
-        if letter.bound_id is None or letter.bound_id != letter.request_id:  # it names the id of another message
-            return
-        after = f"after {letter.deliveries} deliveries" if letter.deliveries else "before its first delivery"
-        error = ErrorInfo("dead_letter", f"given up {after}: {letter.reason}")
-        self._end_stream(letter.bound_id, "error", error, letter.content, letter.content_type)
+        if letter.answered_id is not None:
+            self._end_stream(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
 
     def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""

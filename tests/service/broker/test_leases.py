@@ -8,7 +8,7 @@ import redis
 
 from clock import Clock
 from headrace_broker.connections import connect
-from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE, DeadLetter, dead_letters
+from headrace_broker.dead_letters import DUPLICATE, DeadLetter, dead_letters
 from headrace_broker.keys import (
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
@@ -228,9 +228,9 @@ def test_a_message_that_ends_every_worker_becomes_a_dead_letter(
     push(redis_client, "harmless")
     assert bodies(take(worker)) == [b"harmless"]
     (letter,) = dead
-    assert (letter.reason, letter.request_id, letter.queue) == (DELIVERY_LIMIT, "request-1", QUEUE)
+    assert (letter.reason, letter.request_id, letter.queue) == ("delivery limit", "request-1", QUEUE)
     (stored,) = dead_letters(redis_client)
-    assert (stored.reason, stored.body, stored.deliveries) == (DELIVERY_LIMIT, poison.encode(), 2)
+    assert (stored.reason, stored.body, stored.deliveries) == ("delivery limit", poison.encode(), 2)
     assert stored.at == pytest.approx(redis_client.time()[0], abs=5)
     assert redis_client.hlen(LEASE_DELIVERIES_KEY) == 1  # only the harmless one's
 

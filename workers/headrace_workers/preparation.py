@@ -102,6 +102,11 @@ class Preparation:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def is_failing(self) -> bool:
+        """A lane's process does not start: what is sent there waits until one does."""
+        return self._quick.is_failing or self._slow.is_failing
+
     def get(self, request_id: str) -> Preparing | None:
         return self._by_id.get(request_id)
 
@@ -223,23 +228,25 @@ class Preparation:
             self._ready(message, prepared, None)
             return
         message.prepared, message.since = prepared, time.monotonic()
-        found = partial(self._adapter_found, message.number, prepared)
-        if not self._lookups.submit(prepared.lora, partial(self._adapters.find, prepared.lora), found):
+        find, found = partial(self._adapters.find, prepared.lora), partial(self._adapter_found, prepared.lora)
+        if not self._lookups.submit(prepared.lora, find, found):
             self.drop(message)
             self._refused(
                 message, RefusedError("engine_error", "the folders of LoRA adapters cannot be read at the moment")
             )
 
-    def _adapter_found(self, number: int, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        message = self._held.get(number)
-        if message is None:
-            return
-        self.drop(message)
-        if adapter is None:
-            problem = f"{self._served_name} has no LoRA adapter of the name {prepared.lora!r}"
-            self._refused(message, RefusedError("invalid_request", problem))
-        else:
-            self._ready(message, prepared, adapter)
+    def _adapter_found(self, name: str, adapter: LoRARequest | None) -> None:
+        """For all messages that wait for this name."""
+        for message in list(self._held.values()):
+            prepared = message.prepared
+            if prepared is None or prepared.lora != name or message.number not in self._held:
+                continue
+            self.drop(message)
+            if adapter is None:
+                problem = f"{self._served_name} has no LoRA adapter of the name {name!r}"
+                self._refused(message, RefusedError("invalid_request", problem))
+            else:
+                self._ready(message, prepared, adapter)
 
 
 class PreparationError(Exception):

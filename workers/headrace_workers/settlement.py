@@ -61,6 +61,8 @@ class Settlement:
         self._ending: dict[Attempt, tuple[Job, GenerateResult, Outcome]] = {}
         """Complete, but the end of the stream is not in Redis yet."""
         self._hub: Any = None
+        self.redis_refuses = False
+        """Redis failed a request's stream; nothing more is to be taken until somebody resets this."""
 
     def attach(self, hub: Any) -> None:
         """The event loop; again after each reconnect."""
@@ -204,16 +206,13 @@ class Settlement:
         logger.warning("request id is another message's", request_id=request_id)
         celery_request.set_aside()
 
-    def give_back(self, celery_request: Any, error: Exception) -> bool:
-        """Redis refused a request's stream. Returns whether that is the request's own doing, and counts against it.
-
-        It is where the server takes other writes.
-        """
+    def give_back(self, celery_request: Any, error: Exception) -> None:
+        """Redis refused a request's stream. Where it takes other writes, that counts against the request."""
         is_own = isinstance(error, redis.ResponseError) and self._writer.takes_writes()
         logger.warning("request goes back to the queue", request_id=celery_request.id, error=str(error))
         self._metrics.message_returned("stream_refused" if is_own else "redis")
         celery_request.hand_back(strike=is_own)
-        return is_own
+        self.redis_refuses = self.redis_refuses or not is_own
 
     def refuse_malformed(
         self, request_id: str, content: str, why: str = MALFORMED, content_type: object = None

@@ -405,6 +405,21 @@ def test_a_postponed_message_is_nobodys_until_its_time_and_that_was_no_delivery(
     assert (message.body, message.deliveries) == (b"later", 1)
 
 
+def test_a_message_that_keeps_its_place_comes_back_before_later_ones_and_has_waited_all_the_time(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push(redis_client, "first", "second")
+    [first] = take(leases, 1)
+    before = msgpack.unpackb(redis_client.hget(LEASE_RECORDS_KEY, first.lease_id))
+    leases.postpone(first.lease_id, 0, keeps_place=True)
+    assert leases.reap() == 1
+    after = msgpack.unpackb(redis_client.hget(LEASE_RECORDS_KEY, first.lease_id))
+    assert [after.get(name) for name in ("since", "level", "due")] == [before["since"], before["level"], None]
+    again, _ = take(leases)
+    assert (again.body, again.deliveries) == (b"first", 1)
+
+
 def test_a_postponement_that_redis_did_not_take_is_owed(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     leases = make_leases()
     push(redis_client, "later")

@@ -243,9 +243,7 @@ def test_a_message_whose_shared_place_has_the_wrong_type_stays_in_its_list(clien
 
 
 @pytest.mark.parametrize("stored", ["123", '"text"', "null", "[]", "true"])
-def test_a_message_is_not_lost_where_the_one_before_it_is_stored_as_no_map(
-    client: "redis.Redis", stored: str
-) -> None:
+def test_a_message_is_not_lost_where_the_one_before_it_is_stored_as_no_map(client: "redis.Redis", stored: str) -> None:
     client.flushall()
     leases = make_leases(client)
     client.lpush(LISTS[0], envelope("first", id="r"))

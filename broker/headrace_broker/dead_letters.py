@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from headrace_broker.content import answer_type
-from headrace_broker.envelope import content_digest, is_request_id, legible_envelope
+from headrace_broker.envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
@@ -21,12 +21,12 @@ from headrace_broker.keys import (
     result_key,
     stream_key,
 )
+from headrace_broker.results import ErrorInfo
 from headrace_broker.scripts import lua
 
 if TYPE_CHECKING:
     import redis
 
-DELIVERY_LIMIT: Final = "delivery limit"
 DUPLICATE: Final = "duplicate"  # a copy of a message that is being worked on
 DUPLICATE_ID: Final = "duplicate id"  # another message came first with its request id
 
@@ -56,8 +56,19 @@ class DeadLetter:
     @property
     def request_id(self) -> str | None:
         """The task id, where the message still shows one."""
-        request_id = self.headers.get("id")
-        return request_id if is_request_id(request_id) else None
+        return request_id_of(self._envelope)
+
+    @property
+    def answered_id(self) -> str | None:
+        """In the moment of burial: the request whose stream and result are to say so; None where it is another's."""
+        is_other = self.reason in (DUPLICATE, DUPLICATE_ID) or self.bound_id != self.request_id
+        return None if is_other else self.bound_id
+
+    @property
+    def error(self) -> ErrorInfo:
+        """What its stream and its result say."""
+        after = f"after {self.deliveries} deliveries" if self.deliveries else "before its first delivery"
+        return ErrorInfo("dead_letter", f"given up {after}: {self.reason}")
 
     @property
     def content(self) -> str:
@@ -114,21 +125,24 @@ def _read(packed: bytes) -> DeadLetter:
 
 
 def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-    """Sends these messages again, to run from their beginning; the oldest first.
+    """Put these messages back into their queues, the oldest first, and delete what is left of their first run.
 
-    Returns those that were sent: others are no longer there, are copies of messages that are alive, have the request
-    id of another message, whose stream and result they would delete, or do not say which queue they came from.
+    Returns the letters that were put back. A letter stays where it is if it
+
+    - is no longer among the dead letters, or does not say which queue it came from;
+    - is a copy of a message that was served or is being served;
+    - has the request id of another message: its stream and result would be deleted.
     """
-    script = client.register_script(lua("dead_requeue", prelude=None))
+    script = client.register_script(lua("dead_requeue", prelude="stream_prelude"))
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
     sent = []
     for letter in ordered:
-        if letter.reason == DUPLICATE_ID or not letter.list_name:
+        if letter.reason in (DUPLICATE, DUPLICATE_ID) or not letter.list_name:
             continue
         request_id = letter.request_id or ""
         forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key, listener_key)]
         keys = [DEAD_LETTERS_KEY, letter.list_name, LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, *forgotten]
-        if script(keys=keys, args=[letter.packed, letter.body, request_id]):
+        if script(keys=keys, args=[letter.packed, letter.body, request_id, letter.content]):
             sent.append(letter)
     return sent
 

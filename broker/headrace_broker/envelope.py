@@ -25,7 +25,7 @@ _LINKS_OF_1: Final = ("callbacks", "errbacks", "chord")
 MAX_VALUES: Final = 100_000
 """Values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
 _LARGE_BYTES: Final = 256 << 10
-_MAX_BYTES_OF_1: Final = 1 << 20
+_MAX_BYTES_OF_1: Final = 64 << 10
 
 
 def open_envelope(raw: bytes) -> dict[str, Any]:
@@ -62,6 +62,8 @@ def check_envelope(payload: dict[str, Any]) -> None:
         raise MalformedMessageError("its body_encoding is neither base64 nor utf-8 nor absent")
     if not isinstance(payload.get("body"), str):
         raise MalformedMessageError("its body is no text")
+    if not is_unicode(payload["body"]):
+        raise MalformedMessageError("its body is no valid Unicode text: it holds lone surrogates")
 
 
 def content_digest(payload: Mapping[str, Any]) -> str:
@@ -106,6 +108,13 @@ def is_request_id(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and is_unicode(value)
 
 
+def request_id_of(envelope: Mapping[str, Any]) -> str | None:
+    """The task id, where the message shows one that a stream and a result can be named after."""
+    headers = envelope.get("headers")
+    request_id = headers.get("id") if isinstance(headers, Mapping) else None
+    return request_id if is_request_id(request_id) else None
+
+
 def _from_protocol_1(payload: dict[str, Any]) -> None:
     """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body.
 
@@ -114,7 +123,7 @@ def _from_protocol_1(payload: dict[str, Any]) -> None:
     """
     if len(payload["body"]) > _MAX_BYTES_OF_1:
         raise MalformedMessageError(
-            f"its body of protocol 1 is larger than {_MAX_BYTES_OF_1 >> 20} MiB: use protocol 2"
+            f"its body of protocol 1 is larger than {_MAX_BYTES_OF_1 >> 10} KiB: use protocol 2"
         )
     content_type = payload.get("content-type")
     try:

@@ -18,6 +18,14 @@ LEASE_RECORDS_KEY: Final = "headrace:lease:record"  # hash: lease id -> its plac
 LEASE_META_KEY: Final = "headrace:lease:meta"  # hash: lease id -> "<owner>|<list it came from>"
 LEASE_DELIVERIES_KEY: Final = "headrace:lease:deliveries"  # hash: lease id -> how often it was handed out
 
+_LEASE_HASHES: Final = (
+    LEASE_REQUESTS_KEY,
+    LEASE_BODIES_KEY,
+    LEASE_RECORDS_KEY,
+    LEASE_META_KEY,
+    LEASE_DELIVERIES_KEY,
+)
+
 # Messages that wait, sorted by tenant; <level> is a list of a queue. The scripts build these names.
 READY_PREFIX: Final = "headrace:ready:"
 # ids:<level>             sorted set: lease id -> microseconds since when it counts there
@@ -95,7 +103,7 @@ def queue_key_types(queue: str) -> dict[str, str]:
         f"{SHARE_PREFIX}clock": "hash",
         f"{SHARE_PREFIX}mean": "hash",
     }
-    of_all |= dict.fromkeys((LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY), "hash")
+    of_all |= dict.fromkeys(_LEASE_HASHES, "hash")
     of_queue = dict.fromkeys((waiting_key(queue), delayed_tenants_key(queue), f"{SHARE_PREFIX}costs:{queue}"), "zset")
     of_lists = {
         key: "zset"

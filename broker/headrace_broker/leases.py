@@ -244,12 +244,13 @@ class Leases:
         args: list[str | int] = [self.owner, lease_id, int(strike)]
         self._settle(lease_id, lambda: self._expect_owned(self._release(keys=_KEYS, args=args), "release"))
 
-    def postpone(self, lease_id: str, seconds: float) -> None:
+    def postpone(self, lease_id: str, seconds: float, *, keeps_place: bool = False) -> None:
         """Nobody holds the message until then; whoever reaps puts it back, late by a second at most. No delivery.
 
-        Owed if Redis cannot be reached.
+        It waits, and ages, from then on; or, with `keeps_place`, as if it had waited all the time. Owed if Redis cannot
+        be reached.
         """
-        args: list[str | float] = [self.owner, lease_id, seconds]
+        args: list[str | float] = [self.owner, lease_id, seconds, int(keeps_place)]
         self._settle(lease_id, lambda: self._expect_owned(self._postpone(keys=_KEYS, args=args), "postponement"))
 
     def bury(self, lease_id: str, reason: str) -> None:

@@ -4,13 +4,14 @@ A message is leased before its stream is ended, and acknowledged after its resul
 loses nothing: what it held comes back to the queue, and what it has ended is answered from its stream.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.content import answer_type, dumps_result
-from headrace_broker.envelope import content_digest, is_request_id, legible_envelope
+from headrace_broker.dead_letters import DUPLICATE_ID, DeadLetter
+from headrace_broker.envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.keys import queue_lists, result_key
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
@@ -45,14 +46,25 @@ def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> Purge
     writer = StreamWriter(client, ttl_seconds)
     levels = QueueLevelReader(client).read([queue])[queue]
 
+    def tell(request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: object) -> None:
+        if writer.end_unclaimed(request_id, finish_reason, error, content) is Ending.WRITTEN:
+            _store_result(client, request_id, error, content_type, ttl_seconds)
+
+    def tell_of_dead(letter: DeadLetter) -> None:  # such as one that is too large
+        if letter.answered_id is not None:
+            tell(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
+
+    leases.on_dead_letter = tell_of_dead
+
     def end(messages: Iterable[LeasedMessage]) -> None:
         for message in messages:
             envelope = legible_envelope(message.body)
-            request_id = _request_id_of(envelope)
+            request_id = request_id_of(envelope)
+            if not leases.bind(message, request_id):  # that request is another message's, perhaps of another queue
+                leases.bury(message.lease_id, DUPLICATE_ID)
+                continue
             if request_id is not None:
-                ending = writer.end_unclaimed(request_id, "cancelled", _PURGED, content_digest(envelope))
-                if ending is Ending.WRITTEN:
-                    _store_result(client, request_id, envelope.get("content-type"), ttl_seconds)
+                tell(request_id, "cancelled", _PURGED, content_digest(envelope), envelope.get("content-type"))
             leases.hold(message.lease_id, message)
             leases.cost(message.lease_id, 0)  # its tenant pays nothing
             leases.ack(message.lease_id)
@@ -70,18 +82,14 @@ def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> Purge
     )
 
 
-def _request_id_of(envelope: Mapping[str, Any]) -> str | None:
-    headers = envelope.get("headers")
-    request_id = headers.get("id") if isinstance(headers, Mapping) else None
-    return request_id if is_request_id(request_id) else None
-
-
-def _store_result(client: "redis.Redis", request_id: str, content_type: object, ttl_seconds: int) -> None:
+def _store_result(
+    client: "redis.Redis", request_id: str, error: ErrorInfo, content_type: object, ttl_seconds: int
+) -> None:
     """As Celery's Redis backend does in a worker, readable for the producer of a message of this content type."""
     meta: dict[str, Any] = {
         "task_id": request_id,
         "status": "SUCCESS",
-        "result": GenerateResult(request_id, [], None, _PURGED).to_wire(),
+        "result": GenerateResult(request_id, [], None, error).to_wire(),
         "traceback": None,
         "children": [],
         "date_done": datetime.now(UTC).isoformat(),

@@ -129,7 +129,7 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     deadline = _deadline(plain(options.get("expires")), headers["enqueued_at"], problems)
     if problems or model is None:
         raise InvalidRequestError(problems)
-    return Submission(request, model, request_id, priority, deadline, headers, bool(options.get("request_id")))
+    return Submission(request, model, request_id, priority, deadline, headers, options.get("request_id") is not None)
 
 
 def _request_id(given: object) -> str:

@@ -39,10 +39,15 @@ class WorkerHealth:
         # when the engine last had no reason to step, or stepped; None while nothing is in flight
         self._progress_at: float | None = None
         self._queue_problem: str | None = None
+        self._preparation_fails = False
 
     def queue_blocked(self, problem: str | None) -> None:
         """Why Redis gives the worker no messages; None where it does."""
         self._queue_problem = problem
+
+    def preparation_fails(self, fails: bool) -> None:
+        """Whether a process that prepares requests does not start."""
+        self._preparation_fails = fails
 
     def state(self, state: WorkerState) -> None:
         """The worker entered a state. While loading the engine cannot step, so its clock starts afterwards."""
@@ -70,6 +75,8 @@ class WorkerHealth:
             return f"the worker is {self._state}"
         if self._queue_problem is not None:
             return f"the queue cannot be served: {self._queue_problem}"
+        if self._preparation_fails:
+            return "requests cannot be prepared: a process for that ends at its start; its error is in the worker's log"
         return self.not_alive()
 
     def not_alive(self) -> str | None:

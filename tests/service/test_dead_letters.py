@@ -82,6 +82,32 @@ def test_a_copy_of_a_message_that_is_alive_is_not_requeued_and_its_stream_stays(
     assert client.status("a").state == "running"
 
 
+def test_a_letter_whose_stream_is_another_messages_is_not_requeued(client: Client, redis_client: "redis.Redis") -> None:
+    bury(client, redis_client, "a")
+    redis_client.delete(stream_key("a"))
+    error = ErrorInfo("dead_letter", "x")
+    StreamWriter(redis_client, 60).end_unclaimed("a", "error", error, "the digest of another message")
+    [letter] = client.dead_letters()
+    assert client.requeue_dead_letters([letter]) == []
+    assert redis_client.exists(stream_key("a"), result_key("a")) == 2
+    redis_client.delete(stream_key("a"))
+    StreamWriter(redis_client, 60).end_unclaimed("a", "error", error, letter.content)
+    assert client.requeue_dead_letters([letter]) == [letter]
+
+
+def test_a_copy_of_a_message_that_was_served_is_not_requeued(client: Client, redis_client: "redis.Redis") -> None:
+    lists = queue_lists(queue_name(MODEL))
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    client.submit("x", request_id="a")
+    [body] = redis_client.lrange(lists[0], 0, -1)
+    redis_client.lpush(lists[0], body)
+    [message] = leases.fetch(lists, 1)
+    StreamWriter(redis_client, 60).end_unclaimed("a", "stop", None)
+    leases.ack(message.lease_id)
+    assert client.requeue_dead_letters(client.dead_letters()) == []
+    assert redis_client.exists(stream_key("a")) == 1
+
+
 def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_client: "redis.Redis") -> None:
     bury(client, redis_client, "a", "b", "c")
     c, b, a = client.dead_letters()

@@ -130,6 +130,30 @@ def test_a_message_that_cannot_be_read_is_purged_too(
     assert shown(redis_server)["waiting"] == 0
 
 
+def test_a_purge_ends_no_request_of_another_queue(
+    client: Client, leases: Leases, redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    client.submit("x", request_id="theirs", model="other")
+    leases.sort(queue_lists(queue_name("other")))
+    headers = {"id": "theirs", "task": "headrace.generate", "padding": "x" * 300_000}  # more than the scripts look at
+    redis_client.lpush(LISTS[0], json.dumps({"headers": headers, "properties": {"delivery_info": {}}, "body": ""}))
+    assert client.purge_queue().waiting == 1
+    assert client.status("theirs").state == "pending"
+    assert redis_client.exists(result_key("theirs")) == 0
+    assert [letter.reason for letter in client.dead_letters()] == ["duplicate id"]
+    assert shown(redis_server)["waiting"] == 0
+
+
+def test_a_purge_tells_of_a_message_that_is_too_large(client: Client, redis_client: "redis.Redis") -> None:
+    client.submit("x", request_id="large")
+    envelope = json.loads(redis_client.lpop(LISTS[0]))
+    redis_client.lpush(LISTS[0], json.dumps({**envelope, "body": "x" * (8 << 20)}))
+    client.purge_queue()
+    assert client.status("large").finish_reason == "error"
+    with pytest.raises(RequestFailedError, match="given up before its first delivery: too large"):
+        client.result("large", timeout=5)
+
+
 def test_a_queue_that_cannot_be_served_is_said_so(
     client: Client, leases: Leases, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:

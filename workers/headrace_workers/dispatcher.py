@@ -124,8 +124,6 @@ class Dispatcher:
         self._paused = False
         self._last_step: StepStats | None = None
         self._given_up = False
-        self._redis_refuses = False
-        """Redis failed a claim; nothing more is taken until the next heartbeat."""
 
     # -- capacity -------------------------------------------------------------------------------------------------
 
@@ -146,7 +144,8 @@ class Dispatcher:
         if (
             self._draining
             or self._paused
-            or self._redis_refuses
+            or self.settlement.redis_refuses
+            or self._preparation.is_failing
             or not self._supervisor.is_ready
             or self._engine_waiting
             or self._in_flight.keeps_others_out
@@ -226,7 +225,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
             self._forget(incoming.request_id)
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
-                self._redis_refuses = not self.settlement.give_back(celery_request, error)
+                self.settlement.give_back(celery_request, error)
                 return
             kind, raised = type(error).__name__, frames(error)
             if isinstance(error, PreparationError):
@@ -253,7 +252,8 @@ class Dispatcher:
         request.reject_undecodable(why)
 
     def _on_postponed(self, message: Preparing) -> None:
-        message.celery_request.postpone(POSTPONE_SECONDS)
+        self._metrics.message_returned("not_ready")
+        message.celery_request.postpone(POSTPONE_SECONDS, keeps_place=True)
 
     def _forget(self, request_id: str) -> None:
         """Undo a start that failed halfway."""
@@ -409,10 +409,11 @@ class Dispatcher:
 
     def heartbeat(self) -> None:
         """Once a second from the event loop."""
-        self._redis_refuses = False
+        self.settlement.redis_refuses = False
         self._metrics.heartbeat()
         self._metrics.loop_lag(self._loop_watch.longest_silence())
         self._health.heartbeat(len(self._in_flight))
+        self._health.preparation_fails(self._preparation.is_failing)
         self._metrics.slots(min(self._in_flight.slots_used, self._max_num_seqs), self._max_num_seqs)
         self._in_flight.heartbeat()
         for message in self._preparation.heartbeat():

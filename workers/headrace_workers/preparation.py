@@ -102,6 +102,11 @@ class Preparation:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def is_failing(self) -> bool:
+        """A lane's process does not start: what is sent there waits until one does."""
+        return self._quick.is_failing or self._slow.is_failing
+
     def get(self, request_id: str) -> Preparing | None:
         return self._by_id.get(request_id)
 
@@ -169,10 +174,14 @@ class Preparation:
         kind, *values = answer
         if number == self._in_slow_lane:
             self._in_slow_lane = None
-            self._feed_slow_lane()
         message = self._held.get(number)
-        if message is None:  # it was dropped meanwhile
-            return
+        try:
+            if message is not None:  # else it was dropped meanwhile
+                self._take_answer(message, kind, values)
+        finally:  # behind it: what goes wrong with the next message must not take this one's answer
+            self._feed_slow_lane()
+
+    def _take_answer(self, message: Preparing, kind: str, values: list[Any]) -> None:
         if kind == "slow":
             self._begin_slow(message)
         elif kind == "prepared":
@@ -198,14 +207,18 @@ class Preparation:
         self._feed_slow_lane()
 
     def _feed_slow_lane(self) -> None:
-        if self._in_slow_lane is not None or not self._waiting:
-            return
-        tenant, waiting = self._waiting.popitem(last=False)
-        message = waiting.popleft()
-        if waiting:
-            self._waiting[tenant] = waiting  # behind the other tenants
-        self._in_slow_lane = message.number
-        self._slow.submit(message.number, message.body)
+        while self._in_slow_lane is None and self._waiting:
+            tenant, waiting = self._waiting.popitem(last=False)
+            message = waiting.popleft()
+            if waiting:
+                self._waiting[tenant] = waiting  # behind the other tenants
+            self._in_slow_lane = message.number
+            try:
+                self._slow.submit(message.number, message.body)
+            except Exception as error:  # noqa: BLE001  # it was not sent: it gets an answer, and the next one its turn
+                self._in_slow_lane = None
+                self.drop(message)
+                self._refused(message, error)
 
     # -- adapters -------------------------------------------------------------------------------------------------
 
@@ -215,23 +228,25 @@ class Preparation:
             self._ready(message, prepared, None)
             return
         message.prepared, message.since = prepared, time.monotonic()
-        found = partial(self._adapter_found, message.number, prepared)
-        if not self._lookups.submit(prepared.lora, partial(self._adapters.find, prepared.lora), found):
+        find, found = partial(self._adapters.find, prepared.lora), partial(self._adapter_found, prepared.lora)
+        if not self._lookups.submit(prepared.lora, find, found):
             self.drop(message)
             self._refused(
                 message, RefusedError("engine_error", "the folders of LoRA adapters cannot be read at the moment")
             )
 
-    def _adapter_found(self, number: int, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        message = self._held.get(number)
-        if message is None:
-            return
-        self.drop(message)
-        if adapter is None:
-            problem = f"{self._served_name} has no LoRA adapter of the name {prepared.lora!r}"
-            self._refused(message, RefusedError("invalid_request", problem))
-        else:
-            self._ready(message, prepared, adapter)
+    def _adapter_found(self, name: str, adapter: LoRARequest | None) -> None:
+        """For all messages that wait for this name."""
+        for message in list(self._held.values()):
+            prepared = message.prepared
+            if prepared is None or prepared.lora != name or message.number not in self._held:
+                continue
+            self.drop(message)
+            if adapter is None:
+                problem = f"{self._served_name} has no LoRA adapter of the name {name!r}"
+                self._refused(message, RefusedError("invalid_request", problem))
+            else:
+                self._ready(message, prepared, adapter)
 
 
 class PreparationError(Exception):

@@ -39,6 +39,8 @@ class Lane(Protocol):
 
     on_answer: Answer
     on_verdict: Callable[[str, str | None], None]
+    is_failing: bool
+    """Its last process ended before it could prepare a request, or could not be started."""
 
     def attach(self, hub: Any) -> None: ...
 
@@ -57,7 +59,8 @@ class PreparationLane:
     """Implements `Lane`. Its process is ended and started anew where a request needs too much.
 
     Then that request is refused, and those behind it are sent again. A process that dies otherwise is held against the
-    request that it worked on only when that happens again.
+    request that it worked on only when that happens again. One that dies before it can prepare requests is held against
+    none: they wait until a process starts.
 
     Args:
         is_quick: import what chats need while the engine loads, not when it is ready.
@@ -73,6 +76,9 @@ class PreparationLane:
         self._hub: Any = None
         self._settings: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
+        """The process has taken its settings, and can prepare requests."""
+        self.is_failing = False
         self._reader: FrameReader | None = None
         self._ended: list[subprocess.Popen[bytes]] = []
         """Killed, and perhaps not gone yet."""
@@ -102,6 +108,7 @@ class PreparationLane:
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         fd = process.stdout.fileno()
         self._process, self._reader = process, FrameReader(lambda size: os.read(fd, size))
+        self._is_ready = False
         self._unsent.clear()
         self._since = time.monotonic()
         for data in (self._settings, *self._submitted.values()):
@@ -135,7 +142,11 @@ class PreparationLane:
                 self._start_again()
         elif self._submitted and time.monotonic() - self._since > WAIT_SECONDS:
             self._end_process()
-            self._refuse_first(f"its preparation has not ended after {WAIT_SECONDS:g} s")
+            if self._is_ready:
+                self._refuse_first(f"its preparation has not ended after {WAIT_SECONDS:g} s")
+            else:
+                self.is_failing = True
+                logger.error("the preparation's process was not ready after %g s", WAIT_SECONDS)
             self._start_again()
 
     def close(self) -> None:
@@ -198,10 +209,14 @@ class PreparationLane:
             logger.error("an answer of the preparation could not be handled: %s", frames(error))
 
     def _take(self, number: int, *values: Any) -> None:
-        if number == 0:
+        if number == 0 and values:
             self.on_verdict(*values)
             return
-        self._deaths, self._since = 0, time.monotonic()
+        self._since = time.monotonic()
+        if number == 0:
+            self._is_ready, self.is_failing = True, False
+            return
+        self._deaths = 0
         if self._submitted.pop(number, None) is not None:
             self.on_answer(number, list(values))
 
@@ -209,8 +224,10 @@ class PreparationLane:
         process = self._process
         assert process is not None
         self._end_process()
-        if not self._submitted:
-            logger.error("the preparation's process ended with status %s", process.returncode)
+        if not self._submitted or not self._is_ready:
+            self.is_failing = not self._is_ready
+            when = "" if self._is_ready else " before it could prepare requests"
+            logger.error("the preparation's process ended with status %s%s", process.returncode, when)
             self._start_at = time.monotonic() + _RESTART_SECONDS
             return
         self._deaths += 1
@@ -227,6 +244,7 @@ class PreparationLane:
         try:
             self.start()
         except OSError as error:  # no memory or no descriptor for a process, just now
+            self.is_failing = True
             logger.error("the preparation's process could not be started: %s", error)
             self._start_at = time.monotonic() + _RESTART_SECONDS
 

@@ -5,7 +5,7 @@ no probe. `preparation_lane.py` is the parent's side. Frames of msgpack, each be
 
     parent -> child   {settings}, once; [number, request id, content type, body];
                       [0, grammar, problem or nil]: what another process found out
-    child -> parent   [number, kind, values ...]; [0, grammar, problem or nil]
+    child -> parent   [0], once, when it can prepare requests; [number, kind, values ...]; [0, grammar, problem or nil]
 
 A quick process spends a moment on a request, and answers `slow` where that is not enough. The other one ends where a
 request needs more processor time than it may have; the parent reads the reason from its exit status.
@@ -230,6 +230,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     preparer = make_preparer(reader.next(), lambda grammar, problem: send([0, grammar, problem]))
     import_chat_templates()  # else now, when the engine is ready: the processors are not wanted elsewhere any more
     _limit_memory()
+    send([0])
     while True:
         number, *values = reader.next()
         if number:

@@ -15,7 +15,7 @@ import structlog
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.content import answer_type
-from headrace_broker.dead_letters import DUPLICATE, DUPLICATE_ID, DeadLetter
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Attempt, Claim, Ending, StreamWrite, StreamWriter, WriteOutcome
@@ -61,6 +61,8 @@ class Settlement:
         self._ending: dict[Attempt, tuple[Job, GenerateResult, Outcome]] = {}
         """Complete, but the end of the stream is not in Redis yet."""
         self._hub: Any = None
+        self.redis_refuses = False
+        """Redis failed a request's stream; nothing more is to be taken until somebody resets this."""
 
     def attach(self, hub: Any) -> None:
         """The event loop; again after each reconnect."""
@@ -204,16 +206,13 @@ class Settlement:
         logger.warning("request id is another message's", request_id=request_id)
         celery_request.set_aside()
 
-    def give_back(self, celery_request: Any, error: Exception) -> bool:
-        """Redis refused a request's stream. Returns whether that is the request's own doing, and counts against it.
-
-        It is where the server takes other writes.
-        """
+    def give_back(self, celery_request: Any, error: Exception) -> None:
+        """Redis refused a request's stream. Where it takes other writes, that counts against the request."""
         is_own = isinstance(error, redis.ResponseError) and self._writer.takes_writes()
         logger.warning("request goes back to the queue", request_id=celery_request.id, error=str(error))
         self._metrics.message_returned("stream_refused" if is_own else "redis")
         celery_request.hand_back(strike=is_own)
-        return is_own
+        self.redis_refuses = self.redis_refuses or not is_own
 
     def refuse_malformed(
         self, request_id: str, content: str, why: str = MALFORMED, content_type: object = None
@@ -226,13 +225,8 @@ class Settlement:
     def dead_letter(self, letter: DeadLetter) -> None:
         """A message will not be delivered again: tell whoever waits for its stream or its result."""
         self._metrics.dead_lettered(letter.reason)
-        if letter.reason in (DUPLICATE, DUPLICATE_ID):
-            return
-        if letter.bound_id is None or letter.bound_id != letter.request_id:  # it names the id of another message
-            return
-        after = f"after {letter.deliveries} deliveries" if letter.deliveries else "before its first delivery"
-        error = ErrorInfo("dead_letter", f"given up {after}: {letter.reason}")
-        self._end_stream(letter.bound_id, "error", error, letter.content, letter.content_type)
+        if letter.answered_id is not None:
+            self._end_stream(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
 
     def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""

@@ -98,10 +98,14 @@ class EngineRequest(Request):
         self._message.channel.leases.release(self.lease_id, strike=strike)
         self.send_event("task-rejected", requeue=True)
 
-    def postpone(self, seconds: float) -> None:
-        """Put the message back when its time has come; until then it is in no worker's hands."""
+    def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
+        """Put the message back after so long, until which it is in no worker's hands.
+
+        With `keeps_place` it goes back to its place, and has waited since it came. Else this is its own ETA, from which
+        on it waits.
+        """
         self._settled()
-        self._message.channel.leases.postpone(self.lease_id, seconds)
+        self._message.channel.leases.postpone(self.lease_id, seconds, keeps_place=keeps_place)
         self.send_event("task-rejected", requeue=True)
 
     def set_aside(self) -> None:

@@ -86,7 +86,7 @@ end
 local function is_readable(message)
   if #message > LONGEST_HEADERS then return true end
   local decoded, envelope = pcall(cjson.decode, message)
-  local properties = decoded and envelope.properties
+  local properties = decoded and type(envelope) == 'table' and envelope.properties
   if type(properties) ~= 'table' or type(properties.delivery_info) ~= 'table' then return false end
   local encoding = properties.body_encoding or cjson.null
   return encoding == cjson.null or encoding == 'utf-8' or encoding == 'base64' and is_base64(envelope.body)
@@ -155,16 +155,16 @@ local function sort(list)
       -- a clock that was set back must not turn the order round
       since = since and since + 1
         or math.max(microseconds, number_in(redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
-      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then tenant = '' end
-      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then
-        redis.call('RPUSH', list, body)
-        return
-      end
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
       -- by its own name, also where it has to share a place with others
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
+      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then tenant = '' end
+      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then
+        redis.call('RPUSH', list, body)
+        return
+      end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
       }

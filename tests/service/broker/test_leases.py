@@ -8,7 +8,7 @@ import redis
 
 from clock import Clock
 from headrace_broker.connections import connect
-from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE, DeadLetter, dead_letters
+from headrace_broker.dead_letters import DUPLICATE, DeadLetter, dead_letters
 from headrace_broker.keys import (
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
@@ -228,9 +228,9 @@ def test_a_message_that_ends_every_worker_becomes_a_dead_letter(
     push(redis_client, "harmless")
     assert bodies(take(worker)) == [b"harmless"]
     (letter,) = dead
-    assert (letter.reason, letter.request_id, letter.queue) == (DELIVERY_LIMIT, "request-1", QUEUE)
+    assert (letter.reason, letter.request_id, letter.queue) == ("delivery limit", "request-1", QUEUE)
     (stored,) = dead_letters(redis_client)
-    assert (stored.reason, stored.body, stored.deliveries) == (DELIVERY_LIMIT, poison.encode(), 2)
+    assert (stored.reason, stored.body, stored.deliveries) == ("delivery limit", poison.encode(), 2)
     assert stored.at == pytest.approx(redis_client.time()[0], abs=5)
     assert redis_client.hlen(LEASE_DELIVERIES_KEY) == 1  # only the harmless one's
 
@@ -403,6 +403,21 @@ def test_a_postponed_message_is_nobodys_until_its_time_and_that_was_no_delivery(
     assert other.reap() == 1
     [message] = take(other)
     assert (message.body, message.deliveries) == (b"later", 1)
+
+
+def test_a_message_that_keeps_its_place_comes_back_before_later_ones_and_has_waited_all_the_time(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push(redis_client, "first", "second")
+    [first] = take(leases, 1)
+    before = msgpack.unpackb(redis_client.hget(LEASE_RECORDS_KEY, first.lease_id))
+    leases.postpone(first.lease_id, 0, keeps_place=True)
+    assert leases.reap() == 1
+    after = msgpack.unpackb(redis_client.hget(LEASE_RECORDS_KEY, first.lease_id))
+    assert [after.get(name) for name in ("since", "level", "due")] == [before["since"], before["level"], None]
+    again, _ = take(leases)
+    assert (again.body, again.deliveries) == (b"first", 1)
 
 
 def test_a_postponement_that_redis_did_not_take_is_owed(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:

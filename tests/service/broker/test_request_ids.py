@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.dead_letters import DELIVERY_LIMIT, DUPLICATE_ID, DeadLetter, dead_letters, requeue
+from headrace_broker.dead_letters import DUPLICATE_ID, DeadLetter, dead_letters, requeue
 from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, LEASES_KEY, queue_lists, stream_key
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.results import ErrorInfo
@@ -151,7 +151,7 @@ def test_a_message_past_its_limit_still_owns_its_id_and_its_digest_is_that_of_it
     [leased] = take(leases)
     end_by_limit(leases, leased)
     [letter] = reported
-    assert (letter.reason, letter.bound_id) == (DELIVERY_LIMIT, "r")
+    assert (letter.reason, letter.bound_id) == ("delivery limit", "r")
     writer = StreamWriter(redis_client, 60)
     writer.claim("r", "w", content=letter.content)
     error = ErrorInfo("dead_letter", "x")

@@ -177,6 +177,7 @@ def envelope(**changes: Any) -> bytes:
         envelope(headers=[1]),
         envelope(body="not base64!"),
         envelope(body=5),
+        envelope(body="\ud800" * 10, properties={"delivery_info": {}}),
     ],
 )
 def test_garbage_becomes_a_dead_letter_and_the_next_message_arrives(

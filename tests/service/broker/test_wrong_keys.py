@@ -18,6 +18,7 @@ from headrace_broker.keys import (
     LEASE_DELIVERIES_KEY,
     LEASE_META_KEY,
     LEASE_RECORDS_KEY,
+    LEASE_REQUESTS_KEY,
     LEASES_KEY,
     queue_lists,
     sorted_ids_key,
@@ -162,6 +163,7 @@ def replaced(client: "redis.Redis", key: str, kind: str) -> Iterator[None]:
 def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis") -> None:
     keys = scene_keys(client)
     assert {LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY} <= set(keys)
+    assert LEASE_REQUESTS_KEY in keys
     assert {DEAD_LETTERS_KEY, waiting_key(QUEUE), tenant_ids_key(QUEUE, "a"), queue_lists(QUEUE)[2]} <= set(keys)
     for key in keys:
         for kind in PUT:
@@ -179,13 +181,14 @@ def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis"
 def test_a_monitor_names_the_queue_whose_key_has_the_wrong_type(client: "redis.Redis") -> None:
     Scene(client)
     other = "headrace.other"
-    for key, is_shared in ((LEASE_META_KEY, True), (DEAD_LETTERS_KEY, True), (LISTS[0], False), (LISTS[3], False)):
+    shared = (LEASE_META_KEY, LEASE_REQUESTS_KEY, DEAD_LETTERS_KEY)
+    for key in (*shared, LISTS[0], LISTS[3]):
         reader = QueueLevelReader(client)
         with replaced(client, key, "stream"):
             levels = reader.read([QUEUE, other])
         shown = key.replace("\x06\x16", " ")
         assert f"WRONGTYPE the key {shown} holds a stream" in str(levels[QUEUE].problem)
-        assert (levels[other].problem is not None) == is_shared
+        assert (levels[other].problem is not None) == (key in shared)
         assert reader.read([QUEUE, other])[QUEUE].problem is None
         assert levels[QUEUE].leased > 0
 
@@ -224,6 +227,30 @@ def test_a_message_that_cannot_be_sorted_stays_first_and_is_reported(client: "re
             attempt()
     client.delete(tenant_ids_key(QUEUE, ""))
     assert names(leases.fetch(LISTS, 9)) == ["first", "second"]
+
+
+def test_a_message_whose_shared_place_has_the_wrong_type_stays_in_its_list(client: "redis.Redis") -> None:
+    client.flushall()
+    leases = make_leases(client)
+    client.zadd(waiting_key(QUEUE), {f"tenant-{number}": 1 for number in range(1000)})
+    client.zadd(f"headrace:ready:tenants:{QUEUE}", {"tenant-0": 1})
+    client.set(tenant_ids_key(QUEUE, ""), "x")
+    client.lpush(LISTS[0], envelope("mine", "one more"))
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        leases.sort(LISTS)
+    client.delete(tenant_ids_key(QUEUE, ""))
+    assert names(leases.fetch(LISTS, 9)) == ["mine"]
+
+
+@pytest.mark.parametrize("stored", ["123", '"text"', "null", "[]", "true"])
+def test_a_message_is_not_lost_where_the_one_before_it_is_stored_as_no_map(client: "redis.Redis", stored: str) -> None:
+    client.flushall()
+    leases = make_leases(client)
+    client.lpush(LISTS[0], envelope("first", id="r"))
+    [first] = leases.fetch(LISTS, 1)
+    client.hset(LEASE_BODIES_KEY, first.lease_id, stored)
+    client.lpush(LISTS[0], envelope("second", id="r"))
+    assert names(leases.fetch(LISTS, 9)) == ["second"]
 
 
 @pytest.mark.parametrize("key", [tenant_ids_key(QUEUE, "a"), waiting_key(QUEUE), LEASES_KEY])
@@ -285,7 +312,10 @@ GARBAGE: Final = {
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize(
     "key",
-    [LEASE_META_KEY, LEASE_RECORDS_KEY, LEASE_DELIVERIES_KEY, "headrace:share:clock", "headrace:share:mean"],
+    [
+        *(LEASE_META_KEY, LEASE_RECORDS_KEY, LEASE_REQUESTS_KEY, LEASE_DELIVERIES_KEY),
+        *("headrace:share:clock", "headrace:share:mean"),
+    ],
 )
 def test_no_message_is_lost_to_values_that_make_no_sense(client: "redis.Redis", key: str, garbage: str) -> None:
     scene = Scene(client)

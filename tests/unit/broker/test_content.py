@@ -141,6 +141,21 @@ def test_numbers_of_a_protocol_1_body_stay_what_they_are() -> None:
     assert kwargs["u"] == -math.inf
 
 
+def test_a_body_of_protocol_1_is_decoded_up_to_64_kib() -> None:
+    def raw(num_chars: int) -> bytes:
+        body = json.dumps({"task": "headrace.generate", "id": "r1", "kwargs": {}})
+        return envelope(None, body=body.ljust(num_chars), properties={"delivery_info": {}})
+
+    assert open_envelope(raw(64 << 10))["headers"]["id"] == "r1"
+    with pytest.raises(MalformedMessageError, match="larger than 64 KiB: use protocol 2"):
+        open_envelope(raw((64 << 10) + 1))
+
+
+def test_a_body_that_is_no_valid_unicode_is_refused() -> None:
+    with pytest.raises(MalformedMessageError, match="lone surrogates"):
+        open_envelope(envelope(None, body="\ud800", headers={"id": "r"}, properties={"delivery_info": {}}))
+
+
 @pytest.mark.parametrize("body", [5, [], {"task": "t"}, {"id": "x"}, {"task": 5, "id": "x"}, {"task": "t", "id": ""}])
 def test_a_message_of_neither_protocol_is_left_as_it_is(body: Any) -> None:
     opened = open_envelope(envelope(body))

@@ -54,7 +54,8 @@ def test_absent_options_are_not_sent_and_each_request_gets_its_own_id() -> None:
 
 @pytest.mark.parametrize(("given", "text"), [(0, "0"), (uuid.UUID(int=7), str(uuid.UUID(int=7))), ("a", "a")])
 def test_a_request_id_may_be_a_number_or_a_uuid(given: Any, text: str) -> None:
-    assert prepared(request_id=given).request_id == text
+    submission = prepared(request_id=given)
+    assert (submission.request_id, submission.has_given_id) == (text, True)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class InlineLane:
 
     def __init__(self) -> None:
         self.is_held = False
+        self.is_failing = False
         self.submitted: dict[int, list[Any]] = {}
         self.learned: dict[str, str | None] = {}
         self.on_answer: Any = None

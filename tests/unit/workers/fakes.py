@@ -253,8 +253,8 @@ class FakeCeleryRequest:
     def hand_back(self, *, strike: bool = False) -> None:
         self.fate.append("handed back with a strike" if strike else "handed back")
 
-    def postpone(self, seconds: float) -> None:
-        self.fate.append(f"postponed by {seconds:.0f} s")
+    def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
+        self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))
 
     def set_aside(self) -> None:
         self.fate.append("set aside")

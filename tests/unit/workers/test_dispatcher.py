@@ -183,6 +183,16 @@ def test_tokens_that_redis_did_not_take_are_written_at_the_next_heartbeat(desk: 
     assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14]
 
 
+def test_nothing_is_taken_until_the_next_heartbeat_where_redis_does_not_take_a_refusal(desk: Desk) -> None:
+    desk.redis.error = AWAY
+    request = desk.accept(FakeCeleryRequest(kwargs={"prompt": ""}))
+    assert request.fate == ["handed back"]
+    desk.redis.error = None
+    assert desk.dispatcher.credit() == 0
+    desk.dispatcher.heartbeat()
+    assert desk.dispatcher.credit() == 4
+
+
 def test_a_lost_lease_ends_the_work_and_late_news_of_it_are_ignored(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     old = list(desk.engine.sent)

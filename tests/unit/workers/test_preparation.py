@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -11,9 +15,10 @@ import pytest
 
 from headrace_workers import preparation
 from headrace_workers.adapters import Adapters
+from headrace_workers.file_lookups import FileLookups
 from headrace_workers.preparation_process import QUICK_BODY_BYTES
 from unit.workers.desk import Desk
-from unit.workers.fakes import AWAY, FakeCeleryRequest
+from unit.workers.fakes import AWAY, FakeCeleryRequest, FakeHub
 
 pytestmark = pytest.mark.torch
 
@@ -121,14 +126,55 @@ def test_tenants_take_turns_in_the_slow_lane() -> None:
     assert order == ["a0", "a1", "b0", "a2"]
 
 
+@pytest.mark.parametrize("is_behind_another", [False, True])
+def test_a_slow_request_that_cannot_be_sent_is_answered_and_the_next_goes_on(
+    monkeypatch: pytest.MonkeyPatch, *, is_behind_another: bool
+) -> None:
+    desk = Desk(max_num_seqs=16)
+    desk.slow.is_held = True
+    submit = desk.slow.submit
+
+    def send(number: int, values: list[Any]) -> None:
+        if values[0] == "bad":
+            raise UnicodeEncodeError("utf-8", "", 0, 0, "surrogates not allowed")
+        submit(number, values)
+
+    monkeypatch.setattr(desk.slow, "submit", send)
+    names = ["first", "bad", "last"] if is_behind_another else ["bad", "first", "last"]
+    for name in names:
+        take(desk, name, large(), tenant=name)
+    while desk.slow.submitted:
+        desk.slow.answer("refused", "invalid_request", "no")
+    desk.settle()
+    assert {name: desk.results[name]["error"]["message"] for name in names} == {
+        "first": "no",
+        "bad": "the request could not be taken in: UnicodeEncodeError",
+        "last": "no",
+    }
+    assert desk.dispatcher.is_idle
+
+
 def test_slow_requests_leave_room_for_others() -> None:
     desk = Desk(max_num_seqs=16)
     desk.slow.is_held = True
     requests = [take(desk, f"a{number}", large(), tenant="a") for number in range(6)]
-    assert [request.fate for request in requests] == [[], [], [], [], ["postponed by 1 s"], ["postponed by 1 s"]]
+    assert [request.fate for request in requests] == [[], [], [], [], *([["postponed by 1 s at its place"]] * 2)]
     others = [take(desk, f"{name}{number}", large(), tenant=name) for name in "bc" for number in range(3)]
     assert [request.fate == [] for request in others] == [True, True, True, True, False, False]
     assert desk.dispatcher.credit() == 8
+    assert desk.value("headrace_queue_returned_messages_total", reason="not_ready") == 4
+
+
+def test_nothing_is_taken_while_a_preparation_process_does_not_start(desk: Desk) -> None:
+    desk.dispatcher.heartbeat()
+    assert (desk.dispatcher.credit(), desk.dispatcher.stats()["state"]) == (4, "ready")
+    desk.slow.is_failing = True
+    desk.dispatcher.heartbeat()
+    assert desk.dispatcher.credit() == 0
+    assert "requests cannot be prepared" in desk.dispatcher.stats()["state"]
+    desk.slow.is_failing = False
+    desk.dispatcher.heartbeat()
+    assert (desk.dispatcher.credit(), desk.dispatcher.stats()["state"]) == (4, "ready")
 
 
 def test_one_slot_can_hold_a_slow_request() -> None:
@@ -286,6 +332,51 @@ def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: py
     desk.settle()
     for name in ("r1", "r2"):
         assert desk.results[name]["error"]["message"] == "tiny has no LoRA adapter of the name 'hung'"
+
+
+def test_nothing_is_kept_of_those_who_ask_again_for_what_hangs() -> None:
+    answers: list[str] = []
+    lookups, hub, may_answer = FileLookups(), FakeHub(), threading.Event()
+    lookups.attach(hub)
+
+    def ask() -> str:
+        assert may_answer.wait(30)
+        return "found"
+
+    def answer(found: str) -> None:
+        answers.append(found)
+
+    again = partial(answer)
+    kept = weakref.ref(again)
+    assert lookups.submit("hung", ask, answer)
+    assert lookups.submit("hung", ask, again)
+    del again
+    assert kept() is None
+    may_answer.set()
+    deadline = time.monotonic() + 10
+    while not hub.soon:
+        assert time.monotonic() < deadline
+    hub.run_soon()
+    assert answers == ["found"]
+
+
+def test_an_adapter_is_looked_up_again_where_no_thread_could_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    desk = Desk(adapters=Adapters({}, str(tmp_path)))
+    with monkeypatch.context() as patched:
+        patched.setattr("headrace_workers.file_lookups.threading", SimpleNamespace(Thread=refuse))
+        take(desk, "r1", {"prompt": "abc", "lora": "nosuch"})
+    take(desk, "r2", {"prompt": "abc", "lora": "nosuch"})
+    desk.wait_soon()
+    desk.settle()
+    assert [desk.results[name]["error"]["message"] for name in ("r1", "r2")] == [
+        "the folders of LoRA adapters cannot be read at the moment",
+        "tiny has no LoRA adapter of the name 'nosuch'",
+    ]
 
 
 @pytest.mark.parametrize(("share", "salts"), [(False, ["tenant a", "tenant b", ""]), (True, ["", "", ""])])

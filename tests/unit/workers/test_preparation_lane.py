@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -66,6 +67,10 @@ class Lane:
             assert time.monotonic() < deadline
             self.hub.run_once()
         return [self.answers[number] for number in numbers]
+
+    def wait_until_ready(self) -> None:
+        while not self.lane._is_ready:
+            self.hub.run_once()
 
     @property
     def pid(self) -> int:
@@ -167,11 +172,10 @@ def test_a_process_that_is_killed_once_costs_nobody_anything(make_lane: Callable
 def test_a_request_whose_process_dies_twice_is_refused_and_the_others_are_served(
     make_lane: Callable[..., Lane],
 ) -> None:
-    lane = make_lane()
-    lane.wait(lane.submit({"prompt": "a"}))
-    os.kill(lane.pid, signal.SIGSTOP)
-    first, second = lane.submit({"prompt": "a"}), lane.submit({"prompt": "b"})
+    lane = make_lane(ENDLESS, cpu_seconds=60)
+    first, second = lane.submit(chat("ab")), lane.submit(chat("c"))
     for _ in range(2):
+        lane.wait_until_ready()
         before = lane.pid
         os.kill(before, signal.SIGKILL)
         while lane.pid == before:
@@ -180,6 +184,28 @@ def test_a_request_whose_process_dies_twice_is_refused_and_the_others_are_served
     assert refused[0] == "refused"
     assert "ended the process twice, with status -9" in refused[2]
     assert prepared[0] == "prepared"
+
+
+def test_requests_wait_for_a_process_that_dies_at_its_start(
+    make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation_lane, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    lane = make_lane()
+    numbers = [lane.submit({"prompt": "a"}) for _ in range(2)]
+    for _ in range(4):
+        while lane.lane._process is not None:
+            lane.hub.run_once()
+        assert lane.lane.is_failing
+        lane.lane.check()
+    assert lane.answers == {}
+    monkeypatch.undo()
+    while lane.lane._process is not None:
+        lane.hub.run_once()
+    lane.lane._start_at = 0.0
+    lane.lane.check()
+    assert [kind for kind, _ in lane.wait(*numbers)] == ["prepared"] * 2
+    assert not lane.lane.is_failing
 
 
 def test_a_process_that_hangs_is_ended(make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,3 +210,11 @@ def test_options_are_made_plain_data() -> None:
     args = EngineArgs(model="m", generation_config=None, override_generation_config=None)  # type: ignore[arg-type]
     model = args.create_engine_config().model
     assert (model.generation_config, model.override_generation_config) == ("auto", {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "static-cpu"])
+def test_a_broken_file_of_the_model_is_refused_by_a_sentence(checkpoint: Checkpoint, device: str) -> None:
+    folder = checkpoint()
+    (Path(folder) / "generation_config.json").write_text("[1]")
+    with pytest.raises(ModelLoadError, match=f"^model '{folder}' cannot be (read|loaded): "):
+        load(folder, device=device)

@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 
 from headrace_engine.config import GENERATION_DEFAULTS, ModelConfig
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
-from headrace_engine.plain_values import shown
 from headrace_engine.runner.load_errors import lasting_errors
 from headrace_engine.sampling_params import SamplingParams
 
@@ -22,7 +21,7 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
     folder = config.generation_config
     if not os.path.isdir(folder):  # noqa: PTH112  # False for what is no path at all, too
         raise ModelLoadError(
-            f"generation_config is {shown(folder)}, and there is no such folder; give auto, vllm or a folder that holds "
+            f"generation_config is {folder!r}, and there is no such folder; give auto, vllm or a folder that holds "
             "generation_config.json"
         )
     with lasting_errors(folder, "read", what="generation_config"):

@@ -67,5 +67,5 @@ def test_a_full_disk_is_told_at_each_step(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(default_model, "_download", lambda scratch: scratch)
     monkeypatch.setattr(default_model, step, fail)
-    with pytest.raises(ModelFetchError, match="cannot be kept: .*No space left on device; XDG_CACHE_HOME names"):
+    with pytest.raises(ModelFetchError, match=r"cannot be kept: .*No space left on device; XDG_CACHE_HOME names"):
         default_model.fetch()

@@ -252,8 +252,11 @@ class Generator:
         name = self._draw.choice(names)
         place[name] = self._odd()
         headers = good["headers"]
-        if isinstance(headers, dict) and SECRET in str(headers.get("task")):
-            headers["task"] = "unheard of"  # a task's name is no text of a prompt, and Celery logs it
+        if isinstance(headers, dict):  # neither is text of a prompt, and both are logged
+            if SECRET in str(headers.get("task")):
+                headers["task"] = "unheard of"
+            if SECRET in str(headers.get("id")):
+                headers["id"] = self._id()
         return good
 
     def kind_field_missing(self) -> dict[str, Any]:
@@ -268,6 +271,8 @@ class Generator:
         content |= {self._draw.choice([*content, "eta", "expires", "utc", "callbacks", "taskset"]): self._odd()}
         if SECRET in str(content["task"]):
             content["task"] = "unheard of"
+        if SECRET in str(content["id"]):
+            content["id"] = self._id()
         good["headers"] = {}
         try:
             good["body"] = base64.b64encode(msgpack.packb(content)).decode()

@@ -93,6 +93,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)):
                 _leave_undecoded(message)
+                message.headers.pop("shadow", None)  # a name of the sender's own, which Celery would log and announce
                 return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back

@@ -223,8 +223,9 @@ def test_a_key_of_the_wrong_type_makes_the_worker_unready_until_it_is_right_and_
     worker, shown = service.workers[0], key.replace("\x06\x16", " ").replace("\x06", " ")
     try:
         handles = run(service)
-        service.wait_until(lambda: worker.health("ready")[0] == 503)
-        assert f"WRONGTYPE the key {shown} holds a stream" in worker.health("ready")[1]
+        words = f"WRONGTYPE the key {shown} holds a stream"
+        service.wait_until(lambda: words in worker.health("ready")[1])
+        assert worker.health("ready")[0] == 503
         assert worker.metrics()["headrace_queue_blocked"] == 1
     finally:
         service.client.delete(key)

@@ -3,6 +3,7 @@
 A result is stored in the content type of its request, so that the client that sent the request can read it.
 """
 
+import codecs
 import json
 import math
 import re
@@ -19,15 +20,34 @@ SERIALIZERS: Final = {JSON: "json", MSGPACK: "msgpack"}
 
 LEAST_LOGPROB: Final = -9999.0
 """What JSON, which has no infinity, says for a log-probability of minus infinity; as in vLLM's server."""
-_PRESENTABLE: Final = re.compile(r"[\w.+/-]{1,64}", re.ASCII)
+_MEDIA_TYPE: Final = re.compile(r"(application|text)/[\w.+-]{1,48}", re.ASCII)
+_ENCODINGS: Final = ("binary", "base64")  # beside those of Python
 
 
 def require_accepted(content_type: object) -> None:
     """Raises MalformedMessageError, which names the content type and those that are accepted."""
-    if content_type not in SERIALIZERS:
-        presentable = isinstance(content_type, str) and _PRESENTABLE.fullmatch(content_type)
-        found = content_type if presentable else "no content type" if content_type is None else "unreadable"
-        raise MalformedMessageError(f"its content-type is {found}; accepted are {' and '.join(SERIALIZERS)}")
+    if not isinstance(content_type, str) or content_type not in SERIALIZERS:
+        accepted = " and ".join(SERIALIZERS)
+        raise MalformedMessageError(f"its content-type is {shown_type(content_type)}; accepted are {accepted}")
+
+
+def shown_type(content_type: object) -> str:
+    """A content type for a log or an answer. What is none could be any text, and is not shown."""
+    if content_type is None:
+        return "no content type"
+    return content_type if isinstance(content_type, str) and _MEDIA_TYPE.fullmatch(content_type) else "unreadable"
+
+
+def shown_encoding(encoding: object) -> str:
+    """The same for a content encoding."""
+    if encoding is None:
+        return "no encoding"
+    if not isinstance(encoding, str):
+        return "unreadable"
+    try:
+        return encoding if encoding in _ENCODINGS else codecs.lookup(encoding).name
+    except (LookupError, ValueError):
+        return "unreadable"
 
 
 def answer_type(content_type: object) -> str:

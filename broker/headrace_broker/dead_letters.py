@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from headrace_broker.content import answer_type
+from headrace_broker.content import answer_type, shown_encoding, shown_type
 from headrace_broker.envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
@@ -78,8 +78,8 @@ class DeadLetter:
     @property
     def described(self) -> str:
         """What the message is, for a log that must not say what it says."""
-        kinds = [str(self._envelope.get(name))[:64] for name in ("content-type", "content-encoding")]
-        return f"{len(self.body)} bytes, content-type {kinds[0]}, content-encoding {kinds[1]}"
+        found = shown_type(self._envelope.get("content-type")), shown_encoding(self._envelope.get("content-encoding"))
+        return f"{len(self.body)} bytes, content-type {found[0]}, content-encoding {found[1]}"
 
     @property
     def content_type(self) -> str:

@@ -6,6 +6,7 @@ import structlog
 from celery import signals
 from celery.worker.consumer import Consumer
 
+from headrace_broker.content import shown_encoding, shown_type
 from headrace_broker.errors import MalformedMessageError
 from headrace_broker.messages import TASK_NAME
 
@@ -45,8 +46,8 @@ class EngineConsumer(Consumer):
         logger.error(
             "message refused",
             reason=reason,
-            content_type=str(message.content_type)[:64],
-            content_encoding=str(message.content_encoding)[:64],
+            content_type=shown_type(message.content_type),
+            content_encoding=shown_encoding(message.content_encoding),
             bytes=len(message.body or b""),
             queue=str(message.delivery_info.get("routing_key") or message.delivery_info.get("exchange"))[:200],
         )

@@ -83,6 +83,13 @@ def test_chats_with_tools_and_parts_of_text_are_answered_and_null_is_the_default
     assert answers[0]["outputs"][0]["token_ids"] == answers[1]["outputs"][0]["token_ids"]
 
 
+def test_a_name_that_a_message_gives_its_task_is_not_logged(service: Service) -> None:
+    named = service.send({"prompt": "x", "sampling_params": {"max_tokens": 1}}, shadow="Zanzibar")
+    results([named])
+    assert f"headrace.generate[{named.id}]" in service.workers[0].log_text()
+    assert "Zanzibar" not in service.workers[0].log_text()
+
+
 def test_a_request_may_have_more_choices_than_the_worker_has_slots(service: Service) -> None:
     crowd = service.generate(n=40, temperature=1.0, seed=3, max_tokens=6)
     others = [service.generate(max_tokens=6) for _ in range(3)]

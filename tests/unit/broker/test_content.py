@@ -8,7 +8,17 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_broker.content import JSON, MSGPACK, answer_type, dumps_result, loads, loads_stored
+from headrace_broker.content import (
+    JSON,
+    MSGPACK,
+    answer_type,
+    dumps_result,
+    loads,
+    loads_stored,
+    require_accepted,
+    shown_encoding,
+    shown_type,
+)
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.envelope import open_envelope
 from headrace_broker.errors import MalformedMessageError
@@ -198,3 +208,21 @@ def test_a_dead_letter_is_described_without_its_content() -> None:
     assert letter.described == f"{len(raw)} bytes, content-type application/x-yaml, content-encoding utf-8"
     assert letter.content_type == JSON
     assert DeadLetter("undecodable", "headrace.m", 1, b"[1]").described.startswith("3 bytes")
+
+
+@pytest.mark.parametrize(
+    "text", ["a secret", "Zanzibar", "text/a secret", ["application/json"], {"a": 1}, 5, "\ud800", "x" * 99]
+)
+def test_what_is_no_content_type_or_encoding_is_not_shown(text: object) -> None:
+    assert (shown_type(text), shown_encoding(text)) == ("unreadable", "unreadable")
+    with pytest.raises(MalformedMessageError, match="is unreadable;"):
+        require_accepted(text)
+
+
+def test_content_types_and_encodings_are_shown() -> None:
+    assert [shown_type(kind) for kind in ("application/x-yaml", "text/plain", None)] == [
+        "application/x-yaml",
+        "text/plain",
+        "no content type",
+    ]
+    assert [shown_encoding(kind) for kind in ("binary", "UTF-16", None)] == ["binary", "utf-16", "no encoding"]

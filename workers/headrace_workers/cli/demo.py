@@ -120,4 +120,5 @@ def _print_next(console: Console, report: Report, redis_url: str) -> None:
         f'  .venv/bin/headrace generate --chat "What is a headrace?"\n'
         f"  curl -s {report.metrics_url} | grep headrace_generation_tokens_total",
         highlight=False,
+        soft_wrap=True,  # a line that is to be pasted must stay one
     )

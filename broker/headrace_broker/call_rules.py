@@ -15,7 +15,7 @@ _MAX_LETTERS: Final = 1_000_000
 
 
 def check_request_id(request_id: object) -> str:
-    """The id of a request, whoever sent it. Raises InvalidRequestError."""
+    """Check the id of a request. Raises InvalidRequestError."""
     if not is_request_id(request_id):
         limits = f"1 to {MAX_ID_CHARS} characters"
         raise InvalidRequestError([f"request_id must be text of {limits}, not {shown(request_id)}"])

@@ -146,7 +146,7 @@ class Leases:
             problem = problem or found
             num_messages += len(messages)
             for message in messages:
-                self._owed.pop(message.lease_id, None)  # a debt of the lease before this one
+                self._owed.pop(message.lease_id, None)  # pending for the lease before this one
                 self._drop_lost(message.lease_id)
             yield messages
         if problem and not num_messages:

@@ -142,7 +142,7 @@ class QoS(virtual.QoS):
         if not self.channel.leased:
             super().reject(delivery_tag, requeue=requeue)
         elif requeue:
-            self.channel.leases.release(delivery_tag, strike=True)  # whoever rejects it does so because of the message
+            self.channel.leases.release(delivery_tag, strike=True)  # a rejection is because of the message
         else:
             self.channel.leases.bury(delivery_tag, "rejected")
 

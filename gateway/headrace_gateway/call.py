@@ -1,0 +1,85 @@
+"""A checked call of the API: what goes into the queue, and what the writer of its answer must know.
+
+The forms are kept in the envelope, so every replica writes the same answer from the same stream entries.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from headrace_broker import SubmitRequest
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required", "named"]
+
+
+class ToolForm(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+    """JSON Schema: parsers of formats without types turn texts into values by it."""
+    strict: bool = False
+
+
+class ChatForm(msgspec.Struct, frozen=True, kw_only=True, tag="chat"):
+    """How a chat completion is written."""
+
+    n: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int | None = None
+    """Alternatives a position; 0: the token's own only; None: no log-probabilities."""
+    tool_parser: str | None = None
+    """None: the text holds no calls to look for."""
+    reasoning_parser: str | None = None
+    tools: tuple[ToolForm, ...] = ()
+    """Those that may be called: a call of another one is content."""
+    tool_choice: ToolChoice = "none"
+    forced_syntax: str | None = None
+    """The parser that reads what the grammar of a forced choice lets through; None where nothing is forced."""
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    prompt_logprobs: bool = False
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+
+
+class CompletionForm(msgspec.Struct, frozen=True, kw_only=True, tag="completion"):
+    """How a text completion is written. Choice index = position of the prompt * n + choice."""
+
+    n: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+    prompts: tuple[str | None, ...] = ()
+    """With `echo`: the prompts as they were sent; None for one of token ids, whose text comes from prompt_logprobs."""
+    drop_generated: bool = False
+    """max_tokens was 0: the one token that the engine generated is not shown."""
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    prompt_logprobs: bool = False
+    """The caller asked for `prompt_logprobs` by vLLM's name."""
+
+
+AnswerForm: TypeAlias = ChatForm | CompletionForm
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request whose every field is checked.
+
+    `submissions` has one request a prompt, with sampling parameters, model, adapter and prefix. The request id,
+    tenant, priority, expiry and idempotency key are set where it is submitted.
+    """
+
+    model: str
+    """As the caller named it: a served name or an adapter's. Answers repeat it."""
+    submissions: tuple[SubmitRequest, ...]
+    form: AnswerForm
+    stream: bool = False
+    priority: int | None = None
+    """What the body asked for (`priority`, `service_tier`); None: the key's best. A header goes before it."""

@@ -1,0 +1,35 @@
+"""What the endpoints of one gateway share."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import redis.asyncio
+from starlette.requests import Request
+
+from headrace_broker import AsyncClient
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from headrace_gateway.model_catalog import ModelCatalog
+
+
+@dataclass(slots=True)
+class Gateway:
+    """One process's connections and state; `app.py` makes it when the server starts."""
+
+    settings: GatewaySettings
+    client: AsyncClient
+    redis: "redis.asyncio.Redis"
+    models: "ModelCatalog"
+
+
+def gateway_of(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+def key_of(request: Request) -> ApiKey:
+    """The caller, whom the authentication has put into the scope."""
+    key: ApiKey = request.scope["state"]["key"]
+    return key

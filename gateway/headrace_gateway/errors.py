@@ -1,0 +1,52 @@
+"""Every error that this package raises, in one tree. ApiError is the one that becomes an HTTP answer."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+
+class HeadraceGatewayError(Exception):
+    """Root of the tree."""
+
+
+class GatewaySettingsError(HeadraceGatewayError, ValueError):
+    """A setting, the key file or an environment variable has a value that cannot be used."""
+
+
+class ApiError(HeadraceGatewayError):
+    """What a client is told in OpenAI's error body.
+
+    Args:
+        status: HTTP status.
+        kind: OpenAI's `type`, such as `invalid_request_error`.
+        code: a fixed word for programs, such as `model_not_found`.
+        message: the sentence for people.
+        param: path of the field that is wrong, such as `messages[2].content`.
+        headers: further headers of the answer, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        code: str | None,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status: Final = status
+        self.kind: Final = kind
+        self.code: Final = code
+        self.message: Final = message
+        self.param: Final = param
+        self.headers: Final = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape: all four keys are always there."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(message: str, *, code: str = "invalid_request", param: str | None = None) -> ApiError:
+    """A fault of the request: status 400."""
+    return ApiError(400, "invalid_request_error", code, message, param=param)

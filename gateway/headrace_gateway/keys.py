@@ -1,0 +1,26 @@
+"""API keys: who calls, for which tenant, with which rights. The file holds only their hashes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One line of the key file, or the single caller of a gateway without keys."""
+
+    name: str
+    """Shown in logs and metrics; the key itself is not."""
+    tenant: str | None = None
+    best_priority: int = 0
+    """Requests get this priority, or a worse one that they ask for; 0 is served first, 9 last."""
+    models: frozenset[str] | None = None
+    """Served names and adapters that it may use; None: all."""
+    is_admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+ANYONE = ApiKey(name="anyone", is_admin=True)
+"""The caller of a gateway that has no key file, which listens on loopback only."""

@@ -40,6 +40,19 @@ class Kept:
         else:
             self._sink(text)
 
+    @property
+    def holds_text(self) -> bool:
+        return any(self._pieces)
+
+    def also(self, pieces: list[str]) -> Sink:
+        """Return a sink that keeps text here, and among these pieces."""
+
+        def both(text: str) -> None:
+            self(text)
+            pieces.append(text)
+
+        return both
+
     def goes_to(self, sink: Sink) -> None:
         """Decide where this text and what follows goes."""
         sink("".join(self._pieces))
@@ -77,14 +90,17 @@ def read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Foun
 
 
 def read_arguments(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Pass the arguments of the call that began on. A JSON text within a string is taken out of it; null is empty."""
+    """Pass the arguments of the call that began on, and end it. A text of JSON within a string is taken out of it."""
     char = yield from reader.peek()
-    if char and char in "{[":
-        yield from read_value(reader, writer.arguments)
+    if not char:
         return
-    pieces: list[str] = []
-    yield from read_value(reader, pieces.append)
-    _write_arguments(writer, "".join(pieces))
+    if char in "{[":
+        yield from read_value(reader, writer.arguments)
+    else:
+        pieces: list[str] = []
+        yield from read_value(reader, pieces.append)
+        _write_arguments(writer, "".join(pieces))
+    writer.end_call()
 
 
 def _write_arguments(writer: EventWriter, written: str) -> None:
@@ -155,10 +171,5 @@ class _CallObject:
             yield from read_arguments(self._reader, self._writer)
             return
         pieces: list[str] = []
-
-        def both(text: str) -> None:
-            self._kept(text)
-            pieces.append(text)
-
-        yield from read_value(self._reader, both)
+        yield from read_value(self._reader, self._kept.also(pieces))
         self._early = "".join(pieces)

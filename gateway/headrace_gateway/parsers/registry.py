@@ -6,23 +6,35 @@ from typing import Final, TypeAlias
 
 from headrace_gateway.call import ToolForm
 from headrace_gateway.errors import UnknownParserError
-from headrace_gateway.parsers import hermes
+from headrace_gateway.parsers import deepseek, glm45, harmony, llama3_json, mistral, pythonic, qwen3_xml
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.events import ParserEvent
 from headrace_gateway.parsers.protocol import OutputParser
 from headrace_gateway.parsers.reasoning import MISTRAL, THINK, read_reasoning
+from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
 
 _ReadCalls: TypeAlias = Callable[[TextReader, EventWriter, Sink], Steps[None]]
 
 _READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
     {
-        "hermes": hermes.read,
+        "hermes": HERMES.read,
+        "qwen3_xml": qwen3_xml.read,
+        "llama3_json": llama3_json.read,
+        "pythonic": pythonic.read,
+        "mistral": mistral.read,
+        "granite": GRANITE.read,
+        "deepseek_v3": deepseek.read,
+        "deepseek_v31": deepseek.read,
+        "glm45": glm45.read,
+        "phi4_mini_json": PHI4_MINI.read,
     }
 )
 _REASONING: Final = MappingProxyType({"think": THINK, "mistral": MISTRAL})
-TOOL_PARSERS: Final = frozenset(_READERS)
-REASONING_PARSERS: Final = frozenset(_REASONING)
+# gpt-oss: reasoning and calls are messages of the same format.
+_HARMONY: Final = "openai"
+TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
+REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
 _NOTHING: Final = TagSet()
 
 
@@ -44,11 +56,16 @@ def make_parser(
         parallel: False: everything after the first call is dropped.
 
     Raises:
-        UnknownParserError: a name is unknown.
+        UnknownParserError: a name is unknown, or the two do not go together.
     """
     _check(tool_parser, "tool_parser", TOOL_PARSERS)
     _check(reasoning_parser, "reasoning_parser", REASONING_PARSERS)
-    reader, writer = TextReader(), EventWriter(tools, parallel=parallel)
+    if _HARMONY in (tool_parser, reasoning_parser) and {tool_parser, reasoning_parser} - {None, _HARMONY}:
+        raise UnknownParserError(
+            f"{_HARMONY} reads reasoning and calls alike, so it does not go with another parser, got "
+            f"tool_parser {tool_parser!r} and reasoning_parser {reasoning_parser!r}"
+        )
+    reader, writer = TextReader(), EventWriter(tools if tool_parser else (), parallel=parallel)
     steps = _read(reader, writer, tool_parser, reasoning_parser, prompt_tail)
     return _StepParser(reader, writer, steps)
 
@@ -65,6 +82,9 @@ def _read(
     reasoning_parser: str | None,
     prompt_tail: str | None,
 ) -> Steps[None]:
+    if _HARMONY in (tool_parser, reasoning_parser):
+        yield from harmony.read(reader, writer)
+        return
     if reasoning_parser is not None:
         tags = _REASONING[reasoning_parser]
         yield from read_reasoning(reader, writer, tags, tags.opened_by(prompt_tail))

@@ -4,7 +4,8 @@ from unit.gateway.parsers.parsing import TOOLS, Parsed, parse
 
 
 def test_calls_follow_each_other_and_white_space_around_them_is_dropped() -> None:
-    text = 'Hi.\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>"}}\n</tool_call>\n<tool_call>{"name":"g"}</tool_call>\n'
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>"}}\n</tool_call>'
+    text = f'Hi.\n{call}\n<tool_call>{{"name":"g"}}</tool_call>\n'
     assert parse("hermes", text) == Parsed("Hi.", "", [("f", '{"a": "}</tool_call>"}'), ("g", "{}")])
 
 

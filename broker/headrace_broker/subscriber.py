@@ -176,8 +176,8 @@ class Readers:
             if isinstance(event, StartEvent):
                 self._calls_by = -math.inf
             yield reader.request_id, event
-        if reader.ended:
-            self._open.pop(key, None)
+        if reader.ended and self._open.get(key) is reader:  # it may have been removed, and added anew
+            del self._open[key]
 
     def has_questions(self) -> bool:
         """Whether `ask` has anything to ask, of streams that are silent, or to say, of those that want listeners."""
@@ -206,7 +206,7 @@ class Readers:
         answers = replies[len(self._touching) :]
         for position, reader in enumerate(self._asking):
             expired = reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
-            if reader.ended:
+            if reader.ended and self._open.get(reader.key.encode()) is reader:
                 del self._open[reader.key.encode()]
             if expired is not None:
                 yield reader.request_id, expired

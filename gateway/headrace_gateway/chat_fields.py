@@ -14,7 +14,14 @@ from headrace_gateway.problems import Problems, shown
 from headrace_gateway.tool_fields import Tools, read_tools
 
 _EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_RESERVED_KWARGS: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
+_RESERVED_KWARGS: Final = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "chat_template",
+)
 _MAX_METADATA: Final = 16
 
 
@@ -49,23 +56,27 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     _add_template_options(request, given, tools, model, problems)
     if tools.shown and tools.choice == "auto" and model is not None and model.template.special_tags:
         sampling.setdefault("skip_special_tokens", False)  # the tags of calls are special tokens of this model
-    form = ChatForm(
-        n=given.get("n", 1),
-        include_usage=usage,
-        continuous_usage=continuous,
-        logprobs=logprobs,
-        tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
-        reasoning_parser=None if "structured_outputs" in sampling and not tools.shown else reasoning_parser,
-        tools=tools.allowed,
-        tool_choice=tools.choice,
-        parallel_tool_calls=parallel,
-        include_reasoning=boolean(given, "include_reasoning", problems, default=True),
-        return_token_ids=boolean(given, "return_token_ids", problems),
-        tokens_as_ids=boolean(given, "return_tokens_as_token_ids", problems),
-        prompt_logprobs="prompt_logprobs" in sampling,
-        metadata=_read_metadata(given, problems),
-        service_tier=tier,
-    ) if not problems else None
+    form = (
+        ChatForm(
+            n=given.get("n", 1),
+            include_usage=usage,
+            continuous_usage=continuous,
+            logprobs=logprobs,
+            tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
+            reasoning_parser=None if "structured_outputs" in sampling and not tools.shown else reasoning_parser,
+            tools=tools.allowed,
+            tool_choice=tools.choice,
+            parallel_tool_calls=parallel,
+            include_reasoning=boolean(given, "include_reasoning", problems, default=True),
+            return_token_ids=boolean(given, "return_token_ids", problems),
+            tokens_as_ids=boolean(given, "return_tokens_as_token_ids", problems),
+            prompt_logprobs="prompt_logprobs" in sampling,
+            metadata=_read_metadata(given, problems),
+            service_tier=tier,
+        )
+        if not problems
+        else None
+    )
     _check(request, problems)
     problems.raise_any()
     assert form is not None

@@ -48,8 +48,12 @@ class Problems:
 
 def shown(value: Any) -> str:
     """A value as an error may show it: numbers as they are, of a text its length alone."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return {None: "null", True: "true", False: "false"}.get(value, str(value)[:40])
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return str(value)[:40]
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     return "an array" if isinstance(value, list) else "an object"

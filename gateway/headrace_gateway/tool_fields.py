@@ -55,7 +55,9 @@ def _read_tool(position: int, tool: Any, problems: Problems) -> ToolForm | None:
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
     fine = True
     for unknown in [key for key in function if key not in _FUNCTION_FIELDS]:
-        problems.unsupported(f"{path}.function.{unknown[:64]}", f"{path}.function holds the unknown field {unknown[:64]!r}")
+        problems.unsupported(
+            f"{path}.function.{unknown[:64]}", f"{path}.function holds the unknown field {unknown[:64]!r}"
+        )
         fine = False
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         message = f"{path}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"

@@ -87,7 +87,10 @@ def _read(
         return
     if reasoning_parser is not None:
         tags = _REASONING[reasoning_parser]
-        yield from read_reasoning(reader, writer, tags, tags.opened_by(prompt_tail))
+        if tool_parser == "qwen3_xml":
+            yield from read_reasoning(reader, writer, tags, prompt_tail, qwen3_xml.STARTS, qwen3_xml.read_call)
+        else:
+            yield from read_reasoning(reader, writer, tags, prompt_tail)
     if tool_parser is not None:
         yield from _READERS[tool_parser](reader, writer, writer.content)
     else:

@@ -1,10 +1,10 @@
-"""Grammars for `tool_choice` of required or a named function: the output is then nothing but calls of given functions.
+"""Grammars for `tool_choice`: required and a named function leave nothing but calls, auto binds strict functions.
 
 The text is Lark for `structured_outputs={"grammar": ...}`. This module knows the syntax, the engine compiles it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ _SYNTAXES: Final = {
     "phi4_mini_json": _Syntax("functools[", ", ", "]", ('{"name": ', ', "arguments": ', "}")),
 }
 _GENERIC: Final = "hermes"
+_TRIGGER: Final = "<tool_call>"
 
 
 def forced_choice(
@@ -73,17 +74,47 @@ def forced_choice(
     syntax = _SYNTAXES[name]
     calls = _text(syntax.before) + _calls(syntax, parallel=parallel) + _text(syntax.after)
     reasoning, opening = _reasoning(reasoning_parser, prompt_tail)
-    rules = [
-        f"start: {reasoning}{calls}",
-        "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
-    ]
-    for index, tool in enumerate(tools):
-        before, between, after = syntax.call
-        head = before + json.dumps(tool.name, ensure_ascii=False) + between
-        rules.append(f"call_{index}: {_text(head)}arguments_{index} {_text(after)}")
-        rules.append(f"arguments_{index}: %json {json.dumps(_schema(tool), ensure_ascii=False)}")
+    rules = [f"start: {reasoning}{calls}", *_call_rules(tools, syntax.call, [_schema(tool) for tool in tools])]
     if reasoning:
         rules += [f"reasoning[lazy]: /{opening}(?s:.*)<\\/think>/", "gap: /[ \\n]{0,2}/"]
+    return ForcedChoice(_checked(rules), name)
+
+
+def strict_calls(tools: Sequence[ToolForm], *, tool_parser: str | None, parallel: bool = True) -> str | None:
+    """Write the grammar of `tool_choice` auto for strict functions: any text, but calls as the functions say.
+
+    Returns None where no function is strict, and where no text tells a call from other text.
+
+    Raises:
+        ForcedChoiceError: the grammar is larger than the queue takes.
+    """
+    if tool_parser != "hermes" or not any(tool.strict for tool in tools):
+        return None
+    before, between, after = _SYNTAXES["hermes"].call
+    call = (before.removeprefix(_TRIGGER), between, after)
+    schemas = [_schema(tool) if tool.strict else {"type": "object"} for tool in tools]
+    rules = [
+        f"start: (trigger call){'*' if parallel else '?'} TAIL",
+        f"trigger[lazy]: /(?s:.*){_TRIGGER}/",
+        f"TAIL: /(?s:.*)/ & ~/(?s:.*){_TRIGGER}(?s:.*)/",
+        *_call_rules(tools, call, schemas),
+    ]
+    return _checked(rules)
+
+
+def _call_rules(
+    tools: Sequence[ToolForm], call: tuple[str, str, str], schemas: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    before, between, after = call
+    rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
+    for index, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
+        head = before + json.dumps(tool.name, ensure_ascii=False) + between
+        rules.append(f"call_{index}: {_text(head)}arguments_{index} {_text(after)}")
+        rules.append(f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}")
+    return rules
+
+
+def _checked(rules: Sequence[str]) -> str:
     grammar = "\n".join(rules) + "\n"
     size = len(grammar.encode())
     if size > MAX_GRAMMAR_BYTES:
@@ -91,7 +122,7 @@ def forced_choice(
             f"the functions that may be called take {size} bytes as a grammar, which may have at most "
             f"{MAX_GRAMMAR_BYTES}; allow fewer of them, or shorten their parameters"
         )
-    return ForcedChoice(grammar, name)
+    return grammar
 
 
 def _text(text: str) -> str:

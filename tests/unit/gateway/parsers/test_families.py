@@ -7,7 +7,7 @@ import pytest
 
 from headrace_gateway.call import ToolForm
 from headrace_gateway.errors import UnknownParserError
-from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, make_parser
+from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, make_parser, needs_special_tokens
 from unit.gateway.parsers.parsing import Parsed, parse
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -190,3 +190,10 @@ def test_names_are_the_agreed_ones_and_others_are_refused() -> None:
         make_parser(None, "x", tools=(), prompt_tail=None)
     with pytest.raises(UnknownParserError, match="does not go with another parser"):
         make_parser("hermes", "openai", tools=(), prompt_tail=None)
+
+
+def test_special_tokens_are_asked_for_where_tags_are_such() -> None:
+    assert not needs_special_tokens("hermes", "think")
+    assert not needs_special_tokens(None, None)
+    assert needs_special_tokens("llama3_json", None)
+    assert needs_special_tokens(None, "mistral")

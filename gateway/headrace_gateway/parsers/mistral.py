@@ -11,7 +11,7 @@ _OPEN = "[TOOL_CALLS]"
 _TAGS = TagSet(_OPEN, "</s>", "[INST]", "[/INST]")
 _CALL_ID = TagSet("[CALL_ID]")
 _ARGS = TagSet("[ARGS]")
-_NAME = re.compile(r"[^\s\[\]{}<>,:\"]+")
+_NAME = re.compile(r"[^\s\[\]{}<>\"]+")
 
 
 def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:

@@ -36,6 +36,7 @@ def read_reasoning(
     writer: EventWriter,
     tags: ReasoningTags,
     prompt_tail: str | None,
+    first: TagSet,
     starts: tuple[str, ...] = (),
     read_call: CallReader | None = None,
 ) -> Steps[None]:
@@ -44,12 +45,13 @@ def read_reasoning(
     White space around it is dropped.
 
     Args:
+        first: where the text begins with one of these tags, there is no reasoning, even if the prompt opened it.
         starts: tags that `read_call` reads a call behind. A call ends the reasoning, too.
     """
     space: list[str] = []
     yield from reader.space(space.append)
     opening = (yield from reader.next_is(TagSet(*tags.closing))) or tags.opened_by(prompt_tail)
-    if opening is None:
+    if opening is None or (yield from reader.is_at(first)):
         writer.content("".join(space))
         return
     writer.trim()

@@ -35,15 +35,13 @@ _REASONING: Final = MappingProxyType({"think": THINK, "mistral": MISTRAL})
 _HARMONY: Final = "openai"
 TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
 REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
-# Their tags are plain text in the tokenizers; those of the others are special tokens, which the text holds only where
-# skip_special_tokens is false.
-_PLAIN: Final = frozenset({None, "hermes", "qwen3_xml", "think"})
 _NOTHING: Final = TagSet()
-
-
-def needs_special_tokens(tool_parser: str | None, reasoning_parser: str | None) -> bool:
-    """Return whether the text must hold special tokens for these parsers: `skip_special_tokens` must be false."""
-    return not {tool_parser, reasoning_parser} <= _PLAIN
+# A grammar of a forced choice cannot know that the prompt has opened the reasoning: the model may call at once.
+_FIRST_TAGS: Final = {
+    "hermes": TagSet("<tool_call>"),
+    "llama3_json": TagSet("{"),
+    "phi4_mini_json": TagSet("functools["),
+}
 
 
 def make_parser(
@@ -68,10 +66,10 @@ def make_parser(
     """
     _check(tool_parser, "tool_parser", TOOL_PARSERS)
     _check(reasoning_parser, "reasoning_parser", REASONING_PARSERS)
-    if _HARMONY in (tool_parser, reasoning_parser) and {tool_parser, reasoning_parser} - {None, _HARMONY}:
+    if tool_parser == _HARMONY and reasoning_parser not in (None, _HARMONY):
         raise UnknownParserError(
-            f"{_HARMONY} reads reasoning and calls alike, so it does not go with another parser, got "
-            f"tool_parser {tool_parser!r} and reasoning_parser {reasoning_parser!r}"
+            f"tool_parser {_HARMONY} reads reasoning, too: reasoning_parser must be {_HARMONY} or none, "
+            f"got {reasoning_parser!r}"
         )
     reader, writer = TextReader(), EventWriter(tools if tool_parser else (), parallel=parallel)
     steps = _read(reader, writer, tool_parser, reasoning_parser, prompt_tail)
@@ -90,15 +88,19 @@ def _read(
     reasoning_parser: str | None,
     prompt_tail: str | None,
 ) -> Steps[None]:
-    if _HARMONY in (tool_parser, reasoning_parser):
+    if tool_parser == _HARMONY or (tool_parser is None and reasoning_parser == _HARMONY):
         yield from harmony.read(reader, writer)
         return
-    if reasoning_parser is not None:
+    if (
+        reasoning_parser is not None and reasoning_parser != _HARMONY
+    ):  # gpt-oss that a grammar makes write another format does not reason
         tags = _REASONING[reasoning_parser]
         if tool_parser == "qwen3_xml":
-            yield from read_reasoning(reader, writer, tags, prompt_tail, qwen3_xml.STARTS, qwen3_xml.read_call)
+            yield from read_reasoning(
+                reader, writer, tags, prompt_tail, _NOTHING, qwen3_xml.STARTS, qwen3_xml.read_call
+            )
         else:
-            yield from read_reasoning(reader, writer, tags, prompt_tail)
+            yield from read_reasoning(reader, writer, tags, prompt_tail, _FIRST_TAGS.get(tool_parser or "", _NOTHING))
     if tool_parser is not None:
         yield from _READERS[tool_parser](reader, writer, writer.content)
     else:

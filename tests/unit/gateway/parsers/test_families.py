@@ -7,7 +7,7 @@ import pytest
 
 from headrace_gateway.call import ToolForm
 from headrace_gateway.errors import UnknownParserError
-from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, make_parser, needs_special_tokens
+from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, make_parser
 from unit.gateway.parsers.parsing import Parsed, parse
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -188,12 +188,21 @@ def test_names_are_the_agreed_ones_and_others_are_refused() -> None:
         make_parser("kimi", None, tools=(), prompt_tail=None)
     with pytest.raises(UnknownParserError, match="reasoning_parser must be one of mistral, openai, think, got 'x'"):
         make_parser(None, "x", tools=(), prompt_tail=None)
-    with pytest.raises(UnknownParserError, match="does not go with another parser"):
-        make_parser("hermes", "openai", tools=(), prompt_tail=None)
+    with pytest.raises(UnknownParserError, match="reasoning_parser must be openai or none, got 'think'"):
+        make_parser("openai", "think", tools=(), prompt_tail=None)
 
 
-def test_special_tokens_are_asked_for_where_tags_are_such() -> None:
-    assert not needs_special_tokens("hermes", "think")
-    assert not needs_special_tokens(None, None)
-    assert needs_special_tokens("llama3_json", None)
-    assert needs_special_tokens(None, "mistral")
+@pytest.mark.parametrize(
+    ("tool_parser", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("llama3_json", '{"name": "f"}'),
+        ("phi4_mini_json", 'functools[{"name": "f"}]'),
+    ],
+)
+def test_a_model_may_call_at_once_although_the_prompt_opened_its_reasoning(tool_parser: str, text: str) -> None:
+    assert parse(tool_parser, text, "think", "<think>\n") == Parsed("", "", [("f", "{}")])
+
+
+def test_a_forced_call_of_gpt_oss_is_read_in_the_format_of_the_grammar() -> None:
+    assert parse("hermes", '<tool_call>{"name": "f"}</tool_call>', "openai") == Parsed("", "", [("f", "{}")])

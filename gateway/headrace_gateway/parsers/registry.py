@@ -91,9 +91,8 @@ def _read(
     if tool_parser == _HARMONY or (tool_parser is None and reasoning_parser == _HARMONY):
         yield from harmony.read(reader, writer)
         return
-    if (
-        reasoning_parser is not None and reasoning_parser != _HARMONY
-    ):  # gpt-oss that a grammar makes write another format does not reason
+    # A grammar makes gpt-oss write the calls of another format: then it writes no messages.
+    if reasoning_parser is not None and reasoning_parser != _HARMONY:
         tags = _REASONING[reasoning_parser]
         if tool_parser == "qwen3_xml":
             yield from read_reasoning(

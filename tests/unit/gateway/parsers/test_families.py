@@ -100,6 +100,7 @@ HARMONY = [
     ("<|channel|>commentary to=functions.g <|constrain|>json<|message|><|call|>", Parsed("", "", [("g", "{}")])),
     ("<|channel|>commentary to=functions.other<|message|>{}<|call|>", Parsed("{}", "", [])),
     ("<|channel|>??<|end|><|start|>assistant<|channel|>analysis<|message|>hm", Parsed("", "hm", [])),
+    ("<|channel|>analysis to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>Hi.", Parsed("Hi.", "", [])),
     ("Plain text.", Parsed("Plain text.", "", [])),
 ]  # fmt: skip
 
@@ -107,6 +108,11 @@ HARMONY = [
 @pytest.mark.parametrize(("text", "expected"), HARMONY)
 def test_messages_of_gpt_oss_are_told_apart_by_their_headers(text: str, expected: Parsed) -> None:
     assert parse("openai", text, "openai") == expected
+
+
+def test_calls_of_gpt_oss_are_content_where_no_parser_reads_calls() -> None:
+    text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert parse(None, text, "openai") == Parsed("{}", "", [])
 
 
 def test_a_call_within_reasoning_ends_it_where_the_format_is_xml() -> None:
@@ -148,6 +154,7 @@ TYPES = {
     [
         ("s", "02139", "02139"),
         ("s", " null ", " null "),
+        ("s", '"quoted"', '"quoted"'),
         ("i", "12", 12),
         ("i", "1.5", "1.5"),
         ("i", "many", "many"),

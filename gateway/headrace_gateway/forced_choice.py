@@ -110,8 +110,26 @@ def _call_rules(
     for index, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         head = before + json.dumps(tool.name, ensure_ascii=False) + between
         rules.append(f"call_{index}: {_text(head)}arguments_{index} {_text(after)}")
-        rules.append(f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}")
+        rules.append(f"arguments_{index}: %json {_written(schema, tool.name)}")
     return rules
+
+
+def _written(schema: Mapping[str, Any], name: str) -> str:
+    try:
+        return json.dumps(_without_prose(schema), ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise ForcedChoiceError(f"the parameters of function {name!r} are nested too deeply for a grammar") from None
+
+
+def _without_prose(schema: Any) -> Any:
+    """Leave out what describes a schema and forbids nothing: it would take much of the room."""
+    if isinstance(schema, Mapping):
+        return {
+            key: value if key in ("enum", "const") else _without_prose(value)
+            for key, value in schema.items()
+            if not (key in ("title", "description", "$comment") and isinstance(value, str))
+        }
+    return [_without_prose(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _checked(rules: Sequence[str]) -> str:

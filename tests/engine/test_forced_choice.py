@@ -161,8 +161,31 @@ def test_functions_that_make_no_grammar_are_an_error_with_the_way_out() -> None:
     with pytest.raises(ForcedChoiceError, match="at least one function"):
         forced_choice([], tool_parser="hermes")
     large = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(3000)}}
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(ForcedChoiceError, match="the parameters of function 'f' are nested too deeply"):
+        forced_choice([ToolForm(name="f", parameters=deep)], tool_parser=None)
     with pytest.raises(ForcedChoiceError, match=r"take \d+ bytes as a grammar, which may have at most 65536; allow"):
         forced_choice([ToolForm(name="f", parameters=large)], tool_parser=None)
+
+
+def test_descriptions_take_no_room_and_values_and_names_like_them_stay(walker: Walker) -> None:
+    parameters = {
+        "description": "long " * 20_000,
+        "properties": {
+            "title": {"title": "T", "const": {"title": "x"}},
+            "description": {"type": "integer", "description": "a number"},
+        },
+        "required": ["title", "description"],
+        "additionalProperties": False,
+    }
+    tool = ToolForm(name="f", parameters=parameters)
+    choice = forced_choice([tool], tool_parser=None, parallel=False)
+    call = '<tool_call>\n{"name": "f", "arguments": {"title": {"title": "x"}, "description": 1}}\n</tool_call>'
+    assert walker.allows(choice, call)
+    assert not walker.allows(choice, call.replace('"x"', '"y"'))
+    assert not walker.allows(choice, call.replace("1}", '"1"}'))
 
 
 def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker: Walker) -> None:

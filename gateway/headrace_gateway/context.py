@@ -7,10 +7,12 @@ import redis.asyncio
 from starlette.requests import Request
 
 from headrace_broker import AsyncClient
+from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
+    from headrace_gateway.envelope import EnvelopeStore
     from headrace_gateway.model_catalog import ModelCatalog
 
 
@@ -22,6 +24,8 @@ class Gateway:
     client: AsyncClient
     redis: "redis.asyncio.Redis"
     models: "ModelCatalog"
+    envelopes: "EnvelopeStore"
+    hub: StreamHub
 
 
 def gateway_of(request: Request) -> Gateway:

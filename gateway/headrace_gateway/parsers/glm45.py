@@ -5,7 +5,7 @@ import re
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_call import Found, Kept
 from headrace_gateway.parsers.schema_values import ObjectWriter
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 _OPEN = "<tool_call>"
 _TAGS = TagSet(
@@ -18,15 +18,15 @@ _VALUE_END = TagSet("</arg_value>")
 _AFTER = TagSet("<arg_key>", "</tool_call>")
 
 
-def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls among text to the end."""
-    while (tag := (yield from reader.until(_TAGS, text))) is not None:
+    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
         kept = Kept(tag)
         found = yield from _read_call(reader, writer, kept)
         if found is Found.OTHER:
-            kept.goes_to(text)
+            kept.goes_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 

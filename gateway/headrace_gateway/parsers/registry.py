@@ -12,9 +12,9 @@ from headrace_gateway.parsers.events import ParserEvent
 from headrace_gateway.parsers.protocol import OutputParser
 from headrace_gateway.parsers.reasoning import MISTRAL, THINK, read_reasoning
 from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
-_ReadCalls: TypeAlias = Callable[[TextReader, EventWriter, Sink], Steps[None]]
+_ReadCalls: TypeAlias = Callable[[TextReader, EventWriter], Steps[None]]
 
 _READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
     {
@@ -101,7 +101,7 @@ def _read(
         else:
             yield from read_reasoning(reader, writer, tags, prompt_tail, _FIRST_TAGS.get(tool_parser or "", _NOTHING))
     if tool_parser is not None:
-        yield from _READERS[tool_parser](reader, writer, writer.content)
+        yield from _READERS[tool_parser](reader, writer)
     else:
         yield from reader.until(_NOTHING, writer.content)
 

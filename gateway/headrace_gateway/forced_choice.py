@@ -4,6 +4,7 @@ The text is Lark for `structured_outputs={"grammar": ...}`. This module knows th
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,6 +34,7 @@ class _Syntax:
     """How a family writes a call. Only texts: a special token is no text to a grammar."""
 
     before: str
+    """What begins the calls, and tells them from other text."""
     between: str
     after: str
     call: tuple[str, str, str]
@@ -40,12 +42,12 @@ class _Syntax:
 
 
 _SYNTAXES: Final = {
-    "hermes": _Syntax("", "\n", "", ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>")),
+    "hermes": _Syntax("<tool_call>", "\n<tool_call>", "", ('\n{"name": ', ', "arguments": ', "}\n</tool_call>")),
     "llama3_json": _Syntax("", "; ", "", ('{"name": ', ', "parameters": ', "}")),
     "phi4_mini_json": _Syntax("functools[", ", ", "]", ('{"name": ', ', "arguments": ', "}")),
 }
 _GENERIC: Final = "hermes"
-_TRIGGER: Final = "<tool_call>"
+_GAP: Final = "gap: /[ \\n]{0,2}/"
 
 
 def forced_choice(
@@ -72,11 +74,10 @@ def forced_choice(
         raise ForcedChoiceError("tools must hold at least one function that may be called")
     name = tool_parser if tool_parser in _SYNTAXES else _GENERIC
     syntax = _SYNTAXES[name]
-    calls = _text(syntax.before) + _calls(syntax, parallel=parallel) + _text(syntax.after)
-    reasoning, opening = _reasoning(reasoning_parser, prompt_tail)
-    rules = [f"start: {reasoning}{calls}", *_call_rules(tools, syntax.call, [_schema(tool) for tool in tools])]
-    if reasoning:
-        rules += [f"reasoning[lazy]: /{opening}(?s:.*)<\\/think>/", "gap: /[ \\n]{0,2}/"]
+    opening, rules = _opening(syntax, reasoning_parser, prompt_tail)
+    further = f"({_text(syntax.between)}call){{0,{MAX_PARALLEL_CALLS - 1}}} " if parallel else ""
+    rules.insert(0, f"start: {opening}call {further}{_text(syntax.after)}")
+    rules += _call_rules(tools, syntax.call, [_schema(tool) for tool in tools])
     return ForcedChoice(_checked(rules), name)
 
 
@@ -90,14 +91,13 @@ def strict_calls(tools: Sequence[ToolForm], *, tool_parser: str | None, parallel
     """
     if tool_parser != "hermes" or not any(tool.strict for tool in tools):
         return None
-    before, between, after = _SYNTAXES["hermes"].call
-    call = (before.removeprefix(_TRIGGER), between, after)
+    syntax = _SYNTAXES["hermes"]
     schemas = [_schema(tool) if tool.strict else {"type": "object"} for tool in tools]
     rules = [
         f"start: (trigger call){'*' if parallel else '?'} TAIL",
-        f"trigger[lazy]: /(?s:.*){_TRIGGER}/",
-        f"TAIL: /(?s:.*)/ & ~/(?s:.*){_TRIGGER}(?s:.*)/",
-        *_call_rules(tools, call, schemas),
+        f"trigger[lazy]: /(?s:.*){syntax.before}/",
+        f"TAIL: /(?s:.*)/ & ~/(?s:.*){syntax.before}(?s:.*)/",
+        *_call_rules(tools, syntax.call, schemas),
     ]
     return _checked(rules)
 
@@ -147,19 +147,25 @@ def _text(text: str) -> str:
     return f"{json.dumps(text, ensure_ascii=False)} " if text else ""
 
 
-def _calls(syntax: _Syntax, *, parallel: bool) -> str:
-    if not parallel:
-        return "call "
-    return f"call ({_text(syntax.between)}call){{0,{MAX_PARALLEL_CALLS - 1}}} "
+def _opening(syntax: _Syntax, parser: str | None, prompt_tail: str | None) -> tuple[str, list[str]]:
+    """Return what stands before the first call, and the rules for it.
 
-
-def _reasoning(parser: str | None, prompt_tail: str | None) -> tuple[str, str]:
-    """Return what may stand before the calls, and the start of its expression: `.*` alone would take the calls, too."""
+    A rule of any text begins unlike the calls: it would take them, too.
+    """
+    before = _text(syntax.before)
     if parser != "think" or (prompt_tail or "").rstrip().endswith("</think>"):
-        return "", ""
-    if prompt_tail is None:
-        return "(reasoning gap)? ", "(<think>|[^<])"
-    return ("reasoning gap ", "") if THINK.opened_by(prompt_tail) else ("(reasoning gap)? ", "<think>")
+        return before, []
+    if prompt_tail is not None and THINK.opened_by(prompt_tail):
+        return f"reasoning gap {before}", ["reasoning[lazy]: /(?s:.*)<\\/think>/", _GAP]
+    tagged = "reasoning[lazy]: /<think>(?s:.*)<\\/think>/"
+    if prompt_tail is not None:
+        return f"(reasoning gap)? {before}", [tagged, _GAP]
+    if not syntax.before:
+        return "(reasoning gap)? ", [tagged.replace("<think>", "(<think>|[^<{])", 1), _GAP]
+    # The text goes on with reasoning that the prompt opened, or it is an answer: neither need be told from the other.
+    first = "".join(sorted({"<", syntax.before[0]}))
+    preface = f"preface[lazy]: /[^{first}](?s:.*){re.escape(syntax.before)}/"
+    return f"((reasoning gap)? {before}| preface) ", [tagged, _GAP, preface]
 
 
 def _schema(tool: ToolForm) -> dict[str, Any]:

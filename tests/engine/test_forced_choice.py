@@ -80,8 +80,14 @@ def walker() -> Walker:
     return Walker()
 
 
-def read_back(choice: ForcedChoice, text: str, tools: Sequence[ToolForm], reasoning: str | None = None) -> Parsed:
-    return folded(events_of(choice.syntax, [text], reasoning, tools=tools))
+def read_back(
+    choice: ForcedChoice,
+    text: str,
+    tools: Sequence[ToolForm],
+    reasoning: str | None = None,
+    prompt_tail: str | None = None,
+) -> Parsed:
+    return folded(events_of(choice.syntax, [text], reasoning, prompt_tail, tools=tools))
 
 
 @pytest.mark.parametrize("tool_parser", SYNTAXES)
@@ -128,7 +134,7 @@ def test_other_functions_and_arguments_are_refused(walker: Walker) -> None:
         ("assistant\n<think>\n", ["hm</think>\n\n", "</think>"], ["", "<think>hm"]),
         ("assistant\n", ["<think>hm</think>", ""], ["hm</think>"]),
         ("<think>\n\n</think>\n\n", [""], ["<think>hm</think>", "hm</think>"]),
-        (None, ["<think>hm</think>\n", "hm</think>", ""], ["hm"]),
+        (None, ["<think>hm</think>\n", "hm</think>\n\n", "hm", ""], ["<think>hm", "<b>"]),
     ],
 )
 def test_a_model_that_thinks_may_think_first(
@@ -138,6 +144,18 @@ def test_a_model_that_thinks_may_think_first(
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert all(walker.allows(choice, before + call) for before in good)
     assert not any(walker.allows(choice, before + call) for before in bad)
+
+
+@pytest.mark.parametrize("tool_parser", SYNTAXES)
+def test_a_model_whose_prompt_is_unknown_may_think_and_must_call(walker: Walker, tool_parser: str | None) -> None:
+    choice = forced_choice([CLOCK], tool_parser=tool_parser, reasoning_parser="think", parallel=False)
+    [call] = {walker.walk(forced_choice([CLOCK], tool_parser=tool_parser, parallel=False), seed) for seed in range(3)}
+    for before, tail in (("", "<think>"), ("<think>f</think>\n", None), ("hm</think>\n\n", "<think>\n")):
+        assert walker.allows(choice, before + call)
+        parsed = read_back(choice, before + call, [CLOCK], "think", tail)
+        assert parsed.calls == [("clock", "{}")]
+        assert parsed.content == ""
+    assert not walker.allows(choice, "hm</think>")
 
 
 def test_parameters_that_are_not_given_allow_an_empty_object_only_and_any_others_an_object(walker: Walker) -> None:

@@ -150,7 +150,7 @@ def _text(text: str) -> str:
 def _opening(syntax: _Syntax, parser: str | None, prompt_tail: str | None) -> tuple[str, list[str]]:
     """Return what stands before the first call, and the rules for it.
 
-    A rule of any text begins unlike the calls: it would take them, too.
+    A rule for any text must not begin as the calls do: it would take them as its text.
     """
     before = _text(syntax.before)
     if parser != "think" or (prompt_tail or "").rstrip().endswith("</think>"):
@@ -162,7 +162,7 @@ def _opening(syntax: _Syntax, parser: str | None, prompt_tail: str | None) -> tu
         return f"(reasoning gap)? {before}", [tagged, _GAP]
     if not syntax.before:
         return "(reasoning gap)? ", [tagged.replace("<think>", "(<think>|[^<{])", 1), _GAP]
-    # The text goes on with reasoning that the prompt opened, or it is an answer: neither need be told from the other.
+    # This text may be reasoning that the prompt has opened, or an answer.
     first = "".join(sorted({"<", syntax.before[0]}))
     preface = f"preface[lazy]: /[^{first}](?s:.*){re.escape(syntax.before)}/"
     return f"((reasoning gap)? {before}| preface) ", [tagged, _GAP, preface]

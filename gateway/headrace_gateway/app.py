@@ -63,7 +63,8 @@ def make_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "gateway"))
         redis = connect_async(settings.redis_url)
-        hub = StreamHub(redis)
+        streams = connect_async(settings.redis_url)  # of its own: readers wait in these connections
+        hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
             app.state.gateway = Gateway(
@@ -74,6 +75,7 @@ def make_app(
                     yield
             finally:
                 await hub.aclose()
+                await streams.aclose()
                 await redis.aclose()
 
     middleware = [Middleware(RequestLog, metrics=metrics)]

@@ -17,7 +17,7 @@ class GatewayMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, version: str = "unknown") -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry() if registry is None else registry
         ProcessCollector(registry=self.registry)
         make = FamilyFactory(self.registry)

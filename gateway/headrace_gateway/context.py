@@ -1,6 +1,6 @@
 """What the endpoints of one gateway share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import redis.asyncio
@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from headrace_broker import AsyncClient
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.queue_view import QueueView
 from headrace_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ class Gateway:
     client: AsyncClient
     redis: "redis.asyncio.Redis"
     models: "ModelCatalog"
+    queues: QueueView = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queues = QueueView(self.client)
 
 
 def gateway_of(request: Request) -> Gateway:

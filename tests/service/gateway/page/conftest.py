@@ -22,7 +22,8 @@ PATIENCE = 60_000
 """Milliseconds: only a failure waits so long."""
 
 
-@pytest.fixture(scope="session")
+# not of the session: Playwright runs an event loop in this thread, in which no test of coroutines can run
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if BROWSER is None:
         pytest.skip("no Chromium is installed; `make browser` gets one where it can be had")

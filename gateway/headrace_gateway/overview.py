@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_broker import DeadLetter
+from headrace_broker.messages import name_problems
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
@@ -100,8 +101,8 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
         "at": letter.at,
         "bytes": len(letter.body),
         # anybody may have written the message, and any value into its headers
-        "tenant": tenant if isinstance(tenant, str) else None,
-        "enqueued_at": enqueued_at if isinstance(enqueued_at, (int, float)) else None,
+        "tenant": None if tenant is None or name_problems("tenant", tenant) else tenant,
+        "enqueued_at": enqueued_at if isinstance(enqueued_at, float) else None,
     }
 
 

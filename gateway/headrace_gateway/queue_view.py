@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from headrace_broker import AsyncClient, QueueLevels
+from headrace_broker.messages import name_problems
 
 _FRESH_SECONDS: Final = 1.0
 
@@ -26,7 +27,8 @@ class QueueView:
         async with self._lock:
             if self._read_at is None or self.now() - self._read_at >= _FRESH_SECONDS:
                 models = await self.client.models()
-                levels = await self.client.queue_levels(sorted(models))
+                names = sorted(name for name in models if not name_problems("model", name))  # anybody can write there
+                levels = await self.client.queue_levels(names)
                 legible = [name for name, level in levels.items() if level.problem is None]
                 tenants = await self.client.queue_tenants(legible)
                 self._queues = [

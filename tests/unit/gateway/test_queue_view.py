@@ -18,7 +18,7 @@ class Queues:
     async def models(self) -> dict[str, RegisteredModel]:
         self.num_read += 1
         await asyncio.sleep(0)
-        return {"m": RegisteredModel("m", 64, 5.0, "worker@host")}
+        return {name: RegisteredModel(name, 64, 5.0, "worker@host") for name in ("m", "no\nname", "a" * 10_000)}
 
     async def queue_levels(self, models: list[str]) -> dict[str, QueueLevels]:
         return {name: QueueLevels({0: 1}, 0, 0, {}, None, problem=self.problem) for name in models}
@@ -43,6 +43,10 @@ async def test_all_who_ask_within_a_second_share_one_look() -> None:
     times[0] = 1.0
     await looked.all()
     assert client.num_read == 2
+
+
+async def test_a_registered_name_that_no_model_can_have_is_left_out() -> None:
+    assert [queue["model"] for queue in await view(Queues(), [0.0]).all()] == ["m"]
 
 
 async def test_a_queue_that_cannot_be_read_is_not_asked_for_its_tenants() -> None:

@@ -162,6 +162,11 @@ def test_nothing_is_cut_off_in_a_window_of_380_pixels(browser: Browser, gateway:
         page.goto(f"{gateway.url}/#{view}")
         expect(page.locator(f"#{view}")).to_be_visible()
         expect(page.locator("#key-note")).not_to_be_empty()
+        if view == "queue":
+            expect(page.locator("#queue-table")).to_contain_text(MODEL)
+            expect(page.locator("#dead-table")).to_contain_text("There are no dead letters.")
+            boxes = page.locator(".scroll").evaluate_all("boxes => boxes.map(box => box.scrollWidth - box.clientWidth)")
+            assert max(boxes) == 0
         assert page.evaluate("() => document.documentElement.scrollWidth") == 380
 
 

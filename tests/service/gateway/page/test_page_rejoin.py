@@ -16,8 +16,9 @@ def script() -> Script:
     return Script(tokens=WORDS, allowed=10)
 
 
-def start(page: Page, gateway: ScriptedGateway) -> None:
+def start(page: Page, gateway: ScriptedGateway, cut_after: str = "") -> None:
     page.goto(f"{gateway.url}/#rejoin")
+    page.get_by_label("Cut after tokens").fill(cut_after)
     expect(page.locator("#join-model")).not_to_have_value("")
     page.get_by_role("button", name="Start a stream").click()
 
@@ -77,11 +78,7 @@ def test_a_second_reader_gets_the_whole_text_and_the_first_goes_on(
 
 def test_a_doubled_token_is_found(page: Page, gateway: ScriptedGateway, script: Script) -> None:
     script.repeat_token = 20
-    page.goto(f"{gateway.url}/#rejoin")
-    page.get_by_label("Cut after tokens").fill("5")
-    start(page, gateway)
-    page.get_by_label("Cut after tokens").fill("5")
-    page.get_by_role("button", name="Start a stream").click()
+    start(page, gateway, cut_after="5")
     expect(page.locator("#join-state")).to_have_text("cut")
     expect(page.locator("#join-cursor")).to_have_text("1-5.0")
     script.allowed = 30

@@ -1,10 +1,11 @@
 // One chat completion, live: its text, its figures, its events, and the same request as a curl command.
 
-import { chunkOf, readEvents, send } from "./api.js";
+import { ask, chunkOf, readEvents, send } from "./api.js";
 import { $, DASH, appendText, element, seconds, setState, showProblem } from "./dom.js";
 
 const EVENTS_SHOWN = 400;
 let running = null;
+let requestId = null;
 let events = [];
 let drawn = true;
 
@@ -123,6 +124,7 @@ async function run() {
   $("play-reasoning").replaceChildren();
   $("play-reasoning-box").hidden = true;
   events = [];
+  requestId = null;
   drawEvents();
   setState($("play-state"), "waiting", "busy");
   const figures = new Figures();
@@ -134,6 +136,7 @@ async function run() {
       if (event.data === null) return figures.waited();
       const chunk = chunkOf(event);
       if (!chunk) return;
+      requestId = chunk.id;
       figures.took(chunk);
       const delta = chunk.choices?.[0]?.delta;
       if (delta?.reasoning_content) {
@@ -156,6 +159,12 @@ async function run() {
   $("play-stop").disabled = true;
 }
 
+// A closed connection alone would leave the request to be rejoined.
+function stop() {
+  if (running && requestId) ask(`/headrace/requests/${encodeURIComponent(requestId)}/cancel`, { body: {} }).catch(() => {});
+  running?.abort();
+}
+
 export function start() {
   $("play-form").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -164,8 +173,8 @@ export function start() {
   $("play-form").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("play-form").requestSubmit();
   });
-  $("playground").addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
-  $("play-stop").addEventListener("click", () => running?.abort());
+  $("playground").addEventListener("keydown", (event) => event.key === "Escape" && stop());
+  $("play-stop").addEventListener("click", stop);
   $("play-raw-box").addEventListener("toggle", drawEvents);
   $("play-curl-box").addEventListener("toggle", drawCurl);
   $("play-form").addEventListener("input", drawCurl);

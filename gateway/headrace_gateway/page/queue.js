@@ -134,7 +134,7 @@ async function lookUp() {
 async function cancel() {
   if (!$("one-form").reportValidity()) return null;
   if (!(await confirmed(`Cancel ${$("one-id").value.trim()}?`, "Cancel it"))) return null;
-  const done = await ask(`${requestPath()}/cancel`, { method: "POST", body: {} });
+  const done = await ask(`${requestPath()}/cancel`, { body: {} });
   return done.cancelled ? "cancelled" : "it had already ended";
 }
 

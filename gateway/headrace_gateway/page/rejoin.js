@@ -40,6 +40,7 @@ class Stream {
     this.connections = [];
     this.controllers = new Set();
     this.current = null; // the controller of the connection that feeds the joined text
+    this.second = null; // that of the second reader
   }
 
   get path() {
@@ -143,7 +144,8 @@ class Stream {
 
   // From the beginning, beside the first reader, who notices nothing.
   async readAgain() {
-    const controller = new AbortController();
+    this.second?.abort(); // a browser opens six connections to a host and no more
+    const controller = (this.second = new AbortController());
     this.controllers.add(controller);
     const output = $("join-second-output");
     output.replaceChildren();

@@ -6,9 +6,11 @@ import re
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from headrace_broker import Client
+from headrace_broker.embedded import EmbeddedServer
 from headrace_gateway.keys import ApiKey
 from service.gateway.page.conftest import PATIENCE, MakeReplicas, Watched
-from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
+from service.gateway.page.scripted import ID, MODEL, Script, ScriptedGateway
 
 expect.set_options(timeout=PATIENCE)
 
@@ -65,14 +67,17 @@ def test_a_schema_is_sent_and_one_that_is_no_json_is_told(page: Page, gateway: S
     assert body["response_format"]["json_schema"] == {"name": "answer", "schema": {"type": "object"}}
 
 
-def test_stop_ends_the_connection_and_another_request_may_follow(
-    page: Page, gateway: ScriptedGateway, script: Script
+def test_stop_cancels_the_request_and_another_one_may_follow(
+    page: Page, gateway: ScriptedGateway, script: Script, redis_server: EmbeddedServer
 ) -> None:
     script.allowed = 1
     page.goto(gateway.url)
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#play-output")).to_have_text("The ")
-    page.get_by_role("button", name="Stop").click()
+    with Client(redis_server.url, model=MODEL) as client, page.expect_response("**/cancel") as answer:
+        client.submit("x", request_id=ID)
+        page.get_by_role("button", name="Stop").click()
+        assert answer.value.json()["cancelled"] is True
     expect(page.locator("#play-state")).to_have_text("stopped")
     script.allowed = 4
     page.get_by_role("button", name="Send").click()

@@ -36,6 +36,10 @@ class StartEvent:
     """Seconds after which the request is cancelled unless somebody listens; None where nobody need listen."""
     model: ModelIdentity | None = None
     """Which weights this attempt's tokens are of; None where its worker did not say."""
+    prompt_tokens: int | None = None
+    """Length of the prompt; None where the worker did not say."""
+    prompt_tail: str | None = field(default=None, repr=False)
+    """The end of a rendered chat, which tells whether the template has opened the model's reasoning."""
 
 
 @dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
@@ -136,6 +140,8 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             traceparent=data.get("traceparent"),
             abandon_after=data.get("abandon_after"),
             model=ModelIdentity.from_wire(data),
+            prompt_tokens=data.get("prompt_tokens"),
+            prompt_tail=data.get("prompt_tail"),
         )
     if kind == b"end":
         return EndEvent(

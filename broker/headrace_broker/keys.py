@@ -126,6 +126,11 @@ def ended_key(request_id: str) -> str:
     return ENDED_PREFIX + request_id
 
 
+def hub_key(name: str) -> str:
+    """A stream of one entry, by which the hub of this name is woken."""
+    return f"headrace:hub:{name}"
+
+
 def listener_key(request_id: str) -> str:
     """Whoever listens to the request keeps it alive; see `listeners.py`."""
     return f"headrace:listener:{request_id}"

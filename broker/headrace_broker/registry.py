@@ -3,8 +3,8 @@
 An entry never expires: that no worker serves the model right now is normal, its queue just grows.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -12,21 +12,61 @@ import redis
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import pack, unpack
 from headrace_broker.keys import MODELS_KEY
+from headrace_broker.model_traits import TemplateTraits
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A served name, and what the last worker that registered it said about it."""
+    """A served name, and what the last worker that registered it said about it.
+
+    What a worker of an older release did not say has its default.
+    """
 
     name: str
     max_model_len: int
     seen: float  # unix seconds
     worker: str
+    created: float = 0.0
+    """When it was registered first, unix seconds."""
+    weights: str = ""
+    """Fingerprint of the checkpoint."""
+    loras: tuple[str, ...] = ()
+    """Adapters that its workers serve, by the names under which requests ask for them."""
+    tool_parser: str | None = None
+    """Name of the format in which the model writes tool calls, such as `hermes`."""
+    reasoning_parser: str | None = None
+    """Name of the format in which the model writes its reasoning, such as `think`."""
+    template: TemplateTraits = field(default_factory=TemplateTraits)
 
 
-def register_model(client: "redis.Redis", name: str, *, max_model_len: int, worker: str, seen: float) -> None:
-    """Tells clients that this name is served; `seen` is the time now, in unix seconds."""
-    client.hset(MODELS_KEY, name, pack({"max_model_len": max_model_len, "seen": seen, "worker": worker}))
+def register_model(
+    client: "redis.Redis",
+    name: str,
+    *,
+    max_model_len: int,
+    worker: str,
+    seen: float,
+    weights: str = "",
+    loras: Sequence[str] = (),
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    template: TemplateTraits | None = None,
+) -> None:
+    """Tell clients that this name is served; `seen` is the time now, in unix seconds."""
+    before = read_models({name.encode(): packed} if (packed := client.hget(MODELS_KEY, name)) else {}).get(name)
+    entry: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "seen": seen,
+        "worker": worker,
+        "created": before.created if before is not None and before.created else seen,
+        "weights": weights,
+        "loras": list(loras),
+        "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
+    }
+    if template is not None:
+        entry["template"] = template.to_wire()
+    client.hset(MODELS_KEY, name, pack(entry))
 
 
 def known_models(client: "redis.Redis") -> dict[str, RegisteredModel]:
@@ -52,4 +92,20 @@ def read_models(raw: Mapping[Any, Any]) -> dict[str, RegisteredModel]:
 
 
 def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
-    return RegisteredModel(name, int(data["max_model_len"]), float(data["seen"]), str(data["worker"]))
+    loras = data.get("loras")
+    return RegisteredModel(
+        name,
+        int(data["max_model_len"]),
+        float(data["seen"]),
+        str(data["worker"]),
+        created=float(data.get("created") or data["seen"]),
+        weights=_text(data.get("weights")) or "",
+        loras=tuple(map(str, loras)) if isinstance(loras, list) else (),
+        tool_parser=_text(data.get("tool_parser")),
+        reasoning_parser=_text(data.get("reasoning_parser")),
+        template=TemplateTraits.from_wire(data.get("template")),
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -199,6 +199,8 @@ class StreamWriter:
         abandon_after: float | None = None,
         content: str | None = None,
         model: ModelIdentity | None = None,
+        prompt_tokens: int | None = None,
+        prompt_tail: str | None = None,
     ) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is.
 
@@ -214,6 +216,10 @@ class StreamWriter:
             start["abandon_after"] = abandon_after
         if model is not None:
             start |= model.to_wire()
+        if prompt_tokens is not None:
+            start["prompt_tokens"] = prompt_tokens
+        if prompt_tail is not None:
+            start["prompt_tail"] = prompt_tail
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
         args: list[str | int | bytes] = [pack(start), self._ttl_seconds, content or ""]
         attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)

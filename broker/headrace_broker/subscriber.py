@@ -44,7 +44,7 @@ def read_streams(
 
     A stream that has expired ends with its StreamExpiredError, as an item, and the others go on.
     """
-    readers = _Readers(last_ids, timeout)
+    readers = Readers(last_ids, timeout)
     while readers:
         yield from readers.received(_execute(client, readers.commands()))
         if readers.has_questions():
@@ -68,9 +68,9 @@ async def read_streams_async(
     client: "redis.asyncio.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
     """`read_streams` for asyncio."""
-    readers = _Readers(last_ids, timeout)
+    readers = Readers(last_ids, timeout)
     while readers:
-        for event in readers.received(await _execute_async(client, readers.commands())):
+        for event in readers.received(await execute_async(client, readers.commands())):
             yield event
         if readers.has_questions():
             async with client.pipeline(transaction=False) as pipe:
@@ -89,7 +89,7 @@ def _execute(client: "redis.Redis", commands: Sequence[_Command]) -> list[Any]:
         return pipe.execute()
 
 
-async def _execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Command]) -> list[Any]:
+async def execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Command]) -> list[Any]:
     if len(commands) == 1:
         return [await client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]
     async with client.pipeline(transaction=False) as pipe:
@@ -98,7 +98,7 @@ async def _execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Comm
         return await pipe.execute()
 
 
-class _Readers:
+class Readers:
     """Several streams that one XREAD reads. True while any of them goes on.
 
     Not every read asks every reader what it wants besides: with many of them that costs more than their entries.
@@ -108,6 +108,8 @@ class _Readers:
         check_timeout(timeout)
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
+        self.wake: tuple[str, str] | None = None
+        """A stream, and its last entry read, that ends a wait but brings no events."""
         self._nothing_came = False
         self._asking: list[_Reader] = []
         self._touching: list[_Reader] = []
@@ -125,12 +127,24 @@ class _Readers:
     def commands(self) -> list[_Command]:
         """XREADs to send together. redis-py's own, or a name in text, looks through all that has come twice more."""
         block_ms = self.block_ms()
-        streams: _Command = [b"STREAMS", *self._open, *(reader.last_id for reader in self._open.values())]
+        wake_key, wake_id = ([self.wake[0]], [self.wake[1]]) if self.wake else ([], [])
+        last_ids = (reader.last_id for reader in self._open.values())
+        streams: _Command = [b"STREAMS", *self._open, *wake_key, *last_ids, *wake_id]
         options: _Command = [b"XREAD", b"COUNT", _ENTRIES_AT_ONCE]
         if block_ms is None:
             return [options + streams]
         waiting = [*options, b"BLOCK", block_ms, *streams]
         return [waiting, options + streams] if self._wakes_for_one and len(self._open) > 1 else [waiting]
+
+    def add(self, request_id: str, last_id: str | None) -> None:
+        """Read one more stream from now on."""
+        reader = _Reader(request_id, last_id, None)
+        self._open[reader.key.encode()] = reader
+        self._calls_by = self._looks_by = -math.inf
+
+    def remove(self, request_id: str) -> None:
+        """Read this stream no more, if it is read still."""
+        self._open.pop(stream_key(request_id).encode(), None)
 
     def block_ms(self) -> int | None:
         """How long the next read may wait; None is not at all."""
@@ -162,7 +176,7 @@ class _Readers:
             if isinstance(event, StartEvent):
                 self._calls_by = -math.inf
             yield reader.request_id, event
-        if reader.ended:
+        if reader.ended and self._open.get(key) is reader:  # it may have been removed, and added anew
             del self._open[key]
 
     def has_questions(self) -> bool:
@@ -192,7 +206,7 @@ class _Readers:
         answers = replies[len(self._touching) :]
         for position, reader in enumerate(self._asking):
             expired = reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
-            if reader.ended:
+            if reader.ended and self._open.get(reader.key.encode()) is reader:
                 del self._open[reader.key.encode()]
             if expired is not None:
                 yield reader.request_id, expired

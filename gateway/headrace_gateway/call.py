@@ -57,12 +57,14 @@ class CompletionForm(msgspec.Struct, frozen=True, kw_only=True, tag="completion"
     echo: bool = False
     prompts: tuple[str | None, ...] = ()
     """With `echo`: the prompts as they were sent; None for one of token ids, whose text comes from prompt_logprobs."""
+    num_prompts: int = 1
     drop_generated: bool = False
     """max_tokens was 0: the one token that the engine generated is not shown."""
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     prompt_logprobs: bool = False
     """The caller asked for `prompt_logprobs` by vLLM's name."""
+    service_tier: str | None = None
 
 
 AnswerForm: TypeAlias = ChatForm | CompletionForm

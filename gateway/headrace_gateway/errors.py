@@ -50,3 +50,11 @@ class ApiError(HeadraceGatewayError):
 def invalid(message: str, *, code: str = "invalid_request", param: str | None = None) -> ApiError:
     """A fault of the request: status 400."""
     return ApiError(400, "invalid_request_error", code, message, param=param)
+
+
+class UnknownParserError(HeadraceGatewayError, ValueError):
+    """No parser has this name, or two names do not go together."""
+
+
+class ForcedChoiceError(HeadraceGatewayError, ValueError):
+    """The tools cannot be written as a grammar: they are too large, or none may be called."""

@@ -110,6 +110,24 @@ def fill_disk(site: Site, draw: random.Random) -> None:
     site.empty_disk()
 
 
+def kill_gateway(site: Site, draw: random.Random) -> None:
+    """kill -9 of a gateway, then of the other one; each is started again before the next is killed."""
+    for gateway in draw.sample(site.gateways, k=len(site.gateways)):
+        gateway.kill()
+        time.sleep(draw.uniform(0.0, 0.5))
+        gateway.start()
+        gateway.wait_ready()
+
+
+def cut_readers(site: Site, draw: random.Random) -> None:
+    """Clients of the gateways lose their connections, again and again, and rejoin at whatever replica they find."""
+    for _ in range(10):
+        for reader in site.readers:
+            if draw.random() < 0.7:
+                reader.cut()
+        time.sleep(draw.uniform(0.0, 0.2))
+
+
 FAULTS: tuple[Fault, ...] = (
     kill_worker,
     kill_engine,
@@ -122,4 +140,6 @@ FAULTS: tuple[Fault, ...] = (
     fill_disk,
     freeze_worker_and_engine,
     kill_all_workers,
+    kill_gateway,
+    cut_readers,
 )

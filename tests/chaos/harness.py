@@ -16,6 +16,7 @@ import redis
 from celery.result import AsyncResult
 
 from chaos.faults import FAULTS, Fault
+from chaos.http_reader import HttpReader, TextChoice
 from chaos.intruder import TENANT, Intruder
 from chaos.load import kinds
 from chaos.site import Site
@@ -23,6 +24,7 @@ from chaos.watcher import Watcher
 from service.workers.service import QUEUE, ChoiceStream, assert_result_is_stream
 
 REQUESTS_A_ROUND = 8
+HTTP_REQUESTS_A_ROUND = 4
 END_SECONDS = 300.0  # all workers may have to start anew, on a slow machine
 SETTLE_SECONDS = 30.0
 
@@ -38,6 +40,9 @@ class Round:
     """What the intruder did meanwhile."""
     resumed: int = 0
     """Requests that more than one attempt worked on."""
+    http_requests: int = 0
+    rejoined: int = 0
+    """HTTP streams whose connection was lost and that went on at the next event."""
     lost: int = 0
     broken: int = 0
     """Streams out of order, with a token twice, or with other content than undisturbed."""
@@ -59,6 +64,7 @@ class Harness:
         self._draw = random.Random(seed)
         self._kinds = kinds()
         self._expected: dict[int, dict[int, ChoiceStream]] = {}
+        self._expected_http: dict[int, dict[int, TextChoice]] = {}
 
     def learn(self) -> None:
         """Run every kind of request undisturbed."""
@@ -67,6 +73,13 @@ class Harness:
         logs = self._site.service.wait_ended([handle.id for handle in handles], END_SECONDS)
         for number, handle in enumerate(handles):
             self._expected[number] = logs[handle.id].content
+        readers = [self._read_over_http(number) for number in range(len(self._kinds))]
+        self._wait(lambda: all(reader.is_done for reader in readers), END_SECONDS)
+        for number, reader in enumerate(readers):
+            reader.stop()
+            assert reader.is_done, reader.problems
+            assert reader.error is None, reader.error
+            self._expected_http[number] = reader.choices
         self._site.service.wait_settled(SETTLE_SECONDS)
 
     def run(self, rounds: int, report: Callable[[Round], None], faults: Sequence[Fault] = FAULTS) -> list[Round]:
@@ -88,6 +101,9 @@ class Harness:
         numbers = [self._draw.randrange(len(self._kinds)) for _ in range(REQUESTS_A_ROUND)]
         handles = [self._site.service.send(self._kinds[number].body) for number in numbers]
         account.requests = len(handles)
+        http_numbers = [self._draw.randrange(len(self._kinds)) for _ in range(HTTP_REQUESTS_A_ROUND)]
+        readers = self._site.readers = [self._read_over_http(number) for number in http_numbers]
+        account.http_requests = len(readers)
         watcher = Watcher(self._site.server.url, [handle.id for handle in handles])
         intruder = self._intrude(handles, numbers)
         try:
@@ -96,13 +112,18 @@ class Harness:
             broken_at = time.monotonic()
             account.away = self._strike(account, fault)
             self._wait(lambda: len(watcher.ended) == len(handles), END_SECONDS)
+            self._wait(lambda: all(reader.is_done or reader.problems for reader in readers), END_SECONDS)
         finally:
             watcher.stop()
+            for reader in readers:
+                reader.stop()
             intruder.stop()
         account.attacks = intruder.num_attacks
         account.gaps = watcher.longest_gaps(broken_at, open_streams)
         for handle, kind_number in zip(handles, numbers, strict=True):
             self._check(account, handle, kind_number, ended=handle.id in watcher.ended)
+        for reader, kind_number in zip(readers, http_numbers, strict=True):
+            self._check_http(account, reader, kind_number)
         self._check_settled(account)
         self._forget(handles)
         account.seconds = time.monotonic() - started
@@ -148,6 +169,22 @@ class Harness:
             account.broken += 1
             account.problems.append(f"{name}: {type(error).__name__} {error}"[:400])
 
+    def _read_over_http(self, kind_number: int) -> HttpReader:
+        kind = self._kinds[kind_number]
+        body = {"model": "tiny", "prompt": kind.prompt, **kind.params}
+        return HttpReader(lambda: self._site.gateway_ports, body, self._draw.randrange(2**32))
+
+    def _check_http(self, account: Round, reader: HttpReader, kind_number: int) -> None:
+        name = f"{self._kinds[kind_number].name} request over HTTP"
+        account.rejoined += reader.num_rejoins > 0
+        account.problems += [f"{name}: {problem}"[:400] for problem in reader.problems]
+        if not reader.is_done:
+            account.lost += 1
+            account.problems.append(f"{name} did not end")
+        elif reader.error or reader.problems or reader.choices != self._expected_http[kind_number]:
+            account.broken += 1
+            account.problems.append(f"{name}: {reader.error or 'other content than undisturbed'}"[:400])
+
     def _check_settled(self, account: Round) -> None:
         """No message queued or leased, no dead letter, no worker that gave up."""
         try:
@@ -186,6 +223,8 @@ def _line(name: str, rounds: Sequence[Round]) -> dict[str, Any]:
         "requests": sum(r.requests for r in rounds),
         "attacks": sum(r.attacks for r in rounds),
         "resumed": sum(r.resumed for r in rounds),
+        "http_requests": sum(r.http_requests for r in rounds),
+        "rejoined": sum(r.rejoined for r in rounds),
         "lost": sum(r.lost for r in rounds),
         "broken": sum(r.broken for r in rounds),
         "problems": sum(len(r.problems) for r in rounds),

@@ -1,4 +1,4 @@
-"""`Site`: a server with its append-only file, and workers that reach it each over a network of its own."""
+"""`Site`: a server with its append-only file, workers that reach it each over a network of its own, and gateways."""
 
 import random
 import resource
@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Self
 
+from chaos.http_reader import HttpReader
 from chaos.proxy import Proxy
 from service.clock_skew import ClockSkew
+from service.gateway.gateway_process import GatewayProcess
 from service.servers import PROGRAM, make_server
 from service.workers.service import Service
 from service.workers.worker_process import WorkerProcess
@@ -67,10 +69,21 @@ class Site:
             )
             for number in range(num_workers)
         ]
+        self.gateways = [
+            GatewayProcess(redis_url=self.server.url, log=folder / f"gateway-{number}.log") for number in range(2)
+        ]
+        self.readers: list[HttpReader] = []
+        """Those of the round that runs."""
+
+    @property
+    def gateway_ports(self) -> list[int]:
+        return [gateway.port for gateway in self.gateways]
 
     def wait_ready(self) -> None:
-        """Wait until every worker serves."""
+        """Wait until every worker and every gateway serves."""
         deadline = time.monotonic() + READY_SECONDS
+        for gateway in self.gateways:
+            gateway.wait_ready()
         while not all(post.is_ready for post in self.posts):
             self.revive()
             assert time.monotonic() < deadline, f"not every worker is ready:\n{self.service.logs()}"
@@ -107,14 +120,20 @@ class Site:
             if post.worker.process.poll() is not None:
                 self._ended.append(str(post.worker.log))
                 post.start()
+        for gateway in self.gateways:
+            if gateway.process.poll() is not None:
+                self._ended.append(str(gateway.log))
+                gateway.start()
 
     def take_ended(self) -> list[str]:
-        """The logs of the workers that ended by themselves since the last call."""
+        """The logs of the workers and gateways that ended by themselves since the last call."""
         self.revive()
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
+        for gateway in self.gateways:
+            gateway.close()
         for post in self.posts:
             post.proxy.heal()
         self.service.close()

@@ -25,6 +25,7 @@ from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
 from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
@@ -95,6 +96,7 @@ class EngineStep(bootsteps.StartStopStep):
                 "logits_processors": list(config.model.logits_processors),
             },
             share_prefix_cache=settings.share_prefix_cache,
+            answer_formats=AnswerFormats(settings.tool_parser, settings.reasoning_parser),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_delay_seconds=settings.max_delay_seconds,
             metrics=self.metrics,

@@ -33,6 +33,7 @@ from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
+from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.in_flight import InFlight
 from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
 from headrace_workers.job import Job
@@ -58,6 +59,7 @@ class Dispatcher:
         tokenizer_parts: gives what it was made of.
         lanes: where messages are prepared, the quick one and the slow one.
         preparation_settings: what these need beside the model's own; see `preparation_process.make_preparer`.
+        answer_formats: says in which formats the model writes tool calls and reasoning, for clients.
         share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
         max_num_seqs: choices that the engine runs at once.
         max_delay_seconds: how far ahead a message's ETA may lie.
@@ -86,6 +88,7 @@ class Dispatcher:
         store_result: StoreResult,
         on_given_up: Callable[[str], None],
         share_prefix_cache: bool = False,
+        answer_formats: AnswerFormats | None = None,
         publish_interval: float = 0.0,
         tracer_provider: Any = None,
     ) -> None:
@@ -100,6 +103,8 @@ class Dispatcher:
         self._tokenizer_parts = tokenizer_parts
         self._preparation_settings = {**preparation_settings, "served_names": list(served_names)}
         self._share_prefix_cache = share_prefix_cache
+        self._answer_formats = answer_formats or AnswerFormats()
+        self._formats: dict[str, Any] = {}
         self._max_num_seqs = max_num_seqs
         self._max_delay_seconds = max_delay_seconds
         self._metrics = metrics
@@ -277,6 +282,8 @@ class Dispatcher:
             incoming.abandon_after,
             content=celery_request.content,
             model=model,
+            prompt_tokens=len(prepared.token_ids),
+            prompt_tail=prepared.prompt_tail,
         )
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.has_replaced:
@@ -359,6 +366,7 @@ class Dispatcher:
             tokenizer = self._load_tokenizer()
             self._processor = InputProcessor(model_info, tokenizer)
             self._in_flight.use_tokenizer(tokenizer)
+            self._formats = self._answer_formats.of(self._tokenizer_parts())
             parts, info = asdict(self._tokenizer_parts()), asdict(model_info)
             self._preparation.configure({**self._preparation_settings, "tokenizer": parts, "model_info": info})
         elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):
@@ -439,6 +447,9 @@ class Dispatcher:
                     max_model_len=self._model_info.max_model_len,
                     worker=self._worker_name,
                     seen=time.time(),
+                    weights=self._model_info.weights,
+                    loras=self._adapters.names,
+                    **self._formats,
                 )
         except REDIS_ERRORS as error:
             logger.warning("model could not be registered", error=str(error))

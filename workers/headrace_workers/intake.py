@@ -20,6 +20,7 @@ from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
+PROMPT_TAIL_CHARS = 64
 _LATEST_UNIX_TIME = 1e11
 _LINKED = (
     "links, chains and chords are not run, as the worker would start them with its own rights: send the next task when"
@@ -106,6 +107,8 @@ class Prepared:
     """The sampling parameters that the message names itself, those that are numbers."""
     is_chat: bool
     lora: str | None
+    prompt_tail: str | None
+    """The end of a rendered chat; None for other prompts."""
 
 
 class Intake:
@@ -166,6 +169,7 @@ class Intake:
             },
             is_chat=request.messages is not None,
             lora=request.lora,
+            prompt_tail=(processed.prompt or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
         )
 
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ByteSize, Field, Json, ValidationError, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, Json, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from headrace_broker.errors import SettingsError
@@ -15,6 +15,7 @@ from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers.adapters import Adapters
+from headrace_workers.answer_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from headrace_workers.errors import WorkerSettingsError
 
 
@@ -56,6 +57,11 @@ class WorkerSettings(BaseSettings):
     """Schedule and launch a step while a GPU computes the one before it."""
     watermark: float = Field(0.01, ge=0, lt=1)
     """Share of the KV blocks that stays free when a request is admitted beside running ones."""
+    tool_parser: str = "auto"
+    """Format in which the model writes tool calls, for clients that read them: a name, none, or auto: as the chat
+    template tells."""
+    reasoning_parser: str = "auto"
+    """Format in which the model writes its reasoning: a name, none, or auto: as the chat template tells."""
     enable_prefix_caching: bool = True
     share_prefix_cache: bool = False
     """Let requests of one tenant use what the prefix cache holds of another's prompts: faster, and it shows by the
@@ -138,6 +144,14 @@ class WorkerSettings(BaseSettings):
         problems = [problem for name in _names(value) for problem in name_problems("each", name)]
         if problems:
             raise ValueError(problems[0])
+        return value
+
+    @field_validator("tool_parser", "reasoning_parser")
+    @classmethod
+    def _check_formats(cls, value: str, info: ValidationInfo) -> str:
+        formats = TOOL_FORMATS if info.field_name == "tool_parser" else REASONING_FORMATS
+        if value not in (AUTO, NONE, *formats):
+            raise ValueError(f"must be {AUTO}, {NONE} or one of {', '.join(formats)}, got {value!r}")
         return value
 
     @field_validator("tenants")

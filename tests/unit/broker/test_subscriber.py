@@ -9,7 +9,7 @@ import pytest
 from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StreamEvent, pack
 from headrace_broker.streams import StreamWrite, end_data
-from headrace_broker.subscriber import _Readers, read_stream
+from headrace_broker.subscriber import Readers, read_stream
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 
@@ -174,7 +174,7 @@ class ManyStreams:
     """The readers of streams a, b and c, and a server's replies to what they ask."""
 
     def __init__(self) -> None:
-        self.readers = _Readers(dict.fromkeys("abc", "0-0"), None)
+        self.readers = Readers(dict.fromkeys("abc", "0-0"), None)
         self.receive({name: [start(None)] for name in "abc"})
 
     def receive(self, *replies: dict[str, list[Entry]]) -> list[tuple[str, str]]:

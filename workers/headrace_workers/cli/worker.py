@@ -42,6 +42,8 @@ from headrace_engine.config import DEVICES
 @click.option(
     "--share-prefix-cache", is_flag=True, default=None, help="Let tenants use each other's computed beginnings [off]."
 )
+@click.option("--tool-parser", metavar="NAME", help="Format of the model's tool calls, for clients [default: auto].")
+@click.option("--reasoning-parser", metavar="NAME", help="Format of the model's reasoning, likewise [default: auto].")
 @click.option("--max-model-len", type=int, metavar="N", help="Tokens of prompt and output [default: the model's].")
 @click.option(
     "--kv-cache-memory", metavar="SIZE", help="KV cache, e.g. 2GiB [default: a quarter of free memory, max 4]."

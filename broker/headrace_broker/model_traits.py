@@ -1,0 +1,36 @@
+"""What clients that write chats and read answers must know of a model: part of its registry entry."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What a model's chat template does with what it is given."""
+
+    exists: bool = False
+    """Whether there is a chat template."""
+    tools: bool = False
+    """It shows tools to the model."""
+    developer: bool = False
+    """It knows the role `developer`."""
+    thinking: str | None = None
+    """The variable of `chat_template_kwargs` that switches reasoning on and off."""
+    reasoning_effort: bool = False
+    """It reads the variable `reasoning_effort`."""
+    special_tags: bool = False
+    """The tags of tool calls are special tokens, which texts leave out unless `skip_special_tokens` is false."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, data: object) -> Self:
+        """Read a map that a worker wrote; what it lacks or has wrong is as if it were not known."""
+        if not isinstance(data, Mapping):
+            return cls()
+        found = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+        thinking = found.pop("thinking", None)
+        flags = {name: value for name, value in found.items() if isinstance(value, bool)}
+        return cls(**flags, thinking=thinking if isinstance(thinking, str) else None)

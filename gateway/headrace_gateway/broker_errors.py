@@ -1,0 +1,67 @@
+"""How the queue's errors look over HTTP: status, OpenAI's type, code, and whether a client should try again."""
+
+import math
+from typing import Final
+
+from headrace_broker import (
+    HeadraceBrokerError,
+    InvalidRequestError,
+    QueueFullError,
+    QueueUnavailableError,
+    StreamExpiredError,
+    TenantQueueFullError,
+    UnknownModelError,
+)
+from headrace_gateway.errors import ApiError
+
+NO_RETRY: Final = {"x-should-retry": "false"}
+"""OpenAI's SDKs repeat a request that failed with 500 or more; the queue has done so already."""
+
+_ENDS: Final = {
+    "invalid_request": (400, "invalid_request_error", {}),
+    "unsupported": (400, "invalid_request_error", {}),
+    "context_length_exceeded": (400, "invalid_request_error", {}),
+    "model_not_found": (404, "invalid_request_error", {}),
+    "quota_exceeded": (429, "rate_limit_error", {"retry-after": "1"}),
+    "cancelled": (499, "invalid_request_error", {}),
+    "expired": (504, "server_error", NO_RETRY),
+}
+_PARAMS: Final = {"model_not_found": "model"}
+
+
+def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None) -> ApiError:
+    """Translate the error of an EndEvent; a code that a newer worker knows is a server error.
+
+    Args:
+        prompt_field: the field that holds the prompt, which too long a context is the fault of.
+    """
+    status, kind, headers = _ENDS.get(code, (500, "server_error", NO_RETRY))
+    param = prompt_field if code == "context_length_exceeded" else _PARAMS.get(code)
+    return ApiError(status, kind, code, message, param=param, headers=headers)
+
+
+def api_error_of(error: HeadraceBrokerError) -> ApiError:
+    """Translate what the client of the queue raised."""
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, "invalid_request_error", error.code, str(error))
+    if isinstance(error, UnknownModelError):
+        return ApiError(404, "invalid_request_error", "model_not_found", str(error), param="model")
+    if isinstance(error, QueueFullError):
+        seconds = 1 if error.retry_after_seconds is None else max(1, math.ceil(error.retry_after_seconds))
+        code = "quota_exceeded" if isinstance(error, TenantQueueFullError) else "queue_full"
+        return ApiError(429, "rate_limit_error", code, str(error), headers={"retry-after": str(seconds)})
+    if isinstance(error, StreamExpiredError):
+        return not_found("the answer is no longer kept")
+    if isinstance(error, QueueUnavailableError):
+        return unavailable()
+    return ApiError(500, "server_error", "internal_error", "the gateway failed; the request id is in its log")
+
+
+def unavailable() -> ApiError:
+    """The queue cannot be reached; where Redis is stays in the log."""
+    message = "the queue cannot be reached; try again"
+    return ApiError(503, "server_error", "queue_unavailable", message, headers={"retry-after": "1"})
+
+
+def not_found(message: str) -> ApiError:
+    return ApiError(404, "invalid_request_error", "not_found", message)

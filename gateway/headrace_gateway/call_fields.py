@@ -1,0 +1,128 @@
+"""The fields that both kinds of completion have: read, checked, and turned into sampling parameters."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+from headrace_broker import RegisteredModel
+from headrace_gateway import field_tables
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.problems import Problems, shown
+
+MAX_TOKENS: Final = 2**31 - 1
+LOWEST_PRIORITY: Final = 9
+FLEX_PRIORITY: Final = 7
+MAX_LOGPROBS: Final = 20
+_TIERS: Final = ("auto", "default", "flex", "scale", "priority", "fast")
+_STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+
+
+def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say something: SDKs send null for what their caller left out."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
+    """Refuse what is not served, by name."""
+    for name in given:
+        if name in served or name in field_tables.SAMPLING or name in field_tables.IGNORED:
+            continue
+        if name in field_tables.REFUSED:
+            problems.unsupported(name, f"{name} is not served: {field_tables.REFUSED[name]}")
+            continue
+        near = get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
+        hint = f": do you mean {near[0]}?" if near else ""
+        problems.unsupported(name[:64], f"unknown field {name[:64]!r}{hint}")
+
+
+def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters by the queue's names, unchecked: the queue's rules do that."""
+    return {ours: given[name] for name, ours in field_tables.SAMPLING.items() if name in given}
+
+
+def boolean(given: Mapping[str, Any], name: str, problems: Problems, *, default: bool = False) -> bool:
+    value = given.get(name, default)
+    if not isinstance(value, bool):
+        problems.add(name, f"{name} must be true or false, not {shown(value)}")
+        return default
+    return value
+
+
+def integer(given: Mapping[str, Any], name: str, low: int, high: int, problems: Problems) -> int | None:
+    """The value; None where it is absent or wrong."""
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        problems.add(name, f"{name} must be an integer from {low} to {high}, not {shown(value)}")
+        return None
+    return value
+
+
+def read_stream(given: Mapping[str, Any], problems: Problems) -> tuple[bool, bool, bool]:
+    """Whether to stream, to give the usage, and to give it in every chunk."""
+    stream = boolean(given, "stream", problems)
+    options = given.get("stream_options", {})
+    if not isinstance(options, Mapping):
+        problems.add("stream_options", f"stream_options must be an object, not {shown(options)}")
+        return stream, False, False
+    if "stream_options" in given and not stream:
+        problems.add("stream_options", "stream_options goes with stream: true only")
+    chosen = without_nulls(options)
+    for name in chosen:
+        if name not in _STREAM_OPTIONS:
+            problems.unsupported(f"stream_options.{name[:64]}", f"stream_options holds the unknown field {name[:64]!r}")
+    usage = boolean(chosen, "include_usage", problems)
+    continuous = boolean(chosen, "continuous_usage_stats", problems)
+    boolean(chosen, "include_obfuscation", problems)
+    return stream, usage, usage and continuous
+
+
+def read_priority(given: Mapping[str, Any], problems: Problems) -> tuple[int | None, str | None]:
+    """The priority that the body asks for, and the service tier to answer with."""
+    priority = integer(given, "priority", 0, LOWEST_PRIORITY, problems)
+    tier = given.get("service_tier")
+    if tier is None:
+        return priority, None
+    if tier not in _TIERS:
+        problems.add("service_tier", f"service_tier must be one of {', '.join(_TIERS)}, not {shown(tier)}")
+        return priority, None
+    if priority is None and tier == "flex":
+        priority = FLEX_PRIORITY
+    return priority, "flex" if tier == "flex" else "priority" if tier in ("priority", "fast") else "default"
+
+
+def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], problems: Problems) -> None:
+    """Turn `response_format` into the structured output that it asks for."""
+    form = given.get("response_format")
+    if form is None:
+        return
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        message = "response_format must be an object with type text, json_object or json_schema"
+        problems.add("response_format.type", message)
+        return
+    if kind == "text":
+        return
+    if "structured_outputs" in sampling:
+        problems.add("response_format", "give response_format or structured_outputs, not both")
+        return
+    if kind == "json_object":
+        sampling["structured_outputs"] = {"json_object": True}
+        return
+    described = form.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if not isinstance(schema, Mapping):
+        problems.add("response_format.json_schema.schema", "response_format.json_schema.schema must be an object")
+        return
+    sampling["structured_outputs"] = {"json": schema}
+
+
+def rest_of_context(model: RegisteredModel | None) -> int:
+    """`max_tokens` that ends with the context: the engine stops at its end by itself."""
+    return model.max_model_len if model is not None else MAX_TOKENS
+
+
+def bounded_priority(asked: int | None, key: ApiKey) -> int:
+    """The priority of a request: never better than the key's."""
+    return key.best_priority if asked is None else max(asked, key.best_priority)

@@ -1,0 +1,203 @@
+"""`POST /v1/chat/completions`: what its body may say, and the request that comes of it."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from headrace_broker import GenerateRequest, InvalidRequestError, RegisteredModel, SubmitRequest
+from headrace_gateway import call_fields, field_tables
+from headrace_gateway.call import Call, ChatForm
+from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, integer
+from headrace_gateway.errors import ForcedChoiceError
+from headrace_gateway.forced_choice import forced_choice
+from headrace_gateway.message_fields import read_messages
+from headrace_gateway.problems import Problems, shown
+from headrace_gateway.tool_fields import Tools, read_tools
+
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_RESERVED_KWARGS: Final = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "chat_template",
+)
+_MAX_METADATA: Final = 16
+
+
+def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: str | None) -> Call:
+    """Check the body. Raises ApiError with everything that is wrong.
+
+    Args:
+        model: what is registered under the name; None where nothing is known of it.
+        lora: the adapter that the body's model stands for.
+    """
+    given = call_fields.without_nulls(body)
+    problems = Problems()
+    call_fields.check_names(given, field_tables.CHAT, problems)
+    sampling = call_fields.sampling_of(given)
+    stream, usage, continuous = call_fields.read_stream(given, problems)
+    priority, tier = call_fields.read_priority(given, problems)
+    call_fields.read_response_format(given, sampling, problems)
+    sampling["max_tokens"] = _read_max_tokens(given, problems) or call_fields.rest_of_context(model)
+    logprobs = _read_logprobs(given, problems)
+    if logprobs is not None:
+        sampling["logprobs"] = logprobs
+    _check_refused(given, problems)
+    tools = read_tools(given, problems)
+    parallel = boolean(given, "parallel_tool_calls", problems, default=True)
+    tool_parser, reasoning_parser = (model.tool_parser, model.reasoning_parser) if model else (None, None)
+    forced = _force(tools, model, sampling, problems, parallel=parallel)
+    knows_developer = model is not None and model.template.developer
+    request: SubmitRequest = {
+        "messages": read_messages(given.get("messages"), problems, knows_developer=knows_developer),
+        "sampling_params": sampling,
+    }
+    _add_template_options(request, given, tools, model, problems)
+    if tools.shown and tools.choice == "auto" and model is not None and model.template.special_tags:
+        sampling.setdefault("skip_special_tokens", False)  # the tags of calls are special tokens of this model
+    form = (
+        ChatForm(
+            n=given.get("n", 1),
+            include_usage=usage,
+            continuous_usage=continuous,
+            logprobs=logprobs,
+            tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
+            reasoning_parser=None if "structured_outputs" in sampling and not tools.shown else reasoning_parser,
+            tools=tools.allowed,
+            tool_choice=tools.choice,
+            parallel_tool_calls=parallel,
+            include_reasoning=boolean(given, "include_reasoning", problems, default=True),
+            return_token_ids=boolean(given, "return_token_ids", problems),
+            tokens_as_ids=boolean(given, "return_tokens_as_token_ids", problems),
+            prompt_logprobs="prompt_logprobs" in sampling,
+            metadata=_read_metadata(given, problems),
+            service_tier=tier,
+        )
+        if not problems
+        else None
+    )
+    _check(request, problems)
+    problems.raise_any()
+    assert form is not None
+    if lora:
+        request["lora"] = lora
+    return Call(given["model"], (request,), form, stream, priority)
+
+
+def _read_max_tokens(given: Mapping[str, Any], problems: Problems) -> int | None:
+    old = integer(given, "max_tokens", 1, MAX_TOKENS, problems)
+    new = integer(given, "max_completion_tokens", 1, MAX_TOKENS, problems)
+    if old is not None and new is not None and old != new:
+        problems.add("max_tokens", f"max_tokens ({old}) and max_completion_tokens ({new}) differ: give one of them")
+    return old if new is None else new
+
+
+def _read_logprobs(given: Mapping[str, Any], problems: Problems) -> int | None:
+    wanted = boolean(given, "logprobs", problems)
+    top = integer(given, "top_logprobs", 0, MAX_LOGPROBS, problems)
+    if top is not None and not wanted:
+        problems.add("top_logprobs", "top_logprobs needs logprobs: true")
+    return (top or 0) if wanted else None
+
+
+def _check_refused(given: Mapping[str, Any], problems: Problems) -> None:
+    if given.get("store"):
+        problems.unsupported("store", "store must be false or absent: answers are kept as long as their streams")
+    if given.get("modalities", ["text"]) != ["text"]:
+        problems.unsupported("modalities", 'modalities must be ["text"]: only text is served')
+    if given.get("verbosity", "medium") != "medium":
+        problems.unsupported("verbosity", "verbosity must be medium or absent: say it in the messages")
+    if "response_format" in given and "tools" in given and given.get("tool_choice", "auto") != "none":
+        problems.add("response_format", "response_format does not go with tools: a call could not be written")
+
+
+def _force(
+    tools: Tools, model: RegisteredModel | None, sampling: dict[str, Any], problems: Problems, *, parallel: bool
+) -> str | None:
+    """Set the grammar of a forced choice; returns the parser that reads it."""
+    if tools.choice not in ("required", "named"):
+        return None
+    if "structured_outputs" in sampling:
+        problems.add("tool_choice", "tool_choice that forces a call does not go with structured_outputs")
+        return None
+    try:
+        forced = forced_choice(
+            tools.allowed,
+            tool_parser=model.tool_parser if model else None,
+            reasoning_parser=model.reasoning_parser if model else None,
+            parallel=parallel and tools.choice == "required",
+        )
+    except ForcedChoiceError as error:
+        problems.add("tools", str(error))
+        return None
+    sampling["structured_outputs"] = {"grammar": forced.grammar}
+    return forced.syntax
+
+
+def _add_template_options(
+    request: SubmitRequest, given: Mapping[str, Any], tools: Tools, model: RegisteredModel | None, problems: Problems
+) -> None:
+    template = model.template if model is not None else None
+    if tools.shown and template is not None and template.tools:
+        request["tools"] = tools.shown
+    elif tools.shown and tools.choice == "auto" and template is not None:
+        message = "the chat template of this model knows no tools: use tool_choice required, or name a function"
+        problems.add("tools", message, "unsupported")
+    elif tools.shown and template is None:
+        request["tools"] = tools.shown
+    variables = given.get("chat_template_kwargs", {})
+    if not isinstance(variables, Mapping):
+        problems.add("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(variables)}")
+        variables = {}
+    for name in variables:
+        if name in _RESERVED_KWARGS:
+            problems.add(f"chat_template_kwargs.{name}", f"chat_template_kwargs must not hold {name}: it is a field")
+    variables = {**_effort(given, model, problems), **variables}
+    if variables:
+        request["chat_template_kwargs"] = variables
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in given:
+            request[name] = boolean(given, name, problems)  # type: ignore[literal-required]
+
+
+def _effort(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
+    effort = given.get("reasoning_effort")
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        problems.add("reasoning_effort", f"reasoning_effort must be one of {', '.join(_EFFORTS)}, not {shown(effort)}")
+        return {}
+    variables: dict[str, Any] = {}
+    if model is not None and model.template.reasoning_effort:
+        variables["reasoning_effort"] = effort
+    if model is not None and model.template.thinking:
+        variables[model.template.thinking] = effort != "none"
+    if not variables and effort != "none":
+        message = "reasoning_effort must be none or absent: the chat template of this model reads none"
+        problems.unsupported("reasoning_effort", message)
+    return variables
+
+
+def _read_metadata(given: Mapping[str, Any], problems: Problems) -> dict[str, str] | None:
+    metadata = given.get("metadata")
+    if metadata is None:
+        return None
+    fine = isinstance(metadata, Mapping) and len(metadata) <= _MAX_METADATA
+    if fine and all(isinstance(value, str) and len(value) <= 512 and len(key) <= 64 for key, value in metadata.items()):
+        return dict(metadata)
+    message = f"metadata must hold at most {_MAX_METADATA} strings of 512 characters under names of 64"
+    problems.add("metadata", message)
+    return None
+
+
+def _check(request: SubmitRequest, problems: Problems) -> None:
+    """The queue's own rules, before anything is sent."""
+    if problems and not request.get("messages"):
+        return
+    try:
+        GenerateRequest.parse(request)
+    except InvalidRequestError as error:
+        known = [*field_tables.SAMPLING, "max_tokens", "logprobs", "tools", "chat_template_kwargs"]
+        if not problems:
+            problems.of_broker(error.problems, [*known, "add_generation_prompt", "continue_final_message"])

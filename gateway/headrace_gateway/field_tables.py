@@ -1,0 +1,92 @@
+"""Which fields of a body are served, which are accepted without effect, and which are refused with what sentence.
+
+A field that stands in none of these tables is refused by its name: a field that is ignored in silence would change the
+answer in silence.
+"""
+
+from typing import Final
+
+SAMPLING: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "n": "n",
+    "seed": "seed",
+    "stop": "stop",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "min_tokens": "min_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "prompt_logprobs": "prompt_logprobs",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "structured_outputs": "structured_outputs",
+    "repetition_detection": "repetition_detection",
+    "stream_interval": "stream_interval",
+    "vllm_xargs": "extra_args",
+}
+"""Sampling parameters by the API's name, and the queue's name of each; the queue's rules check their values."""
+
+COMMON: Final = frozenset(
+    {
+        *("model", "stream", "stream_options", "priority", "service_tier", "prompt_cache_key", "response_format"),
+        *("logprobs", "max_tokens", "return_token_ids", "return_tokens_as_token_ids"),
+    }
+)
+CHAT: Final = COMMON | frozenset(
+    {
+        *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"),
+        *("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+        *("metadata", "include_reasoning", "store", "verbosity", "modalities"),
+    }
+)
+COMPLETION: Final = COMMON | frozenset({"prompt", "echo", "suffix", "best_of"})
+
+IGNORED: Final = {
+    "user": "the tenant comes from the API key",
+    "safety_identifier": "nothing is moderated here",
+    "prediction": "it changes no text",
+    "prompt_cache_retention": "the prefix cache keeps what fits",
+    "prompt_cache_options": "the prefix cache keeps what fits",
+}
+"""Accepted without effect, and why that is harmless."""
+
+_USE_TOOLS: Final = "use tools and tool_choice"
+_USE_STRUCTURED: Final = "use structured_outputs or response_format"
+REFUSED: Final = {
+    "functions": _USE_TOOLS,
+    "function_call": _USE_TOOLS,
+    "guided_json": _USE_STRUCTURED,
+    "guided_regex": _USE_STRUCTURED,
+    "guided_choice": _USE_STRUCTURED,
+    "guided_grammar": _USE_STRUCTURED,
+    "guided_decoding_backend": _USE_STRUCTURED,
+    "guided_whitespace_pattern": _USE_STRUCTURED,
+    "chat_template": "chats are rendered by the model's own template",
+    "documents": "put them into the messages",
+    "audio": "only text is served",
+    "moderation": "nothing is moderated here",
+    "web_search_options": "the service searches nothing: offer a tool",
+    "request_id": "use the header Idempotency-Key",
+    "cache_salt": "the prefix cache is kept apart by tenant already",
+    "truncate_prompt_tokens": "shorten the prompt before it is sent",
+    "thinking_token_budget": "use max_tokens",
+    "use_beam_search": "beam search is not served",
+    "length_penalty": "beam search is not served",
+    "early_stopping": "beam search is not served",
+    "kv_transfer_params": "keys and values stay in their worker",
+    "logits_processors": "code is not taken from callers",
+    "prompt_embeds": "prompts are text or token ids",
+    "max_new_tokens": "use max_tokens",
+    "best_of_n": "use n",
+    "extra_args": "use vllm_xargs",
+    "detokenize": "the gateway answers in text",
+}
+"""Known from OpenAI or vLLM and not served, with what to do instead."""

@@ -1,0 +1,77 @@
+# ruff: noqa: RUF001, RUF002 - the tokens of these models have such characters
+"""DeepSeek V3 and R1, and V3.1: calls between special tokens.
+
+V3:   `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line end, and the arguments as a fenced block of JSON.
+V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
+"""
+
+import re
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Found, Kept, read_arguments
+from headrace_gateway.parsers.json_reader import read_value
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
+
+_OPEN = "<｜tool▁call▁begin｜>"
+_TAGS = TagSet(
+    _OPEN,
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜Assistant｜>",
+)
+_SEPARATOR = TagSet("<｜tool▁sep｜>")
+_CLOSE = TagSet("<｜tool▁call▁end｜>")
+_FENCE = TagSet("```json")
+_FENCE_END = TagSet("```")
+_NAME = re.compile(r"[^\s<>`{}\[\]\"]+")
+
+
+def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+    """Read calls among text to the end."""
+    while (tag := (yield from reader.until(_TAGS, text))) is not None:
+        if tag != _OPEN:
+            continue
+        kept = Kept(tag)
+        found = yield from _read_call(reader, writer, kept)
+        if found is Found.OTHER:
+            kept.goes_to(text)
+        elif found is Found.CUT:
+            writer.trim()
+
+
+def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+    yield from reader.space(kept)
+    first: list[str] = []
+    second: list[str] = []
+    yield from reader.all_of(_NAME, kept.also(first))
+    yield from reader.space(kept)
+    if not (yield from reader.next_is(_SEPARATOR, kept)):
+        return (yield from _no_call(reader))
+    yield from reader.space(kept)
+    yield from reader.all_of(_NAME, kept.also(second))
+    if (yield from reader.space(kept)) == "`":
+        yield from reader.next_is(_FENCE, kept)
+        yield from reader.space(kept)
+    if (yield from reader.peek()) != "{":
+        return (yield from _no_call(reader))
+    name = "".join(second or first)
+    is_call = name in writer.tools
+    if is_call:
+        writer.begin_call(name)
+        yield from read_arguments(reader, writer)
+    else:
+        kept.goes_to(writer.content)
+        yield from read_value(reader, kept)
+    sink: Sink = drop if is_call else kept
+    yield from reader.space(sink)
+    yield from reader.next_is(_FENCE_END, sink)
+    yield from reader.space(sink)
+    yield from reader.next_is(_CLOSE, sink)
+    return Found.CALL if is_call else Found.OTHER
+
+
+def _no_call(reader: TextReader) -> Steps[Found]:
+    return Found.OTHER if (yield from reader.peek()) else Found.CUT

@@ -1,0 +1,71 @@
+"""gpt-oss: messages `<|start|>assistant<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|>`.
+
+The analysis channel holds reasoning, a recipient `functions.NAME` makes a message a call, all else is content.
+"""
+
+import re
+from typing import Final
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Kept, read_arguments
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
+
+_MESSAGE: Final = "<|message|>"
+_START: Final = "<|start|>"
+_CHANNEL: Final = "<|channel|>"
+_HEADER = TagSet(_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+_FIRST = TagSet(_START, _CHANNEL, _MESSAGE, "to=")
+_BEGIN = TagSet(_START, _CHANNEL)
+# A reasoning model may speak of other tags.
+_TEXT_END = TagSet("<|end|>", "<|return|>", _START)
+_CALL_END = TagSet("<|call|>", "<|end|>", "<|return|>", _START)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_NAME = re.compile(r"[\w\-]+")
+
+
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
+    """Read messages to the end. The prompt has begun the first one's header."""
+    kept = Kept()
+    yield from reader.space(kept)
+    header = yield from reader.next_is(_FIRST, kept)
+    if header is None:  # a model that does not write messages
+        kept.goes_to(writer.content)
+        header = yield from reader.until(_BEGIN, writer.content)
+    while header is not None:
+        channel, recipient, is_complete = yield from _read_header(reader, header)
+        if not is_complete:
+            return
+        header = yield from _read_body(reader, writer, channel, recipient)
+
+
+def _read_header(reader: TextReader, first: str) -> Steps[tuple[str, str, bool]]:
+    """Read up to the message, and skip headers that have none. Returns channel, recipient, and whether it came."""
+    pieces = [first]
+    while pieces[-1] != _MESSAGE:
+        tag = yield from reader.until(_HEADER, pieces.append)
+        if tag is None:
+            return "", "", False
+        if tag in (_START, "<|end|>", "<|call|>", "<|return|>"):
+            pieces = []
+        pieces.append(tag)
+    header = "".join(pieces)
+    _, _, behind = header.rpartition(_CHANNEL)
+    channel = _NAME.match(behind.strip())
+    recipient = _RECIPIENT.search(header)
+    return channel[0] if channel else "", recipient[1] if recipient else "", True
+
+
+def _read_body(reader: TextReader, writer: EventWriter, channel: str, recipient: str) -> Steps[str | None]:
+    """Read a message. Returns the tag behind it; None at the end."""
+    writer.trim()
+    if recipient in writer.tools:
+        writer.begin_call(recipient)
+        if (yield from reader.space()) == "{":
+            yield from read_arguments(reader, writer)
+            return (yield from reader.until(_CALL_END, drop))
+        tag = yield from reader.until(_CALL_END, writer.arguments)
+        if tag is not None:
+            writer.end_call()
+        return tag
+    sink: Sink = writer.reasoning if channel == "analysis" and not recipient else writer.content
+    return (yield from reader.until(_TEXT_END, sink))

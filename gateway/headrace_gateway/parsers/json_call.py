@@ -1,0 +1,175 @@
+"""Calls written as JSON objects with `name` and `arguments` (or `parameters`), which several formats share."""
+
+import re
+from enum import Enum, auto
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_reader import decoded_string, read_string, read_value
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
+
+_OPEN = TagSet("{", "[")
+_COLON = TagSet(":")
+_CLOSING = re.compile(r"[\s}\]]+")
+_SEPARATORS = re.compile(r"[\s,;]+")
+# Any other first key shows early that an object is no call.
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function", "description"})
+
+
+class Found(Enum):
+    """What stood where a call was expected."""
+
+    CALL = auto()
+    OTHER = auto()
+    """Text that is no call; it is content, as far as it was read."""
+    CUT = auto()
+    """The text ended before this could be told."""
+
+
+class Kept:
+    """Text that is content if no call follows. Behind the decision, it is passed on or dropped."""
+
+    __slots__ = ("_pieces", "_sink")
+
+    def __init__(self, *pieces: str) -> None:
+        self._pieces: list[str] = list(pieces)
+        self._sink: Sink | None = None
+
+    def __call__(self, text: str) -> None:
+        if self._sink is None:
+            self._pieces.append(text)
+        else:
+            self._sink(text)
+
+    @property
+    def holds_text(self) -> bool:
+        return any(self._pieces)
+
+    def also(self, pieces: list[str]) -> Sink:
+        """Return a sink that keeps text here, and among these pieces."""
+
+        def both(text: str) -> None:
+            self(text)
+            pieces.append(text)
+
+        return both
+
+    def goes_to(self, sink: Sink) -> None:
+        """Decide where this text and what follows goes."""
+        sink("".join(self._pieces))
+        self._sink = sink
+        self._pieces = []
+
+
+def read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+    """Read one object, several ones, or an array of them. Ends behind the last one that is a call."""
+    char = yield from reader.space(kept)
+    if char == "[":
+        yield from reader.next_is(_OPEN, kept)
+    found = yield from read_call(reader, writer, kept)
+    while found is Found.CALL:
+        yield from reader.all_of(_SEPARATORS, drop)
+        if (yield from reader.peek()) != "{":
+            return Found.CALL
+        further = Kept()
+        if (yield from read_call(reader, writer, further)) is not Found.CALL:
+            further.goes_to(writer.content)
+            return Found.CALL
+    return found
+
+
+def read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+    """Read an object. It is a call where its name is among the tools; brackets behind it are dropped."""
+    char = yield from reader.space(kept)
+    if char != "{":
+        return Found.OTHER if char else Found.CUT
+    yield from reader.next_is(_OPEN, kept)
+    found = yield from _CallObject(reader, writer, kept).read()
+    if found is Found.CALL:
+        yield from reader.all_of(_CLOSING, drop)
+    return found
+
+
+def read_arguments(reader: TextReader, writer: EventWriter) -> Steps[None]:
+    """Pass the arguments of the call that began on, and end it. A text of JSON within a string is taken out of it."""
+    char = yield from reader.peek()
+    if not char:
+        return
+    if char in "{[":
+        yield from read_value(reader, writer.arguments)
+    else:
+        pieces: list[str] = []
+        yield from read_value(reader, pieces.append)
+        _write_arguments(writer, "".join(pieces))
+    writer.end_call()
+
+
+def _write_arguments(writer: EventWriter, written: str) -> None:
+    if written.startswith('"'):
+        decoded = decoded_string(written)
+        if decoded is not None and decoded.lstrip().startswith("{"):
+            written = decoded
+    writer.arguments("" if written == "null" else written)
+
+
+class _CallObject:
+    """Reads the members of an object behind its opening brace."""
+
+    def __init__(self, reader: TextReader, writer: EventWriter, kept: Kept) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._kept = kept
+        self._early: str | None = None
+        """Arguments that stand before the name."""
+        self._named = False
+        self._is_call = False
+
+    def read(self) -> Steps[Found]:
+        reader, kept = self._reader, self._kept
+        yield from reader.space(kept)
+        while (yield from reader.peek()) == '"' and (yield from self._member()):
+            yield from reader.all_of(_SEPARATORS, kept)
+        is_cut = not (yield from reader.peek())
+        if not self._is_call:
+            return Found.CUT if is_cut else Found.OTHER
+        if not is_cut:
+            self._writer.end_call()
+        return Found.CALL
+
+    def _member(self) -> Steps[bool]:
+        """Read a key and its value. False: this is no JSON, or no call."""
+        reader, kept = self._reader, self._kept
+        key = yield from read_string(reader, kept)
+        if key is None or (not self._named and key not in _KEYS):
+            return False
+        yield from reader.space(kept)
+        if not (yield from reader.next_is(_COLON, kept)):
+            return False
+        yield from reader.space(kept)
+        if key == "name" and not self._named:
+            return (yield from self._name())
+        if key in ("arguments", "parameters") and (self._is_call or not self._named) and self._early is None:
+            yield from self._arguments()
+        else:
+            yield from read_value(reader, kept)
+        return True
+
+    def _name(self) -> Steps[bool]:
+        name = yield from read_string(self._reader, self._kept)
+        if name is None:
+            return False
+        self._named = True
+        self._is_call = name in self._writer.tools
+        self._kept.goes_to(drop if self._is_call else self._writer.content)
+        if self._is_call:
+            self._writer.begin_call(name)
+            _write_arguments(self._writer, self._early or "")
+        return True
+
+    def _arguments(self) -> Steps[None]:
+        if self._is_call:
+            self._early = ""
+            yield from read_arguments(self._reader, self._writer)
+            return
+        pieces: list[str] = []
+        yield from read_value(self._reader, self._kept.also(pieces))
+        self._early = "".join(pieces)

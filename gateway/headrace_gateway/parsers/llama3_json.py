@@ -1,0 +1,22 @@
+"""Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, or it follows `<|python_tag|>`."""
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Found, Kept, read_calls
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+
+_PYTHON_TAG = "<|python_tag|>"
+_TAGS = TagSet(
+    _PYTHON_TAG, "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"
+)  # fmt: skip
+
+
+def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+    """Read calls at the start and behind each tag. JSON elsewhere is content, as is Python behind the tag."""
+    tag: str | None = _PYTHON_TAG
+    while tag is not None:
+        if tag == _PYTHON_TAG:
+            kept = Kept()
+            char = yield from reader.space(kept)
+            if char not in ("{", "[") or (yield from read_calls(reader, writer, kept)) is not Found.CALL:
+                kept.goes_to(text)
+        tag = yield from reader.until(_TAGS, text)

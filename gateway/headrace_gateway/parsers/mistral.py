@@ -1,0 +1,52 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, since version 11 `[TOOL_CALLS]name[ARGS]{...}`."""
+
+import re
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Found, Kept, read_arguments, read_calls
+from headrace_gateway.parsers.json_reader import read_value
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+
+_OPEN = "[TOOL_CALLS]"
+_TAGS = TagSet(_OPEN, "</s>", "[INST]", "[/INST]")
+_CALL_ID = TagSet("[CALL_ID]")
+_ARGS = TagSet("[ARGS]")
+_NAME = re.compile(r"[^\s\[\]{}<>,:\"]+")
+
+
+def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+    """Read calls among text to the end."""
+    while (tag := (yield from reader.until(_TAGS, text))) is not None:
+        if tag != _OPEN:
+            continue
+        kept = Kept(tag)
+        char = yield from reader.space(kept)
+        if char in ("[", "{"):
+            found = yield from read_calls(reader, writer, kept)
+        else:
+            found = yield from _read_named(reader, writer, kept)
+        if found is Found.OTHER:
+            kept.goes_to(text)
+        elif found is Found.CUT:
+            writer.trim()
+
+
+def _read_named(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+    pieces: list[str] = []
+    yield from reader.all_of(_NAME, kept.also(pieces))
+    char = yield from reader.space(kept)
+    if (yield from reader.next_is(_CALL_ID, kept)):
+        yield from reader.all_of(_NAME, kept)
+        yield from reader.space(kept)
+    has_tag = yield from reader.next_is(_ARGS, kept)
+    char = yield from reader.space(kept)
+    if char != "{" and (char or not has_tag):
+        return Found.OTHER if char else Found.CUT
+    name = "".join(pieces)
+    if name not in writer.tools:
+        kept.goes_to(writer.content)
+        yield from read_value(reader, kept)
+        return Found.OTHER
+    writer.begin_call(name)
+    yield from read_arguments(reader, writer)
+    return Found.CALL

@@ -1,0 +1,123 @@
+"""Llama 4 and Olmo 3: calls as Python writes them, `[f(a=1), g(b="x")]`; Olmo puts them between tags."""
+
+import re
+from typing import Final
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.python_literal import json_of_python
+from headrace_gateway.parsers.schema_values import ObjectWriter, quoted
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
+
+_START: Final = frozenset({"<|python_start|>", "<|python_tag|>", "<function_calls>"})
+_TAGS = TagSet(
+    *_START, "<|python_end|>", "</function_calls>", "<|eot|>", "<|eom|>", "<|eot_id|>", "<|im_end|>", "<|endoftext|>"
+)
+_LIST = TagSet("[")
+_ARGUMENTS = TagSet("(")
+_IS = TagSet("=")
+_END = TagSet(")")
+_NAME = re.compile(r"[\w.\-]+")
+_SEPARATORS = re.compile(r"[\s,;]+")
+_CLOSING = re.compile(r"[\s\]]+")
+
+
+def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+    """Read calls at the start and behind each tag. A list elsewhere is content."""
+    tag: str | None = "<|python_start|>"
+    while tag is not None:
+        if tag in _START:
+            kept = Kept()
+            yield from reader.space(kept)
+            if (yield from reader.next_is(_LIST, kept)) or tag == "<function_calls>":
+                found = yield from _read_calls(reader, writer, kept)
+            else:
+                found = Found.OTHER
+            if found is not Found.CALL:
+                kept.goes_to(text)
+        tag = yield from reader.until(_TAGS, text)
+
+
+def _read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+    found = yield from _read_call(reader, writer, kept)
+    while found is Found.CALL:
+        yield from reader.all_of(_SEPARATORS, drop)
+        further = Kept()
+        if (yield from _read_call(reader, writer, further)) is Found.CALL:
+            continue
+        if further.holds_text:
+            further.goes_to(writer.content)
+        else:
+            yield from reader.all_of(_CLOSING, drop)
+        break
+    return found
+
+
+def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+    pieces: list[str] = []
+    yield from reader.space(kept)
+    yield from reader.all_of(_NAME, kept.also(pieces))
+    name = "".join(pieces)
+    if not (yield from reader.next_is(_ARGUMENTS, kept)) or name not in writer.tools:
+        return Found.OTHER
+    writer.begin_call(name)
+    arguments = ObjectWriter(writer, writer.tools[name])
+    while (yield from _read_argument(reader, arguments)):
+        yield from reader.all_of(_SEPARATORS, drop)
+    if (yield from reader.peek()):
+        yield from reader.next_is(_END)
+        arguments.end()
+    return Found.CALL
+
+
+def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
+    """Read `name=value`. False: no argument follows, or it is cut."""
+    key: list[str] = []
+    yield from reader.space()
+    yield from reader.all_of(_NAME, key.append)
+    yield from reader.space()
+    if not key or not (yield from reader.next_is(_IS)):
+        return False
+    value: list[str] = []
+    if not (yield from reader.scan(_Value(), value.append)):
+        return False
+    written = "".join(value)
+    arguments.add("".join(key), json_of_python(written) or quoted(written.strip()))
+    return True
+
+
+class _Value:
+    """Finds the end of an argument: a comma or a bracket outside of its own brackets and strings."""
+
+    __slots__ = ("_depth", "_escaped", "_quote")
+    _OUTSIDE: Final = re.compile(r"['\"\[\](){},]")
+    _INSIDE: Final = {"'": re.compile(r"['\\]"), '"': re.compile(r'["\\]')}
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def __call__(self, text: str, start: int) -> tuple[int, bool]:
+        position = start
+        while position < len(text):
+            if self._escaped:
+                self._escaped = False
+                position += 1
+                continue
+            match = (self._INSIDE[self._quote] if self._quote else self._OUTSIDE).search(text, position)
+            if match is None:
+                break
+            position = match.end()
+            char = match[0]
+            if char == "\\":
+                self._escaped = True
+            elif char in "'\"":
+                self._quote = "" if self._quote else char
+            elif char in "[({":
+                self._depth += 1
+            elif self._depth == 0:
+                return position - 1, True
+            elif char != ",":
+                self._depth -= 1
+        return len(text), False

@@ -1,0 +1,116 @@
+"""Which parser a name stands for, and how reasoning and tool calls are read one behind the other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from headrace_gateway.call import ToolForm
+from headrace_gateway.errors import UnknownParserError
+from headrace_gateway.parsers import deepseek, glm45, harmony, llama3_json, mistral, pythonic, qwen3_xml
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import ParserEvent
+from headrace_gateway.parsers.protocol import OutputParser
+from headrace_gateway.parsers.reasoning import MISTRAL, THINK, read_reasoning
+from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+
+_ReadCalls: TypeAlias = Callable[[TextReader, EventWriter, Sink], Steps[None]]
+
+_READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
+    {
+        "hermes": HERMES.read,
+        "qwen3_xml": qwen3_xml.read,
+        "llama3_json": llama3_json.read,
+        "pythonic": pythonic.read,
+        "mistral": mistral.read,
+        "granite": GRANITE.read,
+        "deepseek_v3": deepseek.read,
+        "deepseek_v31": deepseek.read,
+        "glm45": glm45.read,
+        "phi4_mini_json": PHI4_MINI.read,
+    }
+)
+_REASONING: Final = MappingProxyType({"think": THINK, "mistral": MISTRAL})
+# gpt-oss: reasoning and calls are messages of the same format.
+_HARMONY: Final = "openai"
+TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
+REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
+_NOTHING: Final = TagSet()
+
+
+def make_parser(
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    *,
+    tools: Sequence[ToolForm],
+    prompt_tail: str | None,
+    parallel: bool = True,
+) -> OutputParser:
+    """Make the parser of one choice.
+
+    Args:
+        tool_parser: one of TOOL_PARSERS; None: the text holds no calls to look for.
+        reasoning_parser: one of REASONING_PARSERS; None: the text holds no reasoning to look for.
+        tools: those that may be called; a call of another one is content.
+        prompt_tail: the prompt's end, which tells whether the template has opened the reasoning; None: unknown, so no.
+        parallel: False: everything after the first call is dropped.
+
+    Raises:
+        UnknownParserError: a name is unknown, or the two do not go together.
+    """
+    _check(tool_parser, "tool_parser", TOOL_PARSERS)
+    _check(reasoning_parser, "reasoning_parser", REASONING_PARSERS)
+    if _HARMONY in (tool_parser, reasoning_parser) and {tool_parser, reasoning_parser} - {None, _HARMONY}:
+        raise UnknownParserError(
+            f"{_HARMONY} reads reasoning and calls alike, so it does not go with another parser, got "
+            f"tool_parser {tool_parser!r} and reasoning_parser {reasoning_parser!r}"
+        )
+    reader, writer = TextReader(), EventWriter(tools if tool_parser else (), parallel=parallel)
+    steps = _read(reader, writer, tool_parser, reasoning_parser, prompt_tail)
+    return _StepParser(reader, writer, steps)
+
+
+def _check(name: str | None, field: str, names: frozenset[str]) -> None:
+    if name is not None and name not in names:
+        raise UnknownParserError(f"{field} must be one of {', '.join(sorted(names))}, got {name!r}")
+
+
+def _read(
+    reader: TextReader,
+    writer: EventWriter,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    prompt_tail: str | None,
+) -> Steps[None]:
+    if _HARMONY in (tool_parser, reasoning_parser):
+        yield from harmony.read(reader, writer)
+        return
+    if reasoning_parser is not None:
+        tags = _REASONING[reasoning_parser]
+        yield from read_reasoning(reader, writer, tags, tags.opened_by(prompt_tail))
+    if tool_parser is not None:
+        yield from _READERS[tool_parser](reader, writer, writer.content)
+    else:
+        yield from reader.until(_NOTHING, writer.content)
+
+
+class _StepParser:
+    """Runs the steps of a reader as text comes."""
+
+    def __init__(self, reader: TextReader, writer: EventWriter, steps: Steps[None]) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._steps = steps
+
+    def feed(self, text: str) -> list[ParserEvent]:
+        if text and not self._writer.is_full:
+            self._reader.push(text)
+            next(self._steps, None)
+        return self._writer.take()
+
+    def finish(self) -> list[ParserEvent]:
+        self._reader.end()
+        for _ in self._steps:
+            pass
+        self._writer.finish()
+        return self._writer.take()

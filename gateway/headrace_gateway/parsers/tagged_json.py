@@ -1,0 +1,50 @@
+"""Formats that put calls as JSON objects behind a tag: Hermes, Granite, Phi-4-mini."""
+
+from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Found, Kept, read_calls
+from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+
+
+class TaggedJson:
+    """A format.
+
+    Args:
+        opening: tags that calls follow.
+        closing: tags that may end them.
+        special: tokens that are no text.
+    """
+
+    def __init__(self, opening: tuple[str, ...], closing: tuple[str, ...], special: tuple[str, ...]) -> None:
+        self._opening = opening
+        self._tags = TagSet(*opening, *special)
+        self._closing = TagSet(*closing)
+
+    def read(self, reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+        """Read calls among text to the end."""
+        while (tag := (yield from reader.until(self._tags, text))) is not None:
+            if tag not in self._opening:
+                continue
+            kept = Kept(tag)
+            found = yield from read_calls(reader, writer, kept)
+            if found is Found.CALL:
+                yield from reader.space()
+                yield from reader.next_is(self._closing)
+            elif found is Found.OTHER:
+                kept.goes_to(text)
+            else:
+                writer.trim()
+
+
+# Qwen 2.5 and 3 and Granite 4 write as Hermes does.
+HERMES = TaggedJson(
+    ("<tool_call>",), ("</tool_call>",), ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|end_of_text|>")
+)
+# <|tool_call|> and an array: Granite 3; <function_call>: Granite 20B; <tool_call>: Granite 3.1 at times, and 4.
+GRANITE = TaggedJson(
+    ("<|tool_call|>", "<function_call>", "<tool_call>"),
+    ("<|/tool_call|>", "</function_call>", "</tool_call>"),
+    ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+)
+PHI4_MINI = TaggedJson(
+    ("functools[", "<|tool_call|>"), ("<|/tool_call|>",), ("<|end|>", "<|endoftext|>", "<|assistant|>")
+)

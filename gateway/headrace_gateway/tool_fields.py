@@ -1,0 +1,109 @@
+"""The fields of a chat that offer tools: which functions there are, which may be called, which must be."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from headrace_gateway.call import ToolChoice, ToolForm
+from headrace_gateway.problems import Problems, shown
+
+MAX_TOOLS: Final = 128
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the body says of tools."""
+
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    """As the chat template gets them."""
+    allowed: tuple[ToolForm, ...] = ()
+    choice: ToolChoice = "none"
+    """`named`: exactly the one allowed function must be called."""
+
+
+def read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
+    """Check `tools` and `tool_choice`."""
+    tools = given.get("tools", [])
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        problems.add("tools", f"tools must be an array of at most {MAX_TOOLS} functions, not {_size(tools)}")
+        return Tools()
+    forms = [_read_tool(position, tool, problems) for position, tool in enumerate(tools)]
+    known = {form.name: form for form in forms if form is not None}
+    if len(known) < sum(form is not None for form in forms):
+        problems.add("tools", "tools must hold functions of different names")
+    choice, names = _read_choice(given.get("tool_choice"), known, problems)
+    if not tools:
+        if choice not in ("auto", "none"):
+            problems.add("tool_choice", "tool_choice needs tools")
+        return Tools()
+    if choice == "none":
+        return Tools()
+    return Tools(tools, tuple(form for name, form in known.items() if name in names), choice)
+
+
+def _read_tool(position: int, tool: Any, problems: Problems) -> ToolForm | None:
+    path = f"tools[{position}]"
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        told = f", not {kind[:40]!r}" if isinstance(kind, str) else ""
+        problems.add(f"{path}.type", f"{path} must be an object with type function and a function{told}", "unsupported")
+        return None
+    function = tool["function"]
+    name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
+    fine = True
+    for unknown in [key for key in function if key not in _FUNCTION_FIELDS]:
+        problems.unsupported(
+            f"{path}.function.{unknown[:64]}", f"{path}.function holds the unknown field {unknown[:64]!r}"
+        )
+        fine = False
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"{path}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
+        problems.add(f"{path}.function.name", message)
+        fine = False
+    if parameters is not None and not isinstance(parameters, Mapping):
+        message = f"{path}.function.parameters must be a JSON Schema object, not {shown(parameters)}"
+        problems.add(f"{path}.function.parameters", message)
+        fine = False
+    if strict is not None and not isinstance(strict, bool):
+        problems.add(f"{path}.function.strict", f"{path}.function.strict must be true or false, not {shown(strict)}")
+        fine = False
+    if not fine:
+        return None
+    return ToolForm(str(name), dict(parameters) if parameters is not None else None, bool(strict))
+
+
+def _read_choice(choice: Any, known: Mapping[str, ToolForm], problems: Problems) -> tuple[ToolChoice, set[str]]:
+    """What must be done, and the functions that may be called."""
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice or "auto", set(known)
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function":
+        name = _function_name(choice)
+        if name not in known:
+            problems.add("tool_choice.function.name", "tool_choice must name one of the functions in tools")
+        return "named", {str(name)}
+    if kind == "allowed_tools" and isinstance(choice.get("allowed_tools"), Mapping):
+        allowed = choice["allowed_tools"]
+        listed = allowed.get("tools")
+        names = {_function_name(tool) for tool in listed} if isinstance(listed, list) else set()
+        if allowed.get("mode") not in ("auto", "required") or not names or not names <= set(known):
+            message = "tool_choice.allowed_tools must have mode auto or required, and tools that are among tools"
+            problems.add("tool_choice.allowed_tools", message)
+            return "auto", set()
+        return allowed["mode"], {str(name) for name in names}
+    message = "tool_choice must be none, auto, required, or an object with type function or allowed_tools"
+    problems.add("tool_choice", message)
+    return "auto", set(known)
+
+
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _size(tools: Any) -> str:
+    return str(len(tools)) if isinstance(tools, list) else shown(tools)

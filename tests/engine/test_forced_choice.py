@@ -1,0 +1,173 @@
+"""The grammars of forced choices, compiled and walked as the engine does it, and read back by their parsers."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine.tokenizer_kinds import byte_level
+from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
+from headrace_engine.grammar_errors import GrammarError
+from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from headrace_gateway.call import ToolForm
+from headrace_gateway.errors import ForcedChoiceError
+from headrace_gateway.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice
+from unit.gateway.parsers.parsing import Parsed, events_of, folded
+
+WEATHER = ToolForm(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Paris", 'Zürich </tool_call> "', "東京"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            "note": {"type": "string", "maxLength": 5},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+CLOCK = ToolForm(name="clock")
+TOOLS = (WEATHER, CLOCK)
+SYNTAXES = ("hermes", "llama3_json", "phi4_mini_json", None)
+
+
+class Walker:
+    """Walks at random through what a grammar allows, with a real tokenizer."""
+
+    def __init__(self) -> None:
+        self.tokenizer = byte_level()
+        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.end = self.tokenizer.token_to_id("</s>")
+        self.compiler = GrammarCompiler(
+            TokenizerDefinition(
+                tokenizer_json=self.tokenizer.to_str(), vocab_size=self.vocab_size, eos_token_ids=[self.end]
+            )
+        )
+
+    def grammar(self, choice: ForcedChoice) -> Grammar:
+        return self.compiler.compile(StructuredOutputsParams(grammar=choice.grammar))
+
+    def walk(self, choice: ForcedChoice, seed: int) -> str:
+        grammar, draw = self.grammar(choice), random.Random(seed)
+        token_ids: list[int] = []
+        while len(token_ids) < 3000:
+            mask = grammar.bitmasks()[0]
+            allowed = [index for index in range(self.vocab_size) if mask[index // 8] >> index % 8 & 1]
+            if self.end in allowed and (len(allowed) == 1 or draw.random() < 0.5):
+                return self.tokenizer.decode(token_ids)
+            chosen = draw.choice([index for index in allowed if index != self.end])
+            grammar.accept([chosen])
+            token_ids.append(chosen)
+        raise AssertionError("the grammar does not end")
+
+    def allows(self, choice: ForcedChoice, text: str) -> bool:
+        grammar = self.grammar(choice)
+        try:
+            grammar.accept(self.tokenizer.encode(text).ids)
+            return bool(grammar.bitmasks()[0][self.end // 8] >> self.end % 8 & 1)
+        except GrammarError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def walker() -> Walker:
+    return Walker()
+
+
+def read_back(choice: ForcedChoice, text: str, tools: Sequence[ToolForm], reasoning: str | None = None) -> Parsed:
+    return folded(events_of(choice.syntax, [text], reasoning, tools=tools))
+
+
+@pytest.mark.parametrize("tool_parser", SYNTAXES)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_whatever_the_grammar_allows_is_read_back_as_valid_calls(
+    walker: Walker, tool_parser: str | None, parallel: bool
+) -> None:
+    choice = forced_choice(TOOLS, tool_parser=tool_parser, parallel=parallel)
+    schemas: dict[str, Mapping[str, Any]] = {"get_weather": WEATHER.parameters or {}, "clock": {"maxProperties": 0}}
+    counts = set()
+    for seed in range(12):
+        text = walker.walk(choice, seed)
+        content, reasoning, calls = read_back(choice, text, TOOLS)
+        assert (content, reasoning) == ("", ""), text
+        assert calls, text
+        counts.add(len(calls))
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[name])
+    assert max(counts) <= (MAX_PARALLEL_CALLS if parallel else 1)
+    assert not parallel or len(counts) > 1
+
+
+def test_other_functions_and_arguments_are_refused(walker: Walker) -> None:
+    choice = forced_choice(TOOLS, tool_parser="hermes")
+    good = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert walker.allows(choice, good)
+    assert walker.allows(choice, f"{good}\n{good}")
+    for bad in (
+        good.replace("clock", "other"),
+        good.replace("{}", '{"a": 1}'),
+        good.replace("clock", "get_weather"),
+        f"Sure: {good}",
+        f"{good} so",
+        "",
+    ):
+        assert not walker.allows(choice, bad), bad
+    assert not walker.allows(forced_choice(TOOLS, tool_parser="hermes", parallel=False), f"{good}\n{good}")
+    assert not walker.allows(forced_choice([WEATHER], tool_parser="hermes"), good)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tail", "good", "bad"),
+    [
+        ("assistant\n<think>\n", ["hm</think>\n\n", "</think>"], ["", "<think>hm"]),
+        ("assistant\n", ["<think>hm</think>", ""], ["hm</think>"]),
+        ("<think>\n\n</think>\n\n", [""], ["<think>hm</think>", "hm</think>"]),
+        (None, ["<think>hm</think>\n", "hm</think>", ""], ["hm"]),
+    ],
+)
+def test_a_model_that_thinks_may_think_first(
+    walker: Walker, prompt_tail: str | None, good: list[str], bad: list[str]
+) -> None:
+    choice = forced_choice([CLOCK], tool_parser="hermes", reasoning_parser="think", prompt_tail=prompt_tail)
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert all(walker.allows(choice, before + call) for before in good)
+    assert not any(walker.allows(choice, before + call) for before in bad)
+
+
+def test_parameters_that_are_not_given_allow_an_empty_object_only_and_any_others_an_object(walker: Walker) -> None:
+    def call(arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "clock", "arguments": {arguments}}}\n</tool_call>'
+
+    anything = forced_choice([ToolForm(name="clock", parameters={})], tool_parser=None)
+    assert walker.allows(anything, call('{"a": [1]}'))
+    assert not walker.allows(anything, call("[1]"))
+    assert not walker.allows(forced_choice([CLOCK], tool_parser=None), call('{"a": 1}'))
+
+
+def test_a_strict_function_refuses_keywords_that_the_engine_lacks_and_another_ignores_them(walker: Walker) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    walker.grammar(forced_choice([ToolForm(name="f", parameters=parameters)], tool_parser=None))
+    with pytest.raises(GrammarError):
+        walker.grammar(forced_choice([ToolForm(name="f", parameters=parameters, strict=True)], tool_parser=None))
+
+
+def test_functions_that_make_no_grammar_are_an_error_with_the_way_out() -> None:
+    with pytest.raises(ForcedChoiceError, match="at least one function"):
+        forced_choice([], tool_parser="hermes")
+    large = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(3000)}}
+    with pytest.raises(ForcedChoiceError, match=r"take \d+ bytes as a grammar, which may have at most 65536; allow"):
+        forced_choice([ToolForm(name="f", parameters=large)], tool_parser=None)
+
+
+def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker: Walker) -> None:
+    parameters = {"properties": {'a"\n/x/ # ::= "': {"const": "//é\nroot ::= x"}}, "required": ['a"\n/x/ # ::= "']}
+    tool = ToolForm(name='f"\\\n%json {', parameters=parameters)
+    choice = forced_choice([tool], tool_parser=None, parallel=False)
+    text = walker.walk(choice, 1)
+    [(name, arguments)] = read_back(choice, text, [tool]).calls
+    assert name == tool.name
+    assert json.loads(arguments)['a"\n/x/ # ::= "'] == "//é\nroot ::= x"

@@ -1,0 +1,77 @@
+"""`GatewayProcess`: a real `headrace gateway` in a process of its own, as an operator would run it."""
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from service.ports import free_port
+
+HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "gateway"]
+PATIENCE = 60.0
+"""Seconds that only a failure takes in full; a slow machine may need much of it."""
+
+
+class GatewayProcess:
+    """A replica on loopback; its settings are environment variables without their prefix.
+
+    Args:
+        port: where not a free one.
+    """
+
+    def __init__(self, *, redis_url: str, log: Path, port: int | None = None, **settings: object) -> None:
+        self.log = log
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        environ |= {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_GATEWAY_PORT": str(self.port)}
+        environ |= {f"HEADRACE_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
+        self._environ = environ
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again after it has ended, at the same port."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                HEADRACE, env=self._environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+            )
+
+    def wait_ready(self) -> "GatewayProcess":
+        """Wait until it answers that it can serve."""
+        deadline = time.monotonic() + PATIENCE
+        while self.get("/ready") != 200:
+            assert self.process.poll() is None, self.log_text()
+            assert time.monotonic() < deadline, self.log_text()
+            time.sleep(0.02)
+        return self
+
+    def get(self, path: str) -> int | None:
+        """The status of a GET, None where nobody listens."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except OSError:
+            return None
+        finally:
+            connection.close()
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it; a failure where it does not end by itself."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise

@@ -1,0 +1,104 @@
+"""openai-node on a real gateway: plain calls, the stream helper, runTools, completions and its exception classes."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from service.gateway.conftest import RunningGateway
+
+PACKAGE = "openai@6.49.0"  # the next major release wants Node.js 22
+
+PROGRAM = """
+import OpenAI from "openai";
+const [url, model] = process.argv.slice(2);
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const messages = [{ role: "user", content: "hello" }];
+const plain = { model, messages, max_tokens: 8, temperature: 0 };
+const out = {};
+
+out.models = (await client.models.list()).data.map((each) => each.id);
+out.model = (await client.models.retrieve(model)).id;
+out.content = (await client.chat.completions.create(plain)).choices[0].message.content;
+
+const stream = client.chat.completions.stream({ ...plain, stream_options: { include_usage: true } });
+out.deltas = 0;
+stream.on("content", () => { out.deltas += 1; });
+const final = await stream.finalChatCompletion();
+out.streamed = final.choices[0].message.content;
+out.usage = final.usage.completion_tokens;
+
+const paint = {
+  type: "function",
+  function: {
+    name: "paint",
+    description: "Paints.",
+    parse: JSON.parse,
+    function: ({ colour }) => { out.painted = colour; return "done"; },
+    parameters: {
+      type: "object",
+      properties: { colour: { enum: ["red", "green"] } },
+      required: ["colour"],
+      additionalProperties: false,
+    },
+  },
+};
+const tool_choice = { type: "function", function: { name: "paint" } };
+const tools = { model, messages, tools: [paint], tool_choice, max_tokens: 100 };
+await client.chat.completions.runTools(tools).done();
+out.paintedPlain = out.painted;
+out.painted = undefined;
+await client.chat.completions.runTools({ ...tools, stream: true }).done();
+
+const echo = { model, prompt: "hello world", max_tokens: 2, echo: true, logprobs: 1, temperature: 0 };
+const completion = await client.completions.create(echo);
+out.echo = completion.choices[0].text;
+out.tokens = completion.choices[0].logprobs.tokens.join("");
+
+out.errors = [];
+for (const fault of [{ model: "nobody" }, { temperature: -1 }, { colour: 1 }]) {
+  try {
+    await client.chat.completions.create({ ...plain, ...fault });
+  } catch (error) {
+    out.errors.push([error.constructor.name, error.status, error.code, error.param]);
+  }
+}
+console.log(JSON.stringify(out));
+"""
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the SDK, from the registry."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no Node.js is installed; `make ops-tools` gets it where it can be had")
+    folder = tmp_path_factory.mktemp("node")
+    quiet = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", str(folder)]
+    done = subprocess.run([npm, "install", *quiet, PACKAGE], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        pytest.skip(f"npm could not install {PACKAGE}: {done.stderr[-300:]}")
+    return folder
+
+
+def test_the_sdk_of_node_does_all_that_it_offers(gateway: RunningGateway, modules: Path) -> None:
+    (modules / "client.mjs").write_text(PROGRAM, encoding="utf-8")
+    command = ["node", "client.mjs", gateway.url, gateway.model]
+    done = subprocess.run(command, cwd=modules, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout)
+    assert out["models"] == [out["model"]] == [gateway.model]
+    assert out["content"] == out["streamed"]
+    assert out["deltas"] > 0
+    assert 0 < out["usage"] <= 8
+    assert out["paintedPlain"] in ("red", "green")
+    assert out["painted"] in ("red", "green")
+    assert out["echo"].startswith("hello world")
+    assert out["echo"] == out["tokens"]
+    assert out["errors"] == [
+        ["NotFoundError", 404, "model_not_found", "model"],
+        ["BadRequestError", 400, "invalid_request", "temperature"],
+        ["BadRequestError", 400, "unsupported_parameter", "colour"],
+    ]

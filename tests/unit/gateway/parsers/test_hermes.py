@@ -1,0 +1,67 @@
+"""Hermes calls, and reasoning before them."""
+
+from unit.gateway.parsers.parsing import TOOLS, Parsed, parse
+
+
+def test_calls_follow_each_other_and_white_space_around_them_is_dropped() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>"}}\n</tool_call>'
+    text = f'Hi.\n{call}\n<tool_call>{{"name":"g"}}</tool_call>\n'
+    assert parse("hermes", text) == Parsed("Hi.", "", [("f", '{"a": "}</tool_call>"}'), ("g", "{}")])
+
+
+def test_arguments_before_the_name_wait_for_it() -> None:
+    text = '<tool_call>{"arguments": {"name": "x"}, "name": "g"}</tool_call>'
+    assert parse("hermes", text) == Parsed("", "", [("g", '{"name": "x"}')])
+
+
+def test_a_call_of_an_unknown_function_is_content_as_it_was_written() -> None:
+    text = '<tool_call>\n{"name": "other", "arguments": {"q": "<tool_call>{\\"name\\": \\"f\\"}"}}\n</tool_call> so'
+    assert parse("hermes", text) == Parsed(text, "", [])
+
+
+def test_text_in_the_tags_that_is_no_call_is_content() -> None:
+    text = "<tool_call>no JSON</tool_call> so"
+    assert parse("hermes", text) == Parsed(text, "", [])
+
+
+def test_a_call_that_is_cut_in_its_arguments_gives_what_there_is() -> None:
+    assert parse("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b') == Parsed("", "", [("f", '{"a": "b')])
+
+
+def test_a_call_that_is_cut_before_its_name_leaves_no_tag() -> None:
+    assert parse("hermes", 'Hi.\n<tool_call>\n{"name": "f') == Parsed("Hi.", "", [])
+
+
+def test_a_call_with_too_few_braces_ends_at_its_tag() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> then'
+    assert parse("hermes", text) == Parsed(" then".strip(), "", [("f", '{"a": 1')])
+
+
+def test_special_tokens_are_not_shown() -> None:
+    assert parse("hermes", "Hi.<|im_end|>") == Parsed("Hi.", "", [])
+
+
+def test_everything_after_the_first_call_is_dropped_where_calls_are_not_parallel() -> None:
+    text = 'a<tool_call>{"name": "f"}</tool_call>b<tool_call>{"name": "g"}</tool_call>'
+    assert parse("hermes", text, parallel=False) == Parsed("a", "", [("f", "{}")])
+
+
+def test_reasoning_comes_before_the_answer() -> None:
+    text = '<think>\nhm\n</think>\n\nHi <think>\n<tool_call>{"name": "f"}</tool_call>'
+    assert parse("hermes", text, "think") == Parsed("Hi <think>", "hm", [("f", "{}")])
+
+
+def test_reasoning_goes_on_where_the_prompt_has_opened_it() -> None:
+    assert parse(None, "hm</think>yes", "think", "assistant\n<think>\n") == Parsed("yes", "hm", [])
+    assert parse(None, "hm", "think", "<think>") == Parsed("", "hm", [])
+
+
+def test_a_closing_tag_is_text_where_nothing_opened_the_reasoning() -> None:
+    for tail in (None, "<think>\n\n</think>\n\n"):
+        assert parse("hermes", " hm</think>yes", "think", tail) == Parsed(" hm</think>yes", "", [])
+
+
+def test_without_tools_a_call_is_content() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call>'
+    assert parse("hermes", text, tools=()) == Parsed(text, "", [])
+    assert TOOLS

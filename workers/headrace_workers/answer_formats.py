@@ -1,0 +1,119 @@
+"""In which formats a model writes tool calls and reasoning: told by its chat template, or by the operator.
+
+Clients that turn an answer's text into tool calls, such as the gateway, find the names in the registry of models.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from headrace_broker import TemplateTraits
+from headrace_engine.tokenizer_parts import TokenizerParts
+
+_DEEPSEEK_TAG: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # with a wide bar and a lower block
+# The format, and texts that stand in the chat templates of its models. The first that fits is taken.
+_TOOL_FORMATS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+    ("openai", ("<|channel|>",)),
+    ("deepseek_v3", (_DEEPSEEK_TAG, "```json")),
+    ("deepseek_v31", (_DEEPSEEK_TAG,)),
+    ("qwen3_xml", ("<function=",)),
+    ("glm45", ("<arg_key>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("phi4_mini_json", ("functools[",)),
+    ("granite", ("<|tool_call|>",)),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("[func_name1(params_name1=params_value1",)),
+    ("pythonic", ("<function_calls>",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ('"parameters": ',)),
+)
+_REASONING_FORMATS: Final = (
+    ("openai", "<|channel|>"),
+    ("mistral", "[THINK]"),
+    ("think", "<think>"),
+    ("think", "</think>"),
+    ("think", "enable_thinking"),
+)
+_TAGS: Final = {
+    "openai": ("<|channel|>",),
+    "deepseek_v3": (_DEEPSEEK_TAG,),
+    "deepseek_v31": (_DEEPSEEK_TAG,),
+    "qwen3_xml": ("<tool_call>",),
+    "glm45": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "granite": ("<|tool_call|>",),
+    "hermes": ("<tool_call>",),
+    "llama3_json": ("<|python_tag|>",),
+}
+_THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
+TOOL_FORMATS: Final = tuple(dict.fromkeys(name for name, _ in _TOOL_FORMATS))
+REASONING_FORMATS: Final = tuple(dict.fromkeys(name for name, _ in _REASONING_FORMATS))
+AUTO: Final = "auto"
+NONE: Final = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """What the operator says: a format's name, `none`, or `auto`: as the chat template tells."""
+
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
+
+    def of(self, parts: TokenizerParts) -> dict[str, Any]:
+        """The keyword arguments of `register_model` for the model with this tokenizer."""
+        template = parts.tool_chat_template or parts.chat_template or ""
+        tool_parser = self._chosen(self.tool_parser, tool_format_of(template))
+        reasoning_parser = self._chosen(self.reasoning_parser, reasoning_format_of(template))
+        traits = TemplateTraits(
+            exists=bool(template),
+            tools=reads_variable(template, "tools"),
+            developer="developer" in template,
+            thinking=next((name for name in _THINKING_VARIABLES if reads_variable(template, name)), None),
+            reasoning_effort=reads_variable(template, "reasoning_effort"),
+            special_tags=bool(special_tokens(parts) & set(_TAGS.get(tool_parser or "", ()))),
+        )
+        return {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser, "template": traits}
+
+    @staticmethod
+    def _chosen(said: str, found: str | None) -> str | None:
+        return found if said == AUTO else None if said == NONE else said
+
+
+def tool_format_of(template: str) -> str | None:
+    """The format of the tool calls that this chat template shows; None where it shows none that is known."""
+    if not reads_variable(template, "tools"):
+        return None
+    return next((name for name, texts in _TOOL_FORMATS if all(text in template for text in texts)), None)
+
+
+def reasoning_format_of(template: str) -> str | None:
+    """The format of the reasoning that this chat template knows."""
+    return next((name for name, text in _REASONING_FORMATS if text in template), None)
+
+
+def reads_variable(template: str, name: str) -> bool:
+    """Whether a template in Jinja reads a variable that it does not set itself."""
+    if name not in template:
+        return False
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))  # noqa: S701
+    except TemplateError:  # a template with tags of an extension that is unknown here
+        return True
+    return name in meta.find_undeclared_variables(tree)
+
+
+def _without_generation(template: str) -> str:
+    """transformers' own tag marks what the assistant wrote, and has no other effect."""
+    for dash_before in ("", "-"):
+        for dash_after in ("", "-"):
+            for tag in ("generation", "endgeneration"):
+                template = template.replace(f"{{%{dash_before} {tag} {dash_after}%}}", "")
+    return template
+
+
+def special_tokens(parts: TokenizerParts) -> set[str]:
+    """Texts of the tokens that decoding leaves out."""
+    added = json.loads(parts.tokenizer_json).get("added_tokens") or []
+    return {token["content"] for token in added if token.get("special")}

@@ -14,6 +14,8 @@ from starlette.routing import Route
 
 from headrace_broker import DeadLetter
 from headrace_broker.messages import name_problems
+from headrace_gateway.body import read_json
+from headrace_gateway.broker_errors import not_found
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
@@ -117,7 +119,7 @@ async def _owned(request: Request, request_id: str) -> Envelope | None:
         return envelope
     if envelope is None and key.is_admin and await gateway.client.is_known(request_id) is not False:
         return None
-    raise ApiError(404, "invalid_request_error", "not_found", f"no request {request_id[:128]!r}", param="id")
+    raise not_found(f"no request {request_id[:128]!r}")
 
 
 async def read_envelope(gateway: Gateway, request_id: str) -> Envelope | None:
@@ -126,9 +128,10 @@ async def read_envelope(gateway: Gateway, request_id: str) -> Envelope | None:
 
 
 async def _chosen(request: Request) -> list[DeadLetter]:
+    body = await read_json(request, gateway_of(request).settings.max_body_bytes)
     try:
-        selection = msgspec.json.decode(await request.body(), type=LetterSelection)
-    except (msgspec.DecodeError, RecursionError) as error:
+        selection = msgspec.convert(body, LetterSelection)
+    except msgspec.ValidationError as error:
         raise invalid(f'the body must be {{"letter_ids": [...]}}: {error}', param="letter_ids") from error
     return pick(await gateway_of(request).client.dead_letters(_LETTERS_KEPT), selection.letter_ids)
 
@@ -138,8 +141,7 @@ def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[D
     by_id = {letter.letter_id: letter for letter in letters}
     missing = [one[:40] for one in letter_ids if one not in by_id]
     if missing:
-        message = f"no such dead letter: {', '.join(missing[:5])}"
-        raise ApiError(404, "invalid_request_error", "not_found", message, param="letter_ids")
+        raise not_found(f"no such dead letter: {', '.join(missing[:5])}")
     return [by_id[one] for one in dict.fromkeys(letter_ids)]
 
 

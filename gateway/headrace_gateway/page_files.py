@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from headrace_gateway.broker_errors import not_found
 from headrace_gateway.context import gateway_of
-from headrace_gateway.errors import ApiError
 
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",
@@ -66,7 +66,7 @@ async def _file(request: Request) -> Response:
 def _answer(request: Request, name: str) -> Response:
     content = _FILES.get(name)
     if content is None:
-        raise ApiError(404, "invalid_request_error", "not_found", f"the page has no file {name[:100]!r}")
+        raise not_found(f"the page has no file {name[:100]!r}")
     policy = content_security_policy(gateway_of(request).settings.allowed_origins)
     headers = {**_HEADERS, "Content-Security-Policy": policy}
     return Response(content, media_type=_TYPES["." + name.rpartition(".")[2]], headers=headers)

@@ -122,11 +122,11 @@ def test_chosen_letters_are_sent_again_and_deleted(ask: Ask, client: Client, red
     c, b, a = (letter.letter_id for letter in client.dead_letters())
     assert ask("admin", "/headrace/dead-letters/requeue", {"letter_ids": [a]}).json()["requeued"] == [a]
     assert ask("admin", "/headrace/dead-letters/purge", {"letter_ids": [b, b]}).json()["purged"] == 1
-    assert told(ask("admin", "/headrace/dead-letters/purge", {"letter_ids": [c, a]}), 404)["param"] == "letter_ids"
+    assert a in told(ask("admin", "/headrace/dead-letters/purge", {"letter_ids": [c, a]}), 404)["message"]
     assert [letter.letter_id for letter in client.dead_letters()] == [c]
 
 
-@pytest.mark.parametrize("body", [[], {}, {"letter_ids": "abc"}, {"letter_ids": [1]}, {"letter_ids": [], "all": True}])
+@pytest.mark.parametrize("body", [{}, {"letter_ids": "abc"}, {"letter_ids": [1]}, {"letter_ids": [], "all": True}])
 def test_a_body_that_is_no_selection_is_refused(ask: Ask, body: Any) -> None:
     assert told(ask("admin", "/headrace/dead-letters/purge", body), 400)["param"] == "letter_ids"
 

@@ -40,4 +40,4 @@ def test_letters_are_picked_once_each_in_the_order_in_which_they_were_named() ->
 def test_a_letter_that_is_no_longer_there_is_named_and_none_is_picked() -> None:
     with pytest.raises(ApiError, match="no such dead letter: gone") as error:
         pick([letter()], [letter().letter_id, "gone"])
-    assert (error.value.status, error.value.param) == (404, "letter_ids")
+    assert error.value.status == 404

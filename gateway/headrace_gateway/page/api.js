@@ -26,10 +26,9 @@ export async function send(path, { base = "", body, method = body === undefined 
     response = await fetch(base + path, init);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    const where = base || "the gateway";
     throw new ApiProblem(0, base
-      ? `${where} could not be called: it does not answer, or the two gateways do not allow each other’s origin.`
-      : `${where} does not answer.`);
+      ? `${base} could not be called: it does not answer, or the two gateways do not allow each other’s origin.`
+      : "The gateway does not answer.");
   }
   if (!response.ok) throw new ApiProblem(response.status, await problemOf(response));
   return response;

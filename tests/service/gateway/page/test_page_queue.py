@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from headrace_broker import Client
 from headrace_broker.embedded import EmbeddedServer
@@ -78,6 +78,33 @@ def test_the_queue_is_read_only_while_it_is_seen(page: Page, gateway: ScriptedGa
     seen = polls()
     page.clock.run_for(10_000)
     assert polls() == seen
+
+
+def test_an_outage_is_told_and_ends_by_itself(page: Page, gateway: ScriptedGateway) -> None:
+    page.route("**/headrace/overview", lambda route: route.abort())
+    open_queue(page, gateway)
+    expect(page.locator("#queue-problem")).to_have_text("The gateway does not answer.")
+    page.unroute("**/headrace/overview")
+    expect(page.locator("#queue-table")).to_contain_text(MODEL)
+    expect(page.locator("#queue-problem")).to_be_hidden()
+
+
+def test_a_slow_answer_is_waited_for_before_the_next_question(page: Page, gateway: ScriptedGateway) -> None:
+    held: list[Route] = []
+    page.clock.install()
+    page.route("**/headrace/overview", lambda route: held.append(route))
+    with page.expect_request("**/headrace/overview"):
+        open_queue(page, gateway)
+        page.clock.run_for(10)
+    page.get_by_role("tab", name="Playground").click()
+    page.get_by_role("tab", name="Queue").click()
+    page.clock.run_for(20_000)
+    assert len(held) == 1
+    with page.expect_request("**/headrace/overview"):
+        held[0].abort()
+        expect(page.locator("#queue-problem")).to_be_visible()
+        page.clock.run_for(1100)
+    assert len(held) == 2
 
 
 def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(

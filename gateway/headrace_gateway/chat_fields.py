@@ -10,6 +10,7 @@ from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, inte
 from headrace_gateway.errors import ForcedChoiceError
 from headrace_gateway.forced_choice import forced_choice
 from headrace_gateway.message_fields import read_messages
+from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from headrace_gateway.problems import Problems, shown
 from headrace_gateway.tool_fields import Tools, read_tools
 
@@ -46,7 +47,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     _check_refused(given, problems)
     tools = read_tools(given, problems)
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
-    tool_parser, reasoning_parser = (model.tool_parser, model.reasoning_parser) if model else (None, None)
+    tool_parser, reasoning_parser = _parsers(model)
     forced = _force(tools, model, sampling, problems, parallel=parallel)
     knows_developer = model is not None and model.template.developer
     request: SubmitRequest = {
@@ -83,6 +84,14 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     if lora:
         request["lora"] = lora
     return Call(given["model"], (request,), form, stream, priority)
+
+
+def _parsers(model: RegisteredModel | None) -> tuple[str | None, str | None]:
+    """Those of the model; a name that only newer gateways know counts as none."""
+    if model is None:
+        return None, None
+    tool_parser = model.tool_parser if model.tool_parser in TOOL_PARSERS else None
+    return tool_parser, model.reasoning_parser if model.reasoning_parser in REASONING_PARSERS else None
 
 
 def _read_max_tokens(given: Mapping[str, Any], problems: Problems) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headrace_broker import GenerateRequest, InvalidRequestError, RegisteredModel, SubmitRequest
+from headrace_broker import GenerateRequest, InvalidRequestError, SubmitRequest
 from headrace_gateway import call_fields, field_tables
 from headrace_gateway.call import Call, CompletionForm
 from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, integer
@@ -13,11 +13,10 @@ DEFAULT_MAX_TOKENS: Final = 16
 MAX_PROMPTS: Final = 128
 
 
-def read_completion(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: str | None) -> Call:
+def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
     """Check the body. Raises ApiError with everything that is wrong.
 
     Args:
-        model: what is registered under the name; None where nothing is known of it.
         lora: the adapter that the body's model stands for.
     """
     given = call_fields.without_nulls(body)

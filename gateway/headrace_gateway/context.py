@@ -7,11 +7,13 @@ import redis.asyncio
 from starlette.requests import Request
 
 from headrace_broker import AsyncClient
+from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
 from headrace_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
+    from headrace_gateway.envelope import EnvelopeStore
     from headrace_gateway.model_catalog import ModelCatalog
 
 
@@ -23,6 +25,8 @@ class Gateway:
     client: AsyncClient
     redis: "redis.asyncio.Redis"
     models: "ModelCatalog"
+    envelopes: "EnvelopeStore"
+    hub: StreamHub
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,11 +3,19 @@
 It is written to Redis before the request is submitted, and read by whatever replica a client rejoins.
 """
 
-from typing import Final
+import re
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from headrace_gateway.call import AnswerForm
+from headrace_gateway.broker_errors import not_found
+from headrace_gateway.call import AnswerForm, ChatForm
+from headrace_gateway.errors import ApiError
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+
+if TYPE_CHECKING:
+    import redis.asyncio
 
 VERSION: Final = 1
 """Raised when answers written by an older replica would differ: a replica refuses a version that it does not know."""
@@ -26,4 +34,67 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the API key that owns the request."""
     tenant: str | None
     form: AnswerForm
+    expires: int
+    """Seconds after `created` at which the queue gives the request up."""
     version: int = VERSION
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(Envelope)
+_ID: Final = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
+_KEPT_BEYOND: Final = 3600
+"""Seconds that an envelope outlives its stream, so that a late reader is told what has become of it."""
+
+
+class EnvelopeStore:
+    """Args:
+    client: from the broker's `connections.connect_async`.
+    result_ttl: how long the queue keeps a stream after its last entry, seconds.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", result_ttl: int) -> None:
+        self._client: Final = client
+        self._result_ttl: Final = result_ttl
+
+    async def put(self, envelope: Envelope) -> None:
+        """Keep it until the request has expired, its stream too, and an hour more."""
+        seconds = envelope.expires + self._result_ttl + _KEPT_BEYOND
+        await self._client.set(_key(envelope.id), _ENCODER.encode(envelope), ex=seconds, nx=True)
+
+    async def delete(self, answer_id: str) -> None:
+        await self._client.delete(_key(answer_id))
+
+    async def get(self, answer_id: str, key: ApiKey) -> Envelope:
+        """The envelope of an answer that this key may read.
+
+        Raises ApiError 404 where there is none, or it is another's, and 503 where only a newer replica can read it.
+        """
+        missing = not_found(f"no answer {answer_id[:80]!r} is kept")
+        if not _ID.fullmatch(answer_id):
+            raise missing
+        packed = await self._client.get(_key(answer_id))
+        if not isinstance(packed, bytes):
+            raise missing
+        try:
+            envelope = _DECODER.decode(packed)
+        except msgspec.ValidationError:
+            raise _other_release() from None
+        if envelope.key != key.name or envelope.tenant != key.tenant:
+            raise missing
+        form = envelope.form
+        if envelope.version != VERSION or (isinstance(form, ChatForm) and not _knows_parsers(form)):
+            raise _other_release()
+        return envelope
+
+
+def _key(answer_id: str) -> str:
+    return f"headrace:gw:req:{answer_id}"
+
+
+def _knows_parsers(form: ChatForm) -> bool:
+    return form.tool_parser in {None, *TOOL_PARSERS} and form.reasoning_parser in {None, *REASONING_PARSERS}
+
+
+def _other_release() -> ApiError:
+    message = "this answer was begun by a gateway of another release: try again, another replica may have it"
+    return ApiError(503, "server_error", "other_release", message, headers={"retry-after": "1"})

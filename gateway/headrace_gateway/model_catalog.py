@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headrace_broker import AsyncClient, RegisteredModel
+from headrace_gateway.errors import ApiError
+from headrace_gateway.keys import ApiKey
 
 _FRESH_SECONDS: Final = 1.0
 
@@ -28,3 +30,21 @@ class ModelCatalog:
                 self._models = await self.client.models()
                 self._read_at = self.now()
             return self._models
+
+    async def find(self, name: object, key: ApiKey) -> tuple[RegisteredModel, str | None]:
+        """The model that a request's `model` stands for, and the adapter where it is one's name.
+
+        Raises ApiError 404 for a name that the key may not use, as for one that nobody serves.
+        """
+        if not isinstance(name, str) or not name:
+            raise ApiError(400, "invalid_request_error", "invalid_request", "model must be a string", param="model")
+        models = await self.all()
+        if key.may_use(name):
+            if name in models:
+                return models[name], None
+            for model in models.values():
+                if name in model.loras:
+                    return model, name
+        shown = name[:64]
+        message = f"the model {shown!r} does not exist, or this key may not use it"
+        raise ApiError(404, "invalid_request_error", "model_not_found", message, param="model")

@@ -82,7 +82,7 @@ def test_the_stream_helper_accumulates_what_the_plain_call_answers(
     options: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
     with client.chat.completions.stream(model=gateway.model, **options) as events:
         kinds = [event.type for event in events]
-        final = events.get_final_completion()
+        final = events.current_completion_snapshot  # get_final_completion raises where max_tokens was reached
     assert kinds.count("content.done") == 1
     assert final.choices[0].message.content == create(client, gateway, **options).choices[0].message.content
 
@@ -126,13 +126,17 @@ def test_a_completion_echoes_its_prompt_with_log_probabilities(client: openai.Op
     response = client.completions.with_raw_response.create(
         model=gateway.model, prompt="hello world", max_tokens=3, temperature=0, echo=True, logprobs=1
     )
-    answer = Completion.model_validate_json(response.text, strict=True)
+    body = json.loads(response.text)
+    shape = body["choices"][0]["logprobs"]
+    assert (
+        shape["token_logprobs"][0] is shape["top_logprobs"][0] is None
+    )  # as OpenAI's API, whose SDK has no type for it
+    answer = Completion.model_validate_json(response.text.replace("[null,", "[", 2), strict=True)
     (choice,) = answer.choices
     assert choice.text.startswith("hello world")
     assert choice.logprobs is not None
     assert answer.usage is not None
     assert len(choice.logprobs.tokens or []) == answer.usage.total_tokens
-    assert (choice.logprobs.token_logprobs or [0])[0] is None
     assert "".join(choice.logprobs.tokens or []) == choice.text
 
 

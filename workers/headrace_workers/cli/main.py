@@ -9,6 +9,7 @@ import click
 _COMMANDS = {
     "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
+    "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP on the queue."),
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
     "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),

@@ -1,0 +1,76 @@
+"""Read the streams of an accepted request and give the chunks of its answer, each with its cursor."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias
+
+from headrace_broker import StreamExpiredError
+from headrace_broker.stream_hub import StreamHub, Subscription
+from headrace_gateway.broker_errors import api_error_of, api_error_of_end
+from headrace_gateway.call import ChatForm
+from headrace_gateway.chat_stream import ChatStream
+from headrace_gateway.completion_stream import CompletionStream
+from headrace_gateway.cursor import Cursor
+from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import ApiError
+
+PlacedChunk: TypeAlias = tuple[dict[str, Any], Cursor]
+_LATE_SECONDS: Final = 60
+"""So long after its expiry a request may still be ended by a worker."""
+
+
+class AnswerReader:
+    """It belongs to one reader of one answer; any number of them may read the same one."""
+
+    def __init__(self, envelope: Envelope, subscription: Subscription, after: Cursor | None) -> None:
+        self._envelope: Final = envelope
+        self._subscription: Final = subscription
+        self._after: Final = after
+        is_chat = isinstance(envelope.form, ChatForm)
+        self._stream: Final = ChatStream(envelope) if is_chat else CompletionStream(envelope)
+        self._has_begun = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._stream.has_ended
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why the request failed, once it has."""
+        return self._stream.error
+
+    async def take(self, timeout: float) -> list[PlacedChunk] | None:
+        """The next chunks behind the cursor; None where nothing has come for `timeout` seconds.
+
+        Raises ApiError where the stream is kept no more, or was never begun.
+        """
+        events = await self._subscription.take(timeout)
+        if not events:
+            self._check_late()
+            return None
+        self._has_begun = True
+        chunks: list[PlacedChunk] = []
+        for request_id, event in events:
+            if isinstance(event, StreamExpiredError):
+                raise api_error_of(event)
+            for number, chunk in enumerate(self._stream.step(request_id, event)):
+                cursor = Cursor.of(event.entry_id, number)
+                if self._after is None or cursor > self._after:
+                    chunks.append((chunk, cursor))
+            if self._stream.has_ended:
+                break
+        return chunks
+
+    def _check_late(self) -> None:
+        if self._has_begun:
+            return
+        if time.time() > self._envelope.created + self._envelope.expires + _LATE_SECONDS:
+            raise api_error_of_end("expired", "no worker took the request before it expired")
+
+
+@asynccontextmanager
+async def open_reader(hub: StreamHub, envelope: Envelope, after: Cursor | None = None) -> AsyncIterator[AnswerReader]:
+    """Read the answer from its first entry on: what comes before the cursor is read and not given."""
+    async with hub.subscribe(dict.fromkeys(envelope.request_ids, "0-0")) as subscription:
+        yield AnswerReader(envelope, subscription, after)

@@ -1,0 +1,198 @@
+"""From the entries of a request's stream to the chunks of a chat completion: a pure function, entry by entry.
+
+The same envelope and entries give the same chunks at every replica, however the entries were read.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent
+from headrace_gateway.broker_errors import api_error_of_end
+from headrace_gateway.call import ChatForm
+from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import ApiError
+from headrace_gateway.ids import call_id
+from headrace_gateway.logprob_shapes import chat_logprobs, prompt_logprobs_shape
+from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, ParserEvent, Reasoning
+from headrace_gateway.parsers.protocol import OutputParser
+from headrace_gateway.parsers.registry import make_parser
+from headrace_gateway.usage_shape import final_usage, usage_shape
+
+Chunk = dict[str, Any]
+
+
+class ChatStream:
+    """Args:
+    envelope: of one request, with a ChatForm.
+    """
+
+    def __init__(self, envelope: Envelope) -> None:
+        assert isinstance(envelope.form, ChatForm)
+        self._form: Final = envelope.form
+        self._base: Final[Chunk] = {
+            "id": envelope.id,
+            "object": "chat.completion.chunk",
+            "created": envelope.created,
+            "model": envelope.model,
+        }
+        if self._form.service_tier is not None:
+            self._base["service_tier"] = self._form.service_tier
+        self._choices: list[_Choice] = []
+        self._prompt_tokens: int | None = None
+        self._prompt_tail: str | None = None
+        self._has_started = False
+        self.has_ended = False
+        self.error: ApiError | None = None
+        """Why the request brought no, or not the whole, answer."""
+
+    def step(self, _request_id: str, event: StreamEvent) -> list[Chunk]:
+        """The chunks that an entry brings."""
+        if isinstance(event, StartEvent):
+            self._start(event)
+            return []
+        if isinstance(event, ChunkEvent):
+            return [*self._begin(event), *self._chunks(event)]
+        return self._end(event)
+
+    def _start(self, event: StartEvent) -> None:
+        if self._has_started:
+            return  # another worker goes on where the first one stopped
+        self._has_started = True
+        self._prompt_tokens, self._prompt_tail = event.prompt_tokens, event.prompt_tail
+        if event.model is not None and event.model.weights:
+            self._base["system_fingerprint"] = f"fp_{event.model.weights[:16]}"
+
+    def _begin(self, event: ChunkEvent) -> list[Chunk]:
+        """The roles of all choices: SDKs want them first, and in order."""
+        if self._choices:
+            return []
+        self._choices = [self._make_choice(index) for index in range(self._form.n)]
+        role = {"role": "assistant", "content": ""}
+        chunks = [self._chunk(index, role, event) for index in range(self._form.n)]
+        if self._form.prompt_logprobs and event.prompt_logprobs is not None:
+            chunks[0]["prompt_logprobs"] = prompt_logprobs_shape(event.prompt_logprobs)
+        return chunks
+
+    def _make_choice(self, index: int) -> "_Choice":
+        form = self._form
+        parser = None
+        if form.tool_parser is not None or form.reasoning_parser is not None:
+            parser = make_parser(
+                form.tool_parser,
+                form.reasoning_parser,
+                tools=form.tools,
+                prompt_tail=self._prompt_tail,
+                parallel=form.parallel_tool_calls,
+            )
+        return _Choice(index, parser, self._base["id"], form)
+
+    def _chunks(self, event: ChunkEvent) -> Iterator[Chunk]:
+        choice = self._choices[event.index]
+        extra = self._extra(event)
+        for delta in choice.deltas(event):
+            yield self._chunk(event.index, delta, event, **extra)
+            extra = {}
+        if extra and (event.token_ids or extra.get("logprobs")):
+            # the text of these tokens is kept back; their log-probabilities belong to this entry all the same
+            yield self._chunk(event.index, {"content": ""}, event, **extra)
+        if event.finish_reason is not None and event.finish_reason != "error":
+            finished = self._chunk(event.index, {}, event)
+            finished["choices"][0]["finish_reason"] = choice.finish_reason(event.finish_reason)
+            if event.stop_reason is not None:
+                finished["choices"][0]["stop_reason"] = event.stop_reason
+            yield finished
+
+    def _extra(self, event: ChunkEvent) -> Chunk:
+        extra: Chunk = {}
+        if self._form.logprobs is not None and event.logprobs:
+            extra["logprobs"] = chat_logprobs(event.logprobs, top=self._form.logprobs, as_ids=self._form.tokens_as_ids)
+        if self._form.return_token_ids and event.token_ids:
+            extra["token_ids"] = event.token_ids
+        return extra
+
+    def _chunk(self, index: int, delta: Chunk, event: ChunkEvent, **extra: Any) -> Chunk:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
+        chunk = {**self._base, "choices": [choice]}
+        if self._form.continuous_usage:
+            chunk["usage"] = usage_shape(self._prompt_tokens or 0, event.offset)
+        elif self._form.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _end(self, event: EndEvent) -> list[Chunk]:
+        self.has_ended = True
+        if event.error is not None:
+            self.error = api_error_of_end(event.error.code, event.error.message, prompt_field="messages")
+            return [self.error.body()]
+        if not self._form.include_usage or event.usage is None:
+            return []
+        reasoning = None
+        if self._form.reasoning_parser is not None:
+            reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
+        return [{**self._base, "choices": [], "usage": final_usage(event.usage, reasoning_tokens=reasoning)}]
+
+
+class _Choice:
+    """One choice's text on its way through the parser."""
+
+    def __init__(self, index: int, parser: OutputParser | None, completion_id: str, form: ChatForm) -> None:
+        self._index = index
+        self._parser = parser
+        self._completion_id = completion_id
+        self._form = form
+        self._num_calls = 0
+        self._is_reasoning = False
+        self.num_reasoning_tokens = 0
+
+    def deltas(self, event: ChunkEvent) -> Iterator[Chunk]:
+        """What the entry adds to the message."""
+        is_last = event.finish_reason is not None
+        if self._parser is None:
+            if event.text:
+                yield {"content": event.text}
+            return
+        events = self._parser.feed(event.text) if event.text else []
+        if is_last:
+            events += self._parser.finish()
+        if any(isinstance(each, Reasoning) for each in events):
+            self.num_reasoning_tokens += len(event.token_ids)  # exact but for the entry in which the answer begins
+        for each in _joined(events):
+            delta = self._delta(each)
+            if delta is not None:
+                yield delta
+
+    def _delta(self, event: ParserEvent) -> Chunk | None:
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text} if self._form.include_reasoning else None
+        if isinstance(event, CallBegins):
+            self._num_calls += 1
+            name = {"name": event.name, "arguments": ""}
+            identity = call_id(self._completion_id, self._index, event.index)
+            return {"tool_calls": [{"index": event.index, "id": identity, "type": "function", "function": name}]}
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.json}}]}
+
+    def finish_reason(self, engine_reason: str) -> str:
+        """OpenAI's word. A named choice ends with `stop`, as its caller knows what was called."""
+        if engine_reason == "length":
+            return "length"
+        return "tool_calls" if self._num_calls and self._form.tool_choice != "named" else "stop"
+
+
+def _joined(events: list[ParserEvent]) -> Iterator[ParserEvent]:
+    """Neighbours of one kind as one: an entry gives as few chunks as it can."""
+    before: ParserEvent | None = None
+    for event in events:
+        if isinstance(before, Content) and isinstance(event, Content):
+            before = Content(before.text + event.text)
+        elif isinstance(before, Reasoning) and isinstance(event, Reasoning):
+            before = Reasoning(before.text + event.text)
+        elif isinstance(before, CallArguments) and isinstance(event, CallArguments) and before.index == event.index:
+            before = CallArguments(before.index, before.json + event.json)
+        else:
+            if before is not None:
+                yield before
+            before = event
+    if before is not None:
+        yield before

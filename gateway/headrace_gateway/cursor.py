@@ -1,0 +1,32 @@
+"""Where a reader of a stream stands: `<entry id>.<k>`, the k-th chunk of a stream entry."""
+
+import re
+from typing import Final, NamedTuple, Self
+
+from headrace_gateway.errors import invalid
+
+_FORM: Final = re.compile(r"(\d{1,19})-(\d{1,19})\.(\d{1,9})")
+
+
+class Cursor(NamedTuple):
+    """Cursors of one stream are ordered as its chunks."""
+
+    attempt: int
+    offset: int
+    chunk: int
+
+    @classmethod
+    def parse(cls, text: str, *, param: str) -> Self:
+        """Raises ApiError 400 for anything that no answer has given out."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise invalid(f"{param} must be an event's id, such as 1-12.0", code="invalid_cursor", param=param)
+        return cls(*map(int, found.groups()))
+
+    @classmethod
+    def of(cls, entry_id: str, chunk: int) -> Self:
+        attempt, _, offset = entry_id.partition("-")
+        return cls(int(attempt), int(offset), chunk)
+
+    def __str__(self) -> str:
+        return f"{self.attempt}-{self.offset}.{self.chunk}"

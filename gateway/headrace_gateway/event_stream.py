@@ -1,0 +1,100 @@
+"""The HTTP response that carries a stream: one send an event, and an end as soon as the client is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from headrace_gateway import sse
+from headrace_gateway.answer_reader import AnswerReader, PlacedChunk
+from headrace_gateway.errors import ApiError
+from headrace_gateway.headers import ResumeStyle
+
+_REPLAYED_AT_ONCE = 512
+"""Chunks of a long answer that are written before others get their turn."""
+
+
+class EventStream(Response):
+    """Args:
+    reader: of the answer; closed with `resources`.
+    first: what was read before the status was decided.
+    keep_alive: seconds of silence after which a comment is sent.
+    """
+
+    def __init__(
+        self,
+        reader: AnswerReader,
+        first: list[PlacedChunk] | None,
+        resources: AsyncExitStack,
+        *,
+        style: ResumeStyle,
+        keep_alive: float,
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(headers={**sse.HEADERS, **headers})
+        del self.headers["content-length"]
+        self._reader = reader
+        self._first = first
+        self._resources = resources
+        self._style: ResumeStyle = style
+        self._keep_alive = keep_alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI's signature
+        writing = asyncio.create_task(self._write(send))
+        leaving = asyncio.create_task(_wait_disconnect(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                await writing
+        finally:
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+            await self._resources.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        chunks = self._first
+        while True:
+            if chunks is None:
+                yield sse.keep_alive(self._style)
+            for number, (chunk, cursor) in enumerate(chunks or (), 1):
+                yield sse.event(chunk, cursor, self._style)
+                if number % _REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            if self._reader.has_ended:
+                yield sse.DONE
+                return
+            try:
+                chunks = await self._reader.take(self._keep_alive)
+            except ApiError as error:  # the stream is kept no more: it cannot be rejoined either
+                yield sse.error(error)
+                yield sse.DONE
+                return
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+async def unless_disconnected(receive: Receive, work: Callable[[], Awaitable[Response]]) -> Response:
+    """Do the work while the client is there; an empty response that nobody reads once it is gone."""
+    working = asyncio.ensure_future(work())
+    leaving = asyncio.create_task(_wait_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else Response(status_code=499)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,83 @@
+"""The plain answer: the chunks of a stream joined."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from headrace_gateway.call import AnswerForm, ChatForm
+
+Chunk = dict[str, Any]
+_KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
+
+
+def fold(chunks: Iterable[Chunk], form: AnswerForm) -> Chunk:
+    """Join all chunks of an answer that succeeded; they must have been written with `include_usage`."""
+    is_chat = isinstance(form, ChatForm)
+    answer: Chunk = {}
+    choices: dict[int, Chunk] = {}
+    for chunk in chunks:
+        if not answer:
+            answer = {name: chunk[name] for name in _KEPT if name in chunk}
+        if "prompt_logprobs" in chunk:
+            answer["prompt_logprobs"] = chunk["prompt_logprobs"]
+        for part in chunk["choices"]:
+            choice = choices.setdefault(part["index"], _empty(part["index"], is_chat))
+            _add(choice, part, is_chat)
+        if chunk.get("usage"):
+            answer["usage"] = chunk["usage"]
+    if is_chat:
+        for choice in choices.values():
+            _finish_message(choice["message"])
+    answer["object"] = "chat.completion" if is_chat else "text_completion"
+    answer["choices"] = [choices[index] for index in sorted(choices)]
+    if isinstance(form, ChatForm) and form.metadata is not None:
+        answer["metadata"] = form.metadata
+    return answer
+
+
+def _empty(index: int, is_chat: bool) -> Chunk:
+    choice: Chunk = {"index": index, "logprobs": None, "finish_reason": None}
+    if is_chat:
+        choice["message"] = {"role": "assistant", "content": "", "refusal": None}
+    else:
+        choice["text"] = ""
+    return choice
+
+
+def _add(choice: Chunk, part: Chunk, is_chat: bool) -> None:
+    if is_chat:
+        _add_delta(choice["message"], part["delta"])
+    else:
+        choice["text"] += part["text"]
+    if part["logprobs"] is not None:
+        choice["logprobs"] = _joined(choice["logprobs"], part["logprobs"])
+    for name in ("finish_reason", "stop_reason", "prompt_logprobs"):
+        if part.get(name) is not None:
+            choice[name] = part[name]
+    if "token_ids" in part:
+        choice.setdefault("token_ids", []).extend(part["token_ids"])
+
+
+def _add_delta(message: Chunk, delta: Chunk) -> None:
+    message["content"] += delta.get("content", "")
+    if "reasoning_content" in delta:
+        message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+    for call in delta.get("tool_calls", ()):
+        if "id" in call:
+            named = {"name": call["function"]["name"], "arguments": ""}
+            message.setdefault("tool_calls", []).append({"id": call["id"], "type": "function", "function": named})
+        message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+
+
+def _finish_message(message: Chunk) -> None:
+    if "tool_calls" in message and not message["content"]:
+        message["content"] = None
+
+
+def _joined(before: Chunk | None, more: Chunk) -> Chunk:
+    """Each list of the shape, one behind the other."""
+    if before is None:
+        return {name: list(value) if value is not None else None for name, value in more.items()}
+    for name, value in more.items():
+        if value is not None:
+            before[name].extend(value)
+    return before

@@ -1,0 +1,201 @@
+"""The endpoints that generate: create an answer, and read one again, from wherever a reader stopped."""
+
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_broker import InvalidRequestError, SubmitRequest
+from headrace_gateway.answer_reader import AnswerReader, PlacedChunk, open_reader
+from headrace_gateway.body import read_json
+from headrace_gateway.call import AnswerForm, Call
+from headrace_gateway.call_fields import bounded_priority
+from headrace_gateway.chat_fields import read_chat
+from headrace_gateway.completion_fields import read_completion
+from headrace_gateway.context import Gateway, gateway_of, key_of
+from headrace_gateway.cursor import Cursor
+from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.event_stream import EventStream, unless_disconnected
+from headrace_gateway.fold import fold
+from headrace_gateway.headers import CallHeaders, ResumeStyle, read_headers
+from headrace_gateway.ids import new_id
+from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.keys import ApiKey
+
+_PLAIN_WAIT: Final = 3600.0
+
+
+async def create_chat(request: Request) -> Response:
+    """`POST /v1/chat/completions`."""
+    return await _create(request, "chatcmpl")
+
+
+async def create_completion(request: Request) -> Response:
+    """`POST /v1/completions`."""
+    return await _create(request, "cmpl")
+
+
+async def _create(request: Request, kind: str) -> Response:
+    gateway, key = gateway_of(request), key_of(request)
+    headers = read_headers(request.headers, gateway.settings)
+    body = await read_json(request, gateway.settings.max_body_bytes)
+    model, lora = await gateway.models.find(body.get("model"), key)
+    call = read_chat(body, model=model, lora=lora) if kind == "chatcmpl" else read_completion(body, lora=lora)
+    envelope = await _submit(gateway, key, call, headers, kind, model.name)
+    if call.stream:
+        return await _streamed(gateway, envelope, headers.resume)
+    return await unless_disconnected(request.receive, partial(_plain, gateway, envelope, _PLAIN_WAIT))
+
+
+async def _submit(
+    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, kind: str, queue_model: str
+) -> Envelope:
+    """Keep the envelope, then put the requests into the queue: no answer can be lost between the two."""
+    answer_id = new_id(kind)
+    request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
+    envelope = Envelope(
+        id=answer_id,
+        request_ids=tuple(request_ids),
+        created=int(time.time()),
+        model=call.model,
+        key=key.name,
+        tenant=key.tenant,
+        form=call.form,
+        expires=int(headers.expires),
+    )
+    options: SubmitRequest = {
+        "model": queue_model,
+        "tenant": key.tenant,
+        "priority": bounded_priority(call.priority if headers.priority is None else headers.priority, key),
+        "expires": headers.expires,
+        "abandon_after": headers.abandon_after,
+    }
+    requests = [
+        _named({**submission, **options, "request_id": request_id}, headers, key, kind, number)
+        for number, (submission, request_id) in enumerate(zip(call.submissions, request_ids, strict=True))
+    ]
+    await gateway.envelopes.put(envelope)
+    try:
+        accepted = await _send(gateway, requests)
+    except BaseException as error:
+        await gateway.envelopes.delete(answer_id)
+        if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
+            message = "the Idempotency-Key was used with another request: choose a new key"
+            raise ApiError(422, "invalid_request_error", "idempotency_key_reused", message) from error
+        raise
+    if accepted[0] == answer_id:
+        return envelope
+    await gateway.envelopes.delete(answer_id)  # the key's first request has its own
+    return await gateway.envelopes.get(accepted[0], key)
+
+
+async def _send(gateway: Gateway, requests: list[SubmitRequest]) -> list[str]:
+    if len(requests) > 1:
+        return await gateway.client.submit_many(requests)
+    options: dict[str, Any] = dict(requests[0])
+    prompt, params = options.pop("prompt", None), options.pop("sampling_params", None)
+    return [await gateway.client.submit(prompt, params, **options)]
+
+
+def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str, number: int) -> SubmitRequest:
+    if headers.idempotency_key is not None:
+        request["idempotency_key"] = f"{kind}:{number}:{key.name}:{headers.idempotency_key}"
+    return request
+
+
+async def read_again(request: Request) -> Response:
+    """`GET /v1/chat/completions/{id}` and `/v1/completions/{id}`: the answer, or its stream from a cursor on."""
+    gateway, key = gateway_of(request), key_of(request)
+    envelope = await gateway.envelopes.get(request.path_params["id"], key)
+    last_event_id = request.headers.get("last-event-id")
+    accepts_events = "text/event-stream" in request.headers.get("accept", "")
+    if not (_flag(request, "stream") or last_event_id or accepts_events):
+        wait = partial(_plain, gateway, envelope, gateway.settings.hold_status)
+        return await unless_disconnected(request.receive, wait)
+    if len(envelope.request_ids) > 1:
+        message = "the stream of several prompts cannot be rejoined: read the whole answer without stream"
+        raise invalid(message, code="unsupported", param="stream")
+    after: Cursor | None = None
+    starting_after = request.query_params.get("starting_after")
+    if starting_after is not None:
+        after = Cursor.parse(starting_after, param="starting_after")
+    elif last_event_id:
+        after = Cursor.parse(last_event_id, param="last-event-id")
+    style = read_headers(request.headers, gateway.settings).resume
+    if style == "none" and (last_event_id or accepts_events):
+        style = "id"
+    return await _streamed(gateway, envelope, style, after)
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise invalid(f"{name} must be true or false", param=name)
+    return value in ("true", "1")
+
+
+async def _streamed(
+    gateway: Gateway, envelope: Envelope, style: ResumeStyle, after: Cursor | None = None
+) -> EventStream:
+    """Decide the status by the first entry: a refusal by a worker is then a status of its own."""
+    async with AsyncExitStack() as opened:
+        reader = await opened.enter_async_context(open_reader(gateway.hub, envelope, after))
+        first = await _first(reader, gateway.settings.hold_status)
+        if reader.error is not None and first is not None and len(first) == 1:
+            raise reader.error  # nothing came before it
+        return EventStream(
+            reader,
+            first,
+            opened.pop_all(),
+            style=style,
+            keep_alive=gateway.settings.keep_alive,
+            headers={"x-headrace-id": envelope.id},
+        )
+
+
+async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | None:
+    """The first chunks; None where none has come so far."""
+    deadline = time.monotonic() + seconds
+    while not reader.has_ended:
+        chunks = await reader.take(max(0.0, deadline - time.monotonic()))
+        if chunks is None:
+            return None
+        if chunks:
+            return chunks
+    return []
+
+
+async def _plain(gateway: Gateway, envelope: Envelope, seconds: float) -> Response:
+    """The whole answer; 202 where it is not there after so many seconds."""
+    form: AnswerForm = msgspec.structs.replace(envelope.form, include_usage=True, continuous_usage=False)
+    envelope = msgspec.structs.replace(envelope, form=form)
+    deadline = time.monotonic() + seconds
+    answer: list[dict[str, Any]] = []
+    async with open_reader(gateway.hub, envelope) as reader:
+        while not reader.has_ended:
+            chunks = await reader.take(max(0.0, deadline - time.monotonic()))
+            if chunks is None:
+                return _unfinished(envelope)
+            answer += [chunk for chunk, _ in chunks]
+        if reader.error is not None:
+            raise reader.error
+    return JsonResponse(fold(answer, form), headers={"x-headrace-id": envelope.id})
+
+
+def _unfinished(envelope: Envelope) -> Response:
+    body = {"id": envelope.id, "created": envelope.created, "model": envelope.model, "status": "in_progress"}
+    return JsonResponse(body, status=202, headers={"retry-after": "1"})
+
+
+routes: Final = [
+    Route("/v1/chat/completions", create_chat, methods=["POST"]),
+    Route("/v1/chat/completions/{id}", read_again, methods=["GET"]),
+    Route("/v1/completions", create_completion, methods=["POST"]),
+    Route("/v1/completions/{id}", read_again, methods=["GET"]),
+]

@@ -1,0 +1,15 @@
+"""Ids that the gateway gives out. Those within an answer are derived, so that every replica gives the same."""
+
+import hashlib
+import secrets
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess: 128 random bits."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def call_id(completion_id: str, choice: int, call: int) -> str:
+    """The id of a tool call."""
+    seed = f"{completion_id}/{choice}/{call}".encode()
+    return f"call_{hashlib.blake2b(seed, digest_size=12).hexdigest()}"

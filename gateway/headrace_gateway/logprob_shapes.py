@@ -1,0 +1,102 @@
+"""Log-probabilities of tokens in the shapes of OpenAI's two APIs."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from headrace_broker import Logprob
+
+LOWEST: Final = -9999.0
+"""JSON has no infinity."""
+
+
+def token_text(candidate: Logprob, *, as_id: bool) -> str:
+    return f"token_id:{candidate.token_id}" if as_id else candidate.decoded_text or ""
+
+
+def chat_logprobs(tokens: Iterable[list[Logprob]], *, top: int, as_ids: bool) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice.
+
+    Args:
+        tokens: one list a token, the token itself first.
+        top: alternatives to give a position.
+    """
+    content = [
+        _chat_token(candidates[0], as_ids)
+        | {"top_logprobs": [_chat_token(each, as_ids) for each in most_likely(candidates, top)]}
+        for candidates in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(candidate: Logprob, as_id: bool) -> dict[str, Any]:
+    return {
+        "token": token_text(candidate, as_id=as_id),
+        "logprob": max(candidate.logprob, LOWEST),
+        "bytes": None if candidate.bytes is None else list(candidate.bytes),
+    }
+
+
+def most_likely(candidates: list[Logprob], top: int) -> list[Logprob]:
+    """Those of the `top` first ranks; the token itself stands in the list twice where it is one of them."""
+    ranked = {candidate.token_id: candidate for candidate in candidates if candidate.rank <= top}
+    return sorted(ranked.values(), key=lambda candidate: candidate.rank)
+
+
+class CompletionLogprobs:
+    """The `logprobs` of a completion's choices, whose offsets count the characters of each choice's text.
+
+    Args:
+        top: alternatives to give a position; the token itself is always among them.
+    """
+
+    def __init__(self, *, top: int, as_ids: bool) -> None:
+        self._top = top
+        self._as_ids = as_ids
+        self._offset = 0
+
+    def add(self, tokens: Iterable[list[Logprob] | None], *, first_text: str = "") -> dict[str, Any]:
+        """The shape of the next tokens.
+
+        Args:
+            tokens: one list a token, the token itself first; None for a prompt's first token.
+            first_text: the text of that first token, which no list tells.
+        """
+        shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for candidates in tokens:
+            shape["text_offset"].append(self._offset)
+            if candidates is None:
+                text, probability, alternatives = first_text, None, None
+                self._offset += len(first_text)
+            else:
+                chosen = candidates[0]
+                text, probability = token_text(chosen, as_id=self._as_ids), max(chosen.logprob, LOWEST)
+                alternatives = self._alternatives(candidates)
+                self._offset += len(chosen.decoded_text or "")
+            shape["tokens"].append(text)
+            shape["token_logprobs"].append(probability)
+            shape["top_logprobs"].append(alternatives)
+        return shape
+
+    def _alternatives(self, candidates: list[Logprob]) -> dict[str, float]:
+        shape: dict[str, float] = {}
+        for each in (*most_likely(candidates, self._top), candidates[0]):
+            text = token_text(each, as_id=self._as_ids)
+            shape[text] = max(each.logprob, LOWEST, shape.get(text, LOWEST))  # two tokens may have one text
+        return shape
+
+
+def prompt_logprobs_shape(tokens: Iterable[list[Logprob] | None]) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM answers: a map from token ids a position."""
+    return [
+        None
+        if candidates is None
+        else {
+            str(each.token_id): {
+                "logprob": max(each.logprob, LOWEST),
+                "rank": each.rank,
+                "decoded_token": each.decoded_text,
+            }
+            for each in candidates
+        }
+        for candidates in tokens
+    ]

@@ -1,0 +1,56 @@
+"""`GET /v1/models`: what may be named as `model`, adapters too."""
+
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_broker import RegisteredModel
+from headrace_gateway.context import gateway_of, key_of
+from headrace_gateway.errors import ApiError
+from headrace_gateway.json_response import JsonResponse
+
+
+async def list_models(request: Request) -> Response:
+    """`GET /v1/models`."""
+    return JsonResponse({"object": "list", "data": await _listed(request)})
+
+
+async def find_model(request: Request) -> Response:
+    """`GET /v1/models/{id}`; the id of a model may hold slashes."""
+    wanted = request.path_params["id"]
+    for model in await _listed(request):
+        if model["id"] == wanted:
+            return JsonResponse(model)
+    message = f"the model {wanted[:64]!r} does not exist, or this key may not use it"
+    raise ApiError(404, "invalid_request_error", "model_not_found", message, param="model")
+
+
+async def _listed(request: Request) -> list[dict[str, Any]]:
+    key = key_of(request)
+    models = await gateway_of(request).models.all()
+    listed = []
+    for name in sorted(models):
+        listed.append(_shape(models[name], name, None))
+        listed += [_shape(models[name], lora, name) for lora in models[name].loras]
+    return [model for model in listed if key.may_use(model["id"])]
+
+
+def _shape(model: RegisteredModel, name: str, parent: str | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(model.created),
+        "owned_by": "headrace",
+        "root": name,
+        "parent": parent,
+        "max_model_len": model.max_model_len,
+        "permission": [],
+    }
+
+
+routes: Final = [
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{id:path}", find_model, methods=["GET"]),
+]

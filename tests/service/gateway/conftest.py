@@ -1,0 +1,52 @@
+"""One worker of a tiny model, and gateways before it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from service.gateway.gateway_process import GatewayProcess
+from service.servers import make_server
+from service.workers.conftest import model_folder
+from service.workers.service import Service
+
+__all__ = ["model_folder"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.service)
+            item.add_marker(pytest.mark.redis)
+
+
+@dataclass(frozen=True)
+class RunningGateway:
+    """Two replicas before one queue."""
+
+    service: Service
+    replicas: tuple[GatewayProcess, GatewayProcess]
+    model: str = "tiny"
+
+    @property
+    def url(self) -> str:
+        return self.replicas[0].url
+
+
+@pytest.fixture(scope="module")
+def gateway(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    folder = tmp_path_factory.mktemp("gateway")
+    with make_server() as server:
+        service = Service(server, model_folder, folder)
+        replicas: list[GatewayProcess] = []
+        try:
+            worker = service.start_worker()
+            replicas += [GatewayProcess(redis_url=server.url, log=folder / f"gateway-{each}.log") for each in "ab"]
+            worker.wait_ready()
+            first, second = (replica.wait_ready() for replica in replicas)
+            yield RunningGateway(service, (first, second))
+        finally:
+            for replica in replicas:
+                replica.close()
+            service.close()

@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint
+from headrace_gateway import generation, models_endpoint, overview, page_files
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway, gateway_of
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
 from headrace_gateway.json_response import error_response
 from headrace_gateway.keys import ANYONE
+from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.settings import GatewaySettings
 
@@ -53,8 +54,15 @@ def make_app(settings: GatewaySettings) -> Starlette:
                 await redis.aclose()
 
     return Starlette(
-        routes=[Route("/health", _health), Route("/ready", _ready), *generation.routes, *models_endpoint.routes],
-        middleware=[Middleware(EverybodyIsAnyone)],
+        routes=[
+            Route("/health", _health),
+            Route("/ready", _ready),
+            *generation.routes,
+            *models_endpoint.routes,
+            *overview.routes,
+            *page_files.routes,
+        ],
+        middleware=[Middleware(LocalGuard, settings.allowed_origins), Middleware(EverybodyIsAnyone)],
         exception_handlers={
             ApiError: _on_api_error,
             HeadraceBrokerError: _on_broker_error,

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from typing import Final
 from urllib.parse import urlsplit
 
-import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_gateway.errors import ApiError
+from headrace_gateway.json_response import error_response
 
 _HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
@@ -38,8 +37,7 @@ class LocalGuard:
         if scope["type"] == "http" and "*" not in self._origins:
             refusal = self._refusal(scope["method"], Headers(scope=scope))
             if refusal is not None:
-                content = msgspec.json.encode(refusal.body())
-                await Response(content, refusal.status, media_type="application/json")(scope, receive, send)
+                await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -16,9 +16,10 @@ from headrace_broker import DeadLetter
 from headrace_broker.messages import name_problems
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found
-from headrace_gateway.context import Gateway, gateway_of, key_of
+from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.json_response import JsonResponse
 
 _LETTERS_KEPT: Final = 1000
 _LETTERS_SHOWN: Final = 100
@@ -37,7 +38,7 @@ async def overview(request: Request) -> Response:
     queues = [queue for queue in await gateway_of(request).queues.all() if key.may_use(queue["model"])]
     hidden = frozenset() if key.is_admin else _OF_ADMINS
     shown = [{name: value for name, value in queue.items() if name not in hidden} for queue in queues]
-    return _json({"object": "headrace.overview", "at": time.time(), "is_admin": key.is_admin, "queues": shown})
+    return JsonResponse({"object": "headrace.overview", "at": time.time(), "is_admin": key.is_admin, "queues": shown})
 
 
 async def request_status(request: Request) -> Response:
@@ -50,7 +51,7 @@ async def request_status(request: Request) -> Response:
         status = await client.status(one)
         states.append({"id": one, **{name: getattr(status, name) for name in _STATUS}})
     about = {"model": envelope.model, "created": envelope.created} if envelope else {}
-    return _json({"object": "headrace.request", "id": request_id, **about, "requests": states})
+    return JsonResponse({"object": "headrace.request", "id": request_id, **about, "requests": states})
 
 
 _STATUS: Final = ("state", "attempt", "tokens", "finish_reason")
@@ -62,7 +63,7 @@ async def cancel(request: Request) -> Response:
     envelope = await _owned(request, request_id)
     client = gateway_of(request).client
     ended = [await client.cancel(one) for one in (envelope.request_ids if envelope else (request_id,))]
-    return _json({"object": "headrace.request", "id": request_id, "cancelled": any(ended)})
+    return JsonResponse({"object": "headrace.request", "id": request_id, "cancelled": any(ended)})
 
 
 async def list_dead_letters(request: Request) -> Response:
@@ -72,7 +73,7 @@ async def list_dead_letters(request: Request) -> Response:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= _LETTERS_KEPT):
         raise invalid(f"limit must be an integer from 1 to {_LETTERS_KEPT}, not {text[:20]!r}", param="limit")
     letters = await gateway_of(request).client.dead_letters(int(text))
-    return _json({"object": "list", "data": [summary(letter) for letter in letters]})
+    return JsonResponse({"object": "list", "data": [summary(letter) for letter in letters]})
 
 
 async def requeue_dead_letters(request: Request) -> Response:
@@ -80,7 +81,7 @@ async def requeue_dead_letters(request: Request) -> Response:
     _require_admin(request)
     chosen = await _chosen(request)
     sent = await gateway_of(request).client.requeue_dead_letters(chosen)
-    return _json({"object": "headrace.dead_letters.requeued", "requeued": [letter.letter_id for letter in sent]})
+    return JsonResponse({"object": "headrace.dead_letters.requeued", "requeued": [letter.letter_id for letter in sent]})
 
 
 async def purge_dead_letters(request: Request) -> Response:
@@ -88,7 +89,7 @@ async def purge_dead_letters(request: Request) -> Response:
     _require_admin(request)
     chosen = await _chosen(request)
     count = await gateway_of(request).client.purge_dead_letters(chosen)
-    return _json({"object": "headrace.dead_letters.purged", "purged": count})
+    return JsonResponse({"object": "headrace.dead_letters.purged", "purged": count})
 
 
 def summary(letter: DeadLetter) -> dict[str, Any]:
@@ -114,17 +115,12 @@ async def _owned(request: Request, request_id: str) -> Envelope | None:
     Raises 404 for all others, as if there were none.
     """
     key, gateway = key_of(request), gateway_of(request)
-    envelope = await read_envelope(gateway, request_id)
-    if envelope is not None and (key.is_admin or envelope.key == key.name):
-        return envelope
-    if envelope is None and key.is_admin and await gateway.client.is_known(request_id) is not False:
-        return None
-    raise not_found(f"no request {request_id[:128]!r}")
-
-
-async def read_envelope(gateway: Gateway, request_id: str) -> Envelope | None:
-    packed = await gateway.redis.get(f"headrace:gw:req:{request_id}")
-    return msgspec.msgpack.decode(packed, type=Envelope) if isinstance(packed, bytes) else None
+    if not key.is_admin:
+        return await gateway.envelopes.get(request_id, key)
+    envelope = await gateway.envelopes.find(request_id)
+    if envelope is None and await gateway.client.is_known(request_id) is False:
+        raise not_found(f"no request {request_id[:80]!r} is known")
+    return envelope
 
 
 async def _chosen(request: Request) -> list[DeadLetter]:
@@ -149,11 +145,6 @@ def _require_admin(request: Request) -> None:
     if not key_of(request).is_admin:
         message = f"the key {key_of(request).name!r} is no admin key; dead letters are for admin keys"
         raise ApiError(403, "permission_error", "admin_key_required", message)
-
-
-def _json(content: Any) -> Response:
-    headers = {"Cache-Control": "no-store"}
-    return Response(msgspec.json.encode(content), media_type="application/json", headers=headers)
 
 
 routes: Final = [

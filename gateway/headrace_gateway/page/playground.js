@@ -77,9 +77,10 @@ class Figures {
     return (performance.now() - this.sent) / 1000;
   }
 
-  // The status comes when a worker begins; where that takes long, comments come until it does.
-  waited() {
-    if (this.first === null) $("play-queued").textContent = seconds(this.now());
+  // A stream whose status came before a worker took the request does not say how long it waited.
+  waited(response) {
+    const told = response.headers.get("x-headrace-queued-ms");
+    $("play-queued").textContent = told === null ? `over ${seconds(this.now())}` : seconds(told / 1000);
   }
 
   took(chunk) {
@@ -130,13 +131,12 @@ async function run() {
   const figures = new Figures();
   try {
     const response = await send("/v1/chat/completions", { body, signal: running.signal });
-    figures.waited();
+    figures.waited(response);
+    requestId = response.headers.get("x-headrace-id");
     const done = await readEvents(response, (event) => {
       keepEvent(event.raw);
-      if (event.data === null) return figures.waited();
       const chunk = chunkOf(event);
       if (!chunk) return;
-      requestId = chunk.id;
       figures.took(chunk);
       const delta = chunk.choices?.[0]?.delta;
       if (delta?.reasoning_content) {

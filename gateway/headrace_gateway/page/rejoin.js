@@ -72,6 +72,7 @@ class Stream {
     this.draw("connecting", "busy");
     try {
       const response = await open(controller.signal);
+      this.id ??= response.headers.get("x-headrace-id");
       this.draw("waiting", "busy");
       this.reader.finished = await readEvents(response, (event) => this.took(event, connection, controller));
       if (this !== stream) return;
@@ -95,7 +96,6 @@ class Stream {
     const chunk = chunkOf(event);
     this.cursor = event.id ?? chunk?.headrace?.cursor ?? this.cursor;
     if (!chunk) return;
-    this.id ??= chunk.id;
     this.reader.take(chunk, connection.node);
     this.draw("streaming", "busy");
     const limit = Number($("join-cut-after").value);

@@ -100,7 +100,7 @@ def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeRepli
 
 
 @pytest.fixture
-def gateway(replicas: MakeReplicas) -> ScriptedGateway:
+def scripted(replicas: MakeReplicas) -> ScriptedGateway:
     """One gateway that asks for no key."""
     [gateway] = replicas(1)
     return gateway

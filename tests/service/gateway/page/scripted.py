@@ -22,16 +22,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_broker import AsyncClient, BrokerSettings
 from headrace_broker.connections import connect_async
+from headrace_broker.stream_hub import StreamHub
 from headrace_gateway import GatewaySettings, overview, page_files
 from headrace_gateway.call import ChatForm
 from headrace_gateway.context import Gateway, gateway_of
-from headrace_gateway.envelope import Envelope
+from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.json_response import JsonResponse, error_response
 from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
 
-ID = "chatcmpl-0123456789abcdef"
+ID = "chatcmpl-0123456789abcdef0123456789abcdef"
 MODEL = "tiny"
 
 
@@ -141,8 +143,10 @@ class ScriptedGateway:
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             redis = connect_async(settings.redis_url)
             async with AsyncClient(BrokerSettings(redis_url=settings.redis_url)) as client:
-                app.state.gateway = Gateway(settings, client, redis, ModelCatalog(client))
+                hub, envelopes = StreamHub(redis), EnvelopeStore(redis, 600)
+                app.state.gateway = Gateway(settings, client, redis, ModelCatalog(client), envelopes, hub)
                 yield
+                await hub.aclose()
                 await redis.aclose()
 
         routes = [
@@ -161,29 +165,37 @@ class ScriptedGateway:
 
     async def _models(self, _request: Request) -> Response:
         models = [{"id": name, "object": "model", "created": 1, "owned_by": "headrace"} for name in self.script.models]
-        return _json({"object": "list", "data": models})
+        return JsonResponse({"object": "list", "data": models})
 
     async def _create(self, request: Request) -> Response:
         self.script.bodies.append(msgspec.json.decode(await request.body()))
         key: ApiKey = request.scope["state"]["key"]
         envelope = Envelope(
-            id=ID, request_ids=(ID,), created=1, model=MODEL, key=key.name, tenant=key.tenant, form=ChatForm()
+            id=ID,
+            request_ids=(ID,),
+            created=1,
+            model=MODEL,
+            key=key.name,
+            tenant=key.tenant,
+            form=ChatForm(),
+            expires=600,
         )
-        await gateway_of(request).redis.set(f"headrace:gw:req:{ID}", msgspec.msgpack.encode(envelope))
+        await gateway_of(request).envelopes.put(envelope)
         return self._stream(request, -1)
 
     async def _read(self, request: Request) -> Response:
         if request.path_params["id"] != ID:
             raise ApiError(404, "invalid_request_error", "not_found", "no such completion")
         if request.query_params.get("stream") != "true":
-            return _json(self.script.answer())
+            return JsonResponse(self.script.answer())
         cursor = request.query_params.get("starting_after")
         return self._stream(request, -1 if cursor is None else int(cursor.removeprefix("1-").removesuffix(".0")))
 
     def _stream(self, request: Request, after: int) -> Response:
         has_ids = request.headers.get("x-headrace-resume") == "1"
         frames = self.script.frames(after, has_ids=has_ids, is_rejoined=after >= 0)
-        return StreamingResponse(frames, media_type="text/event-stream")
+        headers = {"x-headrace-id": ID, "x-headrace-queued-ms": "1234"}
+        return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
 
 
 class _Authentication:
@@ -199,7 +211,7 @@ class _Authentication:
             key = ANYONE if self._keys is None or is_open else self._keys.get(presented)
             if key is None:
                 error = ApiError(401, "authentication_error", "invalid_api_key", "the API key is wrong")
-                await _json(error.body(), 401)(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["key"] = key
         await self._app(scope, receive, send)
@@ -207,8 +219,4 @@ class _Authentication:
 
 async def _told(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.body(), error.status)
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    return error_response(error)

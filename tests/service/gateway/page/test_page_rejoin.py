@@ -16,17 +16,17 @@ def script() -> Script:
     return Script(tokens=WORDS, allowed=10)
 
 
-def start(page: Page, gateway: ScriptedGateway, cut_after: str = "") -> None:
-    page.goto(f"{gateway.url}/#rejoin")
+def start(page: Page, scripted: ScriptedGateway, cut_after: str = "") -> None:
+    page.goto(f"{scripted.url}/#rejoin")
     page.get_by_label("Cut after tokens").fill(cut_after)
     expect(page.locator("#join-model")).not_to_have_value("")
     page.get_by_role("button", name="Start a stream").click()
 
 
 def test_a_stream_that_was_cut_is_rejoined_and_nothing_is_lost_or_doubled(
-    page: Page, gateway: ScriptedGateway, script: Script
+    page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:
-    start(page, gateway)
+    start(page, scripted)
     expect(page.locator("#join-cursor")).to_have_text("1-10.0")
     expect(page.locator("#join-id")).to_have_text(ID)
     page.get_by_role("button", name="Cut the connection").click()
@@ -63,9 +63,9 @@ def test_a_stream_is_rejoined_at_another_replica_after_its_own_has_gone(
 
 
 def test_a_second_reader_gets_the_whole_text_and_the_first_goes_on(
-    page: Page, gateway: ScriptedGateway, script: Script
+    page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:
-    start(page, gateway)
+    start(page, scripted)
     expect(page.locator("#join-cursor")).to_have_text("1-10.0")
     page.get_by_role("button", name="Open a second reader").click()
     expect(page.locator("#join-second-state")).to_have_text("10 tokens")
@@ -76,9 +76,9 @@ def test_a_second_reader_gets_the_whole_text_and_the_first_goes_on(
         assert page.locator(output).text_content() == "".join(WORDS)
 
 
-def test_a_doubled_token_is_found(page: Page, gateway: ScriptedGateway, script: Script) -> None:
+def test_a_doubled_token_is_found(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     script.repeat_token = 20
-    start(page, gateway, cut_after="5")
+    start(page, scripted, cut_after="5")
     expect(page.locator("#join-state")).to_have_text("cut")
     expect(page.locator("#join-cursor")).to_have_text("1-5.0")
     script.allowed = 30
@@ -106,9 +106,9 @@ def test_a_replica_that_is_not_allowed_is_not_called_and_told(
     expect(page.locator("#join-problem")).to_contain_text("needs a URL such as")
 
 
-def test_hostile_output_is_shown_as_text_at_every_reader(page: Page, gateway: ScriptedGateway, script: Script) -> None:
+def test_hostile_output_is_shown_as_text_at_every_reader(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     script.tokens, script.allowed = ["<img src=x onerror=alert(1)>", "<script>", "alert(1)</script>"], 1
-    start(page, gateway)
+    start(page, scripted)
     expect(page.locator("#join-cursor")).to_have_text("1-1.0")
     page.get_by_role("button", name="Open a second reader").click()
     script.allowed = 3

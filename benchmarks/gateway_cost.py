@@ -13,9 +13,11 @@ import asyncio
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,8 +26,8 @@ from rich.table import Table
 
 import command_line
 import runs
-from gateway_process import GatewayProcess
 from headrace_engine import default_model
+from headrace_workers.local_gateway import LocalGateway
 from measurements import Setup, running_service, through_queue
 from workload import BenchmarkRequest
 
@@ -79,13 +81,16 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _gateway_of(client: Any) -> AsyncIterator[GatewayProcess]:
-    with GatewayProcess(client.settings.redis_url) as gateway:
+async def _gateway_of(client: Any) -> AsyncIterator[LocalGateway]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalGateway(redis_url=client.settings.redis_url, log=Path(folder) / "gateway.log") as gateway,
+    ):
         await asyncio.to_thread(gateway.wait_ready)
         yield gateway
 
 
-async def through_gateway(gateway: GatewayProcess, client: Any, requests: Sequence[BenchmarkRequest]) -> None:
+async def through_gateway(gateway: LocalGateway, client: Any, requests: Sequence[BenchmarkRequest]) -> None:
     """All requests at once, each on a connection of its own, every stream read to its end."""
     (model,) = await client.models()
 

@@ -21,7 +21,8 @@ from rich.table import Table
 
 import command_line
 from headrace_broker.embedded import EmbeddedServer
-from headrace_workers.local_worker import LocalWorker, WorkerStartError
+from headrace_workers.local_process import ProcessStartError
+from headrace_workers.local_worker import LocalWorker
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PATIENCE_SECONDS = 180.0
@@ -75,7 +76,7 @@ def _wait_for_another(worker: LocalWorker, engine: int) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while _engine_of(worker.pid) in (engine, 0):
         if time.monotonic() > deadline:
-            raise WorkerStartError(
+            raise ProcessStartError(
                 f"the worker has no other engine after {_PATIENCE_SECONDS:g} s:\n{worker.log_tail()}"
             )
         time.sleep(0.05)

@@ -10,7 +10,12 @@ LOWEST: Final = -9999.0
 
 
 def token_text(candidate: Logprob, *, as_id: bool) -> str:
-    return f"token_id:{candidate.token_id}" if as_id else candidate.decoded_text or ""
+    """The token's text; where it ends inside a character, its bytes, as OpenAI writes them: `bytes:\\xf0\\x9f`."""
+    if as_id:
+        return f"token_id:{candidate.token_id}"
+    if not candidate.decoded_text and candidate.bytes:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in candidate.bytes)
+    return candidate.decoded_text or ""
 
 
 def chat_logprobs(tokens: Iterable[list[Logprob]], *, top: int, as_ids: bool) -> dict[str, Any]:

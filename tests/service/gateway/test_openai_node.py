@@ -52,7 +52,7 @@ out.paintedPlain = out.painted;
 out.painted = undefined;
 await client.chat.completions.runTools({ ...tools, stream: true }).done();
 
-const echo = { model, prompt: "hello world", max_tokens: 2, echo: true, logprobs: 1, temperature: 0 };
+const echo = { model, prompt: "hello world", max_tokens: 2, echo: true, logprobs: 1, allowed_token_ids: [7] };
 const completion = await client.completions.create(echo);
 out.echo = completion.choices[0].text;
 out.tokens = completion.choices[0].logprobs.tokens.join("");

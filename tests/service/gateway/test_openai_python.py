@@ -20,6 +20,7 @@ COLOURS = {
     "additionalProperties": False,
 }
 PAINT: Any = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": COLOURS}}
+ASCII_ONLY = {"allowed_token_ids": [7]}
 PAINT_CHOICE: Any = {"type": "function", "function": {"name": "paint"}}
 
 
@@ -124,7 +125,7 @@ def test_a_forced_tool_streams_the_same_call(client: openai.OpenAI, gateway: Run
 
 def test_a_completion_echoes_its_prompt_with_log_probabilities(client: openai.OpenAI, gateway: RunningGateway) -> None:
     response = client.completions.with_raw_response.create(
-        model=gateway.model, prompt="hello world", max_tokens=3, temperature=0, echo=True, logprobs=1
+        model=gateway.model, prompt="hello world", max_tokens=3, echo=True, logprobs=1, extra_body=ASCII_ONLY
     )
     body = json.loads(response.text)
     shape = body["choices"][0]["logprobs"]

@@ -8,6 +8,7 @@ import click
 
 _COMMANDS = {
     "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
+    "serve": ("headrace_workers.cli.serve", "serve", "Serve a model over HTTP: a queue, a worker and a gateway."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
     "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP on the queue."),
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),

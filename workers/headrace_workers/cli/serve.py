@@ -1,0 +1,47 @@
+"""`headrace serve`: one command from nothing to an HTTP service."""
+
+import json
+import signal
+import sys
+
+import click
+
+from headrace_engine import default_model
+from headrace_workers.local_service import LocalService, RunningService
+
+
+@click.command()
+@click.option("--model", metavar="PATH_OR_NAME", default=default_model.NAME, show_default=True, help="What to serve.")
+@click.option("--redis-url", envvar="HEADRACE_REDIS_URL", metavar="URL", help="A queue that runs [default: its own].")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the gateway.")
+@click.option("--keys", type=click.Path(exists=True, dir_okay=False), help="File of API keys; needed beyond loopback.")
+def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | None) -> None:
+    """Serve a model over HTTP with OpenAI's API: a queue, a worker and a gateway, until Ctrl-C.
+
+    Needs no Redis, no GPU and no configuration. Everything that it starts ends with it.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is ended then too
+    if model == default_model.NAME:
+        model = str(default_model.fetch(progress=_progress))
+    service = LocalService(model, _progress, redis_url=redis_url, host=host, port=port, keys=keys)
+    try:
+        with service.running() as running:
+            _introduce(running, has_keys=keys is not None)
+            running.watch()
+    except KeyboardInterrupt:
+        _progress("stopped")
+
+
+def _introduce(running: RunningService, *, has_keys: bool) -> None:
+    body = {"model": running.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64, "stream": True}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
+    click.echo(f"\n{running.url}/v1 speaks OpenAI's API. Try it:\n")
+    click.echo(f"  curl -N {running.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\")
+    click.echo(f"    -d '{json.dumps(body)}'\n")
+    click.echo(f"The page: {running.url}/")
+    click.echo("Ctrl-C ends it.")
+
+
+def _progress(line: str) -> None:
+    click.echo(click.style(line, dim=True), err=True)

@@ -1,0 +1,40 @@
+"""`LocalGateway`: a real gateway process on this machine, for `headrace serve` and the benchmarks."""
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from headrace_workers.local_process import LocalProcess, free_port
+
+
+class LocalGateway(LocalProcess):
+    """A context manager that holds one `headrace gateway`.
+
+    Args:
+        log: gets its output.
+        host, port: where it listens; a free port when 0.
+        settings: of the gateway, by name.
+    """
+
+    def __init__(
+        self, *, redis_url: str, log: Path, host: str = "127.0.0.1", port: int = 0, **settings: object
+    ) -> None:
+        self.host = host
+        self.port = port or free_port()
+        given = {"host": host, "port": self.port, **settings}
+        environ = {f"HEADRACE_GATEWAY_{name.upper()}": str(value) for name, value in given.items()}
+        super().__init__("gateway", log=log, environ={**environ, "HEADRACE_REDIS_URL": redis_url})
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"  # noqa: S104
+
+    def _not_ready(self) -> str | None:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=2):  # noqa: S310  # our own address
+                return None
+        except urllib.error.HTTPError as error:
+            return f"the gateway answers {error.code}"
+        except OSError:
+            return "the gateway is starting"

@@ -2,6 +2,8 @@
 
 import re
 
+import httpx2
+import pytest
 from playwright.sync_api import Page, expect
 
 from service.gateway.conftest import RunningGateway
@@ -58,3 +60,16 @@ def test_the_queue_shows_the_worker_and_a_finished_request(page: Page, gateway: 
     page.get_by_label("Request id").fill(answer.value.all_headers()["x-headrace-id"])
     page.get_by_role("button", name="Look up").click()
     expect(page.locator("#one-result")).to_have_text(re.compile(r"^finished \((stop|length)\), [1-4] tokens$"))
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+def test_other_sites_reach_no_endpoint_of_a_gateway_without_keys(
+    gateway: RunningGateway, headers: dict[str, str]
+) -> None:
+    with httpx2.Client(base_url=gateway.url, headers=headers) as http:
+        for path in ("/", "/v1/models", "/headrace/overview", "/headrace/dead-letters"):
+            assert http.get(path).status_code == 403
+        for path in ("/v1/chat/completions", "/headrace/dead-letters/purge"):
+            answer = http.post(path, json={})
+            assert answer.status_code == 403
+            assert answer.json()["error"]["type"] == "permission_error"

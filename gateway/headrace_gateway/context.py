@@ -10,7 +10,9 @@ from headrace_broker import AsyncClient
 from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
+from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.settings import GatewaySettings
+from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
     from headrace_gateway.envelope import EnvelopeStore
@@ -27,6 +29,8 @@ class Gateway:
     models: "ModelCatalog"
     envelopes: "EnvelopeStore"
     hub: StreamHub
+    metrics: GatewayMetrics
+    limits: RateLimits
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

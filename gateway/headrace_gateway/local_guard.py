@@ -37,6 +37,7 @@ class LocalGuard:
         if scope["type"] == "http" and "*" not in self._origins:
             refusal = self._refusal(scope["method"], Headers(scope=scope))
             if refusal is not None:
+                scope.setdefault("state", {})["refusal"] = refusal.code
                 await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -32,6 +32,8 @@ from headrace_gateway.json_response import JsonResponse, error_response
 from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.rate_limits import RateLimits
+from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 ID = "chatcmpl-0123456789abcdef0123456789abcdef"
 MODEL = "tiny"
@@ -144,7 +146,9 @@ class ScriptedGateway:
             redis = connect_async(settings.redis_url)
             async with AsyncClient(BrokerSettings(redis_url=settings.redis_url)) as client:
                 hub, envelopes = StreamHub(redis), EnvelopeStore(redis, 600)
-                app.state.gateway = Gateway(settings, client, redis, ModelCatalog(client), envelopes, hub)
+                app.state.gateway = Gateway(
+                    settings, client, redis, ModelCatalog(client), envelopes, hub, GatewayMetrics(), RateLimits(redis)
+                )
                 yield
                 await hub.aclose()
                 await redis.aclose()

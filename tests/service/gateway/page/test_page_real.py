@@ -1,13 +1,18 @@
 """The page before a real gateway and a real worker."""
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2
 import pytest
 from playwright.sync_api import Page, expect
 
+from headrace_gateway.key_file import new_key
 from service.gateway.conftest import RunningGateway
+from service.gateway.gateway_process import GatewayProcess
 from service.gateway.page.conftest import PATIENCE
+from service.ports import free_port
 
 expect.set_options(timeout=2 * PATIENCE)
 
@@ -73,3 +78,44 @@ def test_other_sites_reach_no_endpoint_of_a_gateway_without_keys(
             answer = http.post(path, json={})
             assert answer.status_code == 403
             assert answer.json()["error"]["type"] == "permission_error"
+
+
+@pytest.fixture
+def pair(gateway: RunningGateway, tmp_path: Path) -> Iterator[tuple[list[GatewayProcess], str]]:
+    """Two replicas with keys that allow each other's origin, and a key."""
+    key, entry = new_key("team")
+    (tmp_path / "keys.toml").write_text(entry, encoding="utf-8")
+    ports = [free_port(), free_port()]
+    origins = " ".join(f"http://127.0.0.1:{port}" for port in ports)
+    replicas: list[GatewayProcess] = []
+    try:
+        for port in ports:
+            options = {"keys": tmp_path / "keys.toml", "allow_origin": origins}
+            log = tmp_path / f"{port}.log"
+            replicas.append(GatewayProcess(redis_url=gateway.service.url, log=log, port=port, **options))
+        yield [replica.wait_ready() for replica in replicas], key
+    finally:
+        for replica in replicas:
+            replica.close()
+
+
+def test_a_stream_whose_gateway_was_killed_is_rejoined_at_another_replica(
+    page: Page, pair: tuple[list[GatewayProcess], str]
+) -> None:
+    (first, second), key = pair
+    page.goto(f"{first.url}/#rejoin")
+    expect(page.locator("#key-note")).to_have_text("The gateway asks for an API key.")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Use").click()
+    expect(page.locator("#join-model")).not_to_have_value("")
+    page.get_by_label("Cut after tokens").fill("20")
+    page.get_by_role("button", name="Start a stream").click()
+    expect(page.locator("#join-state")).to_have_text("cut")
+    first.kill()
+    page.get_by_role("button", name="Rejoin", exact=True).click()
+    expect(page.locator("#join-problem")).to_have_text("The gateway does not answer.")
+    page.get_by_label("Another replica").fill(second.url)
+    page.get_by_role("button", name="Rejoin there").click()
+    expect(page.locator("#join-verdict")).to_contain_text("No token was lost or doubled.")
+    expect(page.locator("#join-connections li").last).to_contain_text(second.url)
+    expect(page.locator("#join-problem")).to_be_hidden()

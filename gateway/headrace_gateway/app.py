@@ -38,6 +38,7 @@ _EXPOSED: Final = (
     "x-request-id",
     "x-client-request-id",
     "x-headrace-id",
+    "x-headrace-queued-ms",
     "openai-processing-ms",
     "retry-after",
     "x-should-retry",

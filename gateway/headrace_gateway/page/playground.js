@@ -40,6 +40,7 @@ function asCurl(body) {
 }
 
 function drawCurl() {
+  $("play-copy").textContent = "Copy";
   try {
     $("play-curl").textContent = asCurl(requestBody());
   } catch (error) {
@@ -180,10 +181,12 @@ export function start() {
   $("play-form").addEventListener("input", drawCurl);
   $("play-copy").addEventListener("click", async () => {
     drawCurl();
-    await navigator.clipboard.writeText($("play-curl").textContent).then(
-      () => ($("play-copy").textContent = "Copied"),
-      () => getSelection().selectAllChildren($("play-curl")), // no right to the clipboard
-    );
+    try {
+      await navigator.clipboard.writeText($("play-curl").textContent);
+      $("play-copy").textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren($("play-curl")); // no right to the clipboard, or none beyond HTTPS and localhost
+    }
   });
 }
 

@@ -43,6 +43,7 @@ def test_an_answer_streams_into_the_page_with_its_figures(
 
 
 def test_events_are_shown_as_they_came_and_the_request_as_curl(page: Page, scripted: ScriptedGateway) -> None:
+    page.add_init_script("Object.defineProperty(navigator, 'clipboard', {value: undefined})")  # as on plain HTTP
     page.goto(scripted.url)
     page.get_by_label("User message").first.fill("it's 'quoted'")
     page.get_by_text("As curl").click()
@@ -53,6 +54,8 @@ def test_events_are_shown_as_they_came_and_the_request_as_curl(page: Page, scrip
     command = page.locator("#play-curl").text_content() or ""
     assert f"{scripted.url}/v1/chat/completions" in command
     assert "it'\\''s '\\''quoted'\\''" in command
+    page.get_by_role("button", name="Copy").click()
+    assert page.evaluate("() => getSelection().toString()") == command
 
 
 def test_a_schema_is_sent_and_one_that_is_no_json_is_told(

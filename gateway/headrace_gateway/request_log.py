@@ -3,6 +3,7 @@
 It is the outermost part, so answers of the other parts carry these headers too.
 """
 
+import asyncio
 import logging
 import re
 import time
@@ -53,16 +54,27 @@ class RequestLog:
         exchange = _Exchange(scope, send, self._metrics)
         try:
             await self._app(scope, receive, exchange.send)
+        except asyncio.CancelledError:
+            # The server stops and waits no longer. A stream is cut without its end, so that its client rejoins it.
+            logger.info("request cut off by shutdown: id=%s", exchange.request_id)
+            if exchange.status is None:
+                message = "the gateway is stopping; try again"
+                headers = {"retry-after": "1", "connection": "close"}
+                failure = ApiError(503, "server_error", "stopping", message, headers=headers)
+                await self._fail(failure, exchange, scope, receive)
         except Exception as error:  # noqa: BLE001  # every request is answered, and the server goes on
             # the text of an error may quote a request, and the server would log it
             logger.error("request failed: id=%s\n%s", exchange.request_id, frames(error))
             if exchange.status is None:
                 message = f"the gateway failed; its log says more about request {exchange.request_id}"
                 failure = ApiError(500, "server_error", "internal_error", message)
-                scope["state"]["refusal"] = failure.code
-                await error_response(failure)(scope, receive, exchange.send)
+                await self._fail(failure, exchange, scope, receive)
         finally:
             exchange.close()
+
+    async def _fail(self, failure: ApiError, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
+        scope["state"]["refusal"] = failure.code
+        await error_response(failure)(scope, receive, exchange.send)
 
 
 class _Exchange:

@@ -70,6 +70,7 @@ REFUSALS = (
     "dead_letter",
     "expired",
     "internal_error",
+    "stopping",
     OTHER,
 )
 """Codes of the gateway's errors."""

@@ -1,5 +1,6 @@
 """`headrace gateway` and `headrace gateway-key`: OpenAI's API over HTTP on the queue, and keys for it."""
 
+import logging
 import signal
 import sys
 from contextlib import nullcontext
@@ -17,6 +18,8 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.cli import options
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = GatewaySettings()
 _PORT = click.IntRange(0, 65535)
@@ -101,7 +104,9 @@ def gateway(
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # the server raises them again when it has ended
         signal.signal(number, lambda *_: None)
-    with nullcontext() if metrics_port is None else _monitor(metrics, watch, metrics_host, metrics_port):
+    with nullcontext() if metrics_port is None else _monitor(metrics, watch, metrics_host, metrics_port) as monitor:
+        if monitor is not None:
+            logger.info("metrics on %s/metrics", monitor.url)
         server.run()
     if not server.started:
         sys.exit(1)

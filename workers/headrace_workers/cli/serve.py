@@ -34,7 +34,12 @@ def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | N
 
 
 def _introduce(running: RunningService, *, has_keys: bool) -> None:
-    body = {"model": running.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64, "stream": True}
+    body = {
+        "model": running.model,
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": 64,
+        "stream": True,
+    }
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     click.echo(f"\n{running.url}/v1 speaks OpenAI's API. Try it:\n")
     click.echo(f"  curl -N {running.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\")

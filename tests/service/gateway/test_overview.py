@@ -15,6 +15,7 @@ from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.registry import register_model
 from headrace_gateway.keys import ApiKey
+from service.gateway.in_process import running_app
 from service.gateway.page.scripted import ID, Script, ScriptedGateway
 from service.ports import free_port
 
@@ -78,6 +79,18 @@ def test_an_overview_has_the_levels_of_every_queue(ask: Ask, client: Client, red
     assert first["by_tenant"] == {"acme": 1}
     assert (first["worker"], first["seen"], first["max_model_len"]) == ("worker@host", 5.0, 64)
     assert first["oldest_age_seconds"] >= 0
+
+
+async def test_a_page_that_polls_does_not_fill_the_log(
+    redis_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace_gateway.request_log")
+    async with running_app(redis_server.url) as (_, client):
+        assert (await client.get("/headrace/overview")).status_code == 200
+        assert caplog.messages == []
+        assert (await client.get("/headrace/overview", headers={"Host": "evil.example"})).status_code == 403
+        assert (await client.get("/headrace/dead-letters")).status_code == 200
+    assert len(caplog.messages) == 2
 
 
 def test_other_keys_see_their_models_without_tenants_and_workers(ask: Ask) -> None:

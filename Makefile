@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gpu fuzz schemas chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gpu fuzz schemas tool-oracle chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -76,6 +76,10 @@ fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 
 schemas: $(STAMP) ## 200 random JSON schemas on the default model, each document validated
 	@HEADRACE_SCHEMAS=200 $(BIN)/python -m pytest tests/engine/test_random_schemas.py -s
+
+tool-oracle: $(STAMP) ## 469 recorded outputs of models through the parsers of tool calls, with a table of what passed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check canitoolcall==0.1.1
+	@$(BIN)/python benchmarks/tool_oracle.py
 
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos

@@ -12,15 +12,13 @@ from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.keys import ANYONE
 
-_READ_ONLY: Final = ("GET", "HEAD")
-
 
 class Authentication:
     """ASGI middleware that puts the caller's ApiKey into `scope["state"]["key"]`, or answers 401.
 
     Args:
         key_file: None: everybody is ANYONE.
-        public: routes that answer GET without a key.
+        public: routes that answer without a key.
     """
 
     def __init__(self, app: ASGIApp, key_file: KeyFile | None, public: Sequence[Route]) -> None:
@@ -56,8 +54,7 @@ class Authentication:
             raise ApiError(401, "authentication_error", "invalid_api_key", message, headers=headers)
 
     def _is_public(self, scope: Scope) -> bool:
-        is_public = any(route.matches(scope)[0] == Match.FULL for route in self._public)
-        return is_public and scope["method"] in _READ_ONLY
+        return any(route.matches(scope)[0] == Match.FULL for route in self._public)
 
 
 def _presented(headers: Headers) -> bytes | None:

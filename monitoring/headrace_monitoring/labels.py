@@ -61,7 +61,13 @@ REFUSALS = (
     "invalid_api_key",
     "model_not_found",
     "not_found",
+    "method_not_allowed",
+    "admin_key_required",
+    "host_not_allowed",
+    "origin_not_allowed",
     "request_too_large",
+    "unsupported_media_type",
+    "idempotency_key_reused",
     "rate_limit_exceeded",
     "queue_full",
     "quota_exceeded",
@@ -71,6 +77,7 @@ REFUSALS = (
     "expired",
     "internal_error",
     "stopping",
+    "other_release",
     OTHER,
 )
 """Codes of the gateway's errors."""

@@ -114,7 +114,10 @@ def test_tokens_are_charged_also_where_the_client_leaves_before_the_end(
     with sent(replicas[0], "POST", "/v1/completions", headers, BODY) as streaming:
         request_id = take(redis_client)
         begin(redis_client, request_id)
-        streaming.getresponse().readline()
+        response = streaming.getresponse()
+        assert response.getheader("x-ratelimit-limit-tokens") == "1000"
+        assert response.getheader("x-ratelimit-limit-requests") is None
+        response.readline()
     charged = f"headrace:gw:charged:{request_id}"
     while redis_client.get(charged) is None:
         pass

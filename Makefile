@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gpu fuzz schemas chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gpu fuzz schemas tool-oracle chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -39,6 +39,11 @@ triton: $(STAMP) ## Triton in .venv, 700 MB: its kernels are checked in its inte
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]' \
 		|| echo "Triton could not be installed: the checks of its kernels are skipped"
 
+browser: ## Chromium, 300 MB: the gateway's page is tested in it
+	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null \
+		|| { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 \
+		|| echo "Chromium could not be installed: the tests of the gateway's page are skipped"
+
 test-triton: triton ## the Triton kernels on 300 random problems; on the GPU where there is one
 	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py tests/engine/test_device_passes.py --timeout 3600 -rs
 
@@ -71,6 +76,10 @@ fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 
 schemas: $(STAMP) ## 200 random JSON schemas on the default model, each document validated
 	@HEADRACE_SCHEMAS=200 $(BIN)/python -m pytest tests/engine/test_random_schemas.py -s
+
+tool-oracle: $(STAMP) ## 469 recorded outputs of models through the parsers of tool calls, with a table of what passed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check canitoolcall==0.1.1
+	@$(BIN)/python benchmarks/tool_oracle.py
 
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos

@@ -32,6 +32,7 @@ from headrace_broker.errors import (
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.model_traits import TemplateTraits
+from headrace_broker.queue_levels import QueueLevels
 from headrace_broker.registry import RegisteredModel
 from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, Usage
 from headrace_broker.settings import BrokerSettings
@@ -54,6 +55,7 @@ __all__ = [
     "Logprob",
     "MalformedEntryError",
     "QueueFullError",
+    "QueueLevels",
     "QueueUnavailableError",
     "RegisteredModel",
     "RequestFailedError",

@@ -14,6 +14,7 @@ from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
+from headrace_broker.queue_levels import QueueLevels
 from headrace_broker.queue_purge import PurgedMessages
 from headrace_broker.registry import RegisteredModel
 from headrace_broker.results import GenerateResult
@@ -147,6 +148,14 @@ class AsyncClient:
         check_request_id(request_id)
         with unavailable(self.settings, "look at a request"):
             return read_status(await self._status(keys=[stream_key(request_id)]))
+
+    async def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
+        """See `Client.queue_levels`."""
+        return await asyncio.to_thread(self._client.queue_levels, models)
+
+    async def queue_tenants(self, models: Iterable[str]) -> dict[str, dict[str, int]]:
+        """See `Client.queue_tenants`."""
+        return await asyncio.to_thread(self._client.queue_tenants, models)
 
     async def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
         """See `Client.dead_letters`."""

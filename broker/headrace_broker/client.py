@@ -1,6 +1,7 @@
 """The client for producers and subscribers. `async_client.py` is the same for asyncio."""
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +39,14 @@ from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.queue_levels import read_backlog, read_tenant_level, retry_after
+from headrace_broker.queue_levels import (
+    QueueLevelReader,
+    QueueLevels,
+    read_backlog,
+    read_tenant_level,
+    read_tenants,
+    retry_after,
+)
 from headrace_broker.queue_purge import PurgedMessages, purge_queue
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_broker.request_search import is_known
@@ -91,6 +99,8 @@ class Client:
         self._served: Final[set[str]] = set()
         self._app: Final = make_app(self.settings)
         self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
+        self._levels: Final = QueueLevelReader(self._redis)
+        self._levels_lock: Final = threading.Lock()
         self._idempotency: Final = IdempotencyKeys(self._redis)
         self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
         self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
@@ -256,6 +266,19 @@ class Client:
         """Every model that was ever served, by served name."""
         with unavailable(self.settings, "read the models"):
             return known_models(self._redis)
+
+    def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
+        """How many messages of each model's queue are ready, held and dead, by model; see `QueueLevelReader`."""
+        names = [require_model(model) for model in models]
+        with unavailable(self.settings, "look at the queues"), self._levels_lock:
+            levels = self._levels.read(map(queue_name, names))
+            return {name: levels[queue_name(name)] for name in names}
+
+    def queue_tenants(self, models: Iterable[str]) -> dict[str, dict[str, int]]:
+        """Sorted messages that wait, by model and tenant; '' is the tenant of those that name none."""
+        names = [require_model(model) for model in models]
+        with unavailable(self.settings, "look at the queues"):
+            return {name: read_tenants(self._redis, queue_name(name)) for name in names}
 
     def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
         """The messages that no worker will be given again, the newest first."""

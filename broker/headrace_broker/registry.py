@@ -82,8 +82,8 @@ def known_models(client: "redis.Redis") -> dict[str, RegisteredModel]:
 def read_models(raw: Mapping[Any, Any]) -> dict[str, RegisteredModel]:
     """Decodes the registry's hash; an entry that is not ours is left out, as it must not stop a client."""
     models: dict[str, RegisteredModel] = {}
-    for field, packed in raw.items():
-        name = field.decode(errors="replace")
+    for key, packed in raw.items():
+        name = key.decode(errors="replace")
         try:
             models[name] = _read_model(name, unpack(packed))
         except (KeyError, TypeError, ValueError, MalformedEntryError):

@@ -29,7 +29,8 @@ class AnswerReader:
         self._after: Final = after
         is_chat = isinstance(envelope.form, ChatForm)
         self._stream: Final = ChatStream(envelope) if is_chat else CompletionStream(envelope)
-        self._has_begun = False
+        self.begun_at: float | None = None
+        """When the first entry was seen, by the monotonic clock."""
         self._prompt_tokens: Final[dict[str, int]] = {}
         self._output_tokens: Final[dict[str, int]] = {}
 
@@ -65,7 +66,7 @@ class AnswerReader:
         if not events:
             self._check_late()
             return None
-        self._has_begun = True
+        self.begun_at = time.monotonic() if self.begun_at is None else self.begun_at
         chunks: list[PlacedChunk] = []
         for request_id, event in events:
             if isinstance(event, StreamExpiredError):
@@ -80,7 +81,7 @@ class AnswerReader:
         return chunks
 
     def _check_late(self) -> None:
-        if self._has_begun:
+        if self.begun_at is not None:
             return
         if time.time() > self._envelope.created + self._envelope.expires + _LATE_SECONDS:
             raise api_error_of_end("expired", "no worker took the request before it expired")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint, probes
+from headrace_gateway import generation, models_endpoint, overview, page_files, probes
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
@@ -24,6 +24,7 @@ from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
+from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
@@ -37,6 +38,7 @@ _EXPOSED: Final = (
     "x-request-id",
     "x-client-request-id",
     "x-headrace-id",
+    "x-headrace-queued-ms",
     "openai-processing-ms",
     "retry-after",
     "x-should-retry",
@@ -89,9 +91,12 @@ def make_app(
                 expose_headers=_EXPOSED,
             )
         )
-    middleware.append(Middleware(Authentication, key_file=key_file, public=probes.routes))
+    if key_file is None:
+        middleware.append(Middleware(LocalGuard, settings.allowed_origins))
+    public = (*probes.routes, *page_files.routes)
+    middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*probes.routes, *generation.routes, *models_endpoint.routes],
+        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,

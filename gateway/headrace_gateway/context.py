@@ -1,6 +1,6 @@
 """What the endpoints of one gateway share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import redis.asyncio
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from headrace_broker import AsyncClient
 from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.queue_view import QueueView
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.settings import GatewaySettings
 from headrace_monitoring.gateway_metrics import GatewayMetrics
@@ -30,6 +31,10 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    queues: QueueView = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queues = QueueView(self.client)
 
 
 def gateway_of(request: Request) -> Gateway:

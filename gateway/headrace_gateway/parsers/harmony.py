@@ -68,4 +68,4 @@ def _read_body(reader: TextReader, writer: EventWriter, channel: str, recipient:
             writer.end_call()
         return tag
     sink: Sink = writer.reasoning if channel == "analysis" and not recipient else writer.content
-    return (yield from reader.until(_TEXT_END, sink))
+    return (yield from reader.until(_CALL_END if recipient else _TEXT_END, sink))

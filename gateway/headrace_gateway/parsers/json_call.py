@@ -12,7 +12,7 @@ _COLON = TagSet(":")
 _CLOSING = re.compile(r"[\s}\]]+")
 _SEPARATORS = re.compile(r"[\s,;]+")
 # Any other first key shows early that an object is no call.
-_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function", "description"})
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 
 
 class Found(Enum):

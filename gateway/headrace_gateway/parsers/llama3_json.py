@@ -2,7 +2,7 @@
 
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_call import Found, Kept, read_calls
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 _PYTHON_TAG = "<|python_tag|>"
 _TAGS = TagSet(
@@ -10,7 +10,7 @@ _TAGS = TagSet(
 )  # fmt: skip
 
 
-def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls at the start and behind each tag. JSON elsewhere is content, as is Python behind the tag."""
     tag: str | None = _PYTHON_TAG
     while tag is not None:
@@ -18,5 +18,5 @@ def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
             kept = Kept()
             char = yield from reader.space(kept)
             if char not in ("{", "[") or (yield from read_calls(reader, writer, kept)) is not Found.CALL:
-                kept.goes_to(text)
-        tag = yield from reader.until(_TAGS, text)
+                kept.goes_to(writer.content)
+        tag = yield from reader.until(_TAGS, writer.content)

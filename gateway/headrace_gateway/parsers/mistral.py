@@ -5,18 +5,18 @@ import re
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_call import Found, Kept, read_arguments, read_calls
 from headrace_gateway.parsers.json_reader import read_value
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 _OPEN = "[TOOL_CALLS]"
 _TAGS = TagSet(_OPEN, "</s>", "[INST]", "[/INST]")
 _CALL_ID = TagSet("[CALL_ID]")
 _ARGS = TagSet("[ARGS]")
-_NAME = re.compile(r"[^\s\[\]{}<>,:\"]+")
+_NAME = re.compile(r"[^\s\[\]{}<>\"]+")
 
 
-def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls among text to the end."""
-    while (tag := (yield from reader.until(_TAGS, text))) is not None:
+    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
         kept = Kept(tag)
@@ -26,7 +26,7 @@ def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
         else:
             found = yield from _read_named(reader, writer, kept)
         if found is Found.OTHER:
-            kept.goes_to(text)
+            kept.goes_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 

@@ -1,6 +1,5 @@
 """Literals of Python, turned into JSON without building values, so that no depth of nesting costs recursion."""
 
-import ast
 import json
 import re
 from typing import Final
@@ -15,6 +14,11 @@ _TOKEN: Final = re.compile(
     )\s*"""
 )
 _WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPE: Final = re.compile(r"(?s)\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-7]{1,3})|(.))")
+_ESCAPES: Final = dict(
+    zip("abfnrtv\\'\"\n", ["\a", "\b", "\f", "\n", "\r", "\t", "\v", "\\", "'", '"', ""], strict=True)
+)
+_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 _BRACKETS: Final = {"[": "[", "(": "[", "{": "{", "]": "]", ")": "]", "}": "}"}
 
 
@@ -54,15 +58,22 @@ def _converted(match: re.Match[str]) -> str | None:
 
 
 def _string(written: str) -> str | None:
-    try:
-        value = ast.literal_eval(written.replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\0"))
-    except (ValueError, SyntaxError, MemoryError):
-        return None
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # a lone surrogate is no text that can be sent
-        return None
-    return json.dumps(value, ensure_ascii=False)
+    """Return the JSON of a string. An escape that Python does not know stays as it is."""
+    text = written.lstrip("rRuU")
+    raw = len(written) - len(text) and written[0] in "rR"
+    text = text[1:-1]
+    if not raw:
+        text = _ESCAPE.sub(_unescaped, text)
+    return None if _SURROGATE.search(text) else json.dumps(text, ensure_ascii=False)
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1] or match[2] or match[3]
+    if code:
+        return chr(int(code, 16)) if int(code, 16) <= 0x10FFFF else match[0]
+    if match[4]:
+        return chr(int(match[4], 8))
+    return _ESCAPES.get(match[5], match[0])
 
 
 def _number(written: str) -> str:

@@ -7,7 +7,7 @@ from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_call import Found, Kept
 from headrace_gateway.parsers.python_literal import json_of_python
 from headrace_gateway.parsers.schema_values import ObjectWriter, quoted
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader, drop
 
 _START: Final = frozenset({"<|python_start|>", "<|python_tag|>", "<function_calls>"})
 _TAGS = TagSet(
@@ -22,7 +22,7 @@ _SEPARATORS = re.compile(r"[\s,;]+")
 _CLOSING = re.compile(r"[\s\]]+")
 
 
-def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls at the start and behind each tag. A list elsewhere is content."""
     tag: str | None = "<|python_start|>"
     while tag is not None:
@@ -34,8 +34,8 @@ def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
             else:
                 found = Found.OTHER
             if found is not Found.CALL:
-                kept.goes_to(text)
-        tag = yield from reader.until(_TAGS, text)
+                kept.goes_to(writer.content)
+        tag = yield from reader.until(_TAGS, writer.content)
 
 
 def _read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:

@@ -8,7 +8,7 @@ import re
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_call import Found, Kept
 from headrace_gateway.parsers.schema_values import ObjectWriter
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 _OPEN = "<tool_call>"
 _FUNCTION = "<function="
@@ -18,6 +18,7 @@ _ONLY_FUNCTION = TagSet(_FUNCTION)
 _ANGLE = TagSet(">")
 _NAME = re.compile(r"[^\s<>{}=]+")
 _MEMBER = TagSet("<parameter=", "</parameter>", "</function>", "</tool_call>")
+_END = ("\n</function>", "</parameter></function>", "</function>", "</tool_call>")
 _CLOSE = TagSet("</function>", "</tool_call>")
 # A value that begins on a line of its own ends so, too: such tags within its lines are text.
 _LINE_END = TagSet(
@@ -26,14 +27,14 @@ _LINE_END = TagSet(
 _INLINE_END = TagSet("</parameter>", "<parameter=", "</function>")
 
 
-def read(reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls among text to the end."""
-    while (tag := (yield from reader.until(_TAGS, text))) is not None:
+    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag in STARTS:
             kept = Kept()
             found = yield from read_call(reader, writer, tag, kept)
             if found is Found.OTHER:
-                kept.goes_to(text)
+                kept.goes_to(writer.content)
             elif found is Found.CUT:
                 writer.trim()
 
@@ -64,26 +65,27 @@ def read_call(reader: TextReader, writer: EventWriter, tag: str, kept: Kept) -> 
 
 def _read_parameters(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
     """Read all parameters of a function. False: the text ended before they did."""
-    tag: str | None = None
-    while True:
-        if tag is None or not tag.endswith("<parameter="):
-            if (yield from reader.space()) == "":
-                return False
-            tag = yield from reader.next_is(_MEMBER)
-            if tag == "</parameter>":
-                continue
-        if tag is None or not tag.endswith("<parameter="):
-            return tag is not None or (yield from reader.peek()) != ""
+    tag = yield from _next_member(reader)
+    while tag is not None and tag.endswith("<parameter="):
         key: list[str] = []
+        value: list[str] = []
         yield from reader.all_of(_NAME, key.append)
         if not (yield from reader.next_is(_ANGLE)):
-            return (yield from reader.peek()) != ""
-        value: list[str] = []
+            break
         ends = _LINE_END if (yield from reader.peek()) == "\n" else _INLINE_END
         tag = yield from reader.until(ends, value.append)
         if tag is None:
             return False
-        text = "".join(value).removeprefix("\n")
-        arguments.add_text("".join(key), text)
-        if tag.endswith("</function>"):
-            return True
+        arguments.add_text("".join(key), "".join(value).removeprefix("\n"))
+        if tag.endswith("</parameter>"):
+            tag = yield from _next_member(reader)
+    return tag in _END or (yield from reader.peek()) != ""
+
+
+def _next_member(reader: TextReader) -> Steps[str | None]:
+    """Read the tag that follows; a stray end of a parameter is skipped."""
+    tag: str | None = "</parameter>"
+    while tag == "</parameter>":
+        yield from reader.space()
+        tag = yield from reader.next_is(_MEMBER)
+    return tag

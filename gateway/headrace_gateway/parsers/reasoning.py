@@ -1,8 +1,10 @@
 """Reasoning between two tags before the answer. The opening tag may stand at the end of the prompt instead."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.json_call import Found, Kept
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
@@ -23,18 +25,44 @@ THINK = ReasoningTags({"<think>": "</think>"})
 MISTRAL = ReasoningTags({"[THINK]": "[/THINK]", "<think>": "</think>"})
 
 
-def read_reasoning(reader: TextReader, writer: EventWriter, tags: ReasoningTags, opened: str | None) -> Steps[None]:
+class CallReader(Protocol):
+    """Reads a call behind the tag that began it."""
+
+    def __call__(self, reader: TextReader, writer: EventWriter, tag: str, kept: Kept) -> Steps[Found]: ...
+
+
+def read_reasoning(
+    reader: TextReader,
+    writer: EventWriter,
+    tags: ReasoningTags,
+    prompt_tail: str | None,
+    first: TagSet,
+    starts: tuple[str, ...] = (),
+    read_call: CallReader | None = None,
+) -> Steps[None]:
     """Read reasoning, if the text begins with it or the prompt opened it, up to its closing tag.
 
     White space around it is dropped.
+
+    Args:
+        first: where the text begins with one of these tags, there is no reasoning, even if the prompt opened it.
+        starts: tags that `read_call` reads a call behind. A call ends the reasoning, too.
     """
     space: list[str] = []
     yield from reader.space(space.append)
-    again = yield from reader.next_is(TagSet(*tags.closing))
-    opened = again or opened
-    if opened is None:
+    opening = (yield from reader.next_is(TagSet(*tags.closing))) or tags.opened_by(prompt_tail)
+    if opening is None or (yield from reader.is_at(first)):
         writer.content("".join(space))
         return
     writer.trim()
-    yield from reader.until(TagSet(tags.closing[opened]), writer.reasoning)
+    closing = tags.closing[opening]
+    ends = TagSet(closing, *starts)
+    while (tag := (yield from reader.until(ends, writer.reasoning))) not in (None, closing):
+        kept = Kept()
+        assert tag is not None and read_call is not None
+        if (yield from read_call(reader, writer, tag, kept)) is Found.CALL:
+            yield from reader.space()
+            yield from reader.next_is(TagSet(closing))
+            break
+        kept.goes_to(writer.reasoning)
     writer.trim()

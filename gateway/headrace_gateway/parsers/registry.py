@@ -12,9 +12,9 @@ from headrace_gateway.parsers.events import ParserEvent
 from headrace_gateway.parsers.protocol import OutputParser
 from headrace_gateway.parsers.reasoning import MISTRAL, THINK, read_reasoning
 from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
-_ReadCalls: TypeAlias = Callable[[TextReader, EventWriter, Sink], Steps[None]]
+_ReadCalls: TypeAlias = Callable[[TextReader, EventWriter], Steps[None]]
 
 _READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
     {
@@ -36,6 +36,12 @@ _HARMONY: Final = "openai"
 TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
 REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
 _NOTHING: Final = TagSet()
+# A grammar of a forced choice cannot know that the prompt has opened the reasoning: the model may call at once.
+_FIRST_TAGS: Final = {
+    "hermes": TagSet("<tool_call>"),
+    "llama3_json": TagSet("{"),
+    "phi4_mini_json": TagSet("functools["),
+}
 
 
 def make_parser(
@@ -60,10 +66,10 @@ def make_parser(
     """
     _check(tool_parser, "tool_parser", TOOL_PARSERS)
     _check(reasoning_parser, "reasoning_parser", REASONING_PARSERS)
-    if _HARMONY in (tool_parser, reasoning_parser) and {tool_parser, reasoning_parser} - {None, _HARMONY}:
+    if tool_parser == _HARMONY and reasoning_parser not in (None, _HARMONY):
         raise UnknownParserError(
-            f"{_HARMONY} reads reasoning and calls alike, so it does not go with another parser, got "
-            f"tool_parser {tool_parser!r} and reasoning_parser {reasoning_parser!r}"
+            f"tool_parser {_HARMONY} reads reasoning, too: reasoning_parser must be {_HARMONY} or none, "
+            f"got {reasoning_parser!r}"
         )
     reader, writer = TextReader(), EventWriter(tools if tool_parser else (), parallel=parallel)
     steps = _read(reader, writer, tool_parser, reasoning_parser, prompt_tail)
@@ -82,14 +88,20 @@ def _read(
     reasoning_parser: str | None,
     prompt_tail: str | None,
 ) -> Steps[None]:
-    if _HARMONY in (tool_parser, reasoning_parser):
+    if tool_parser == _HARMONY or (tool_parser is None and reasoning_parser == _HARMONY):
         yield from harmony.read(reader, writer)
         return
-    if reasoning_parser is not None:
+    # A grammar makes gpt-oss write the calls of another format: then it writes no messages.
+    if reasoning_parser is not None and reasoning_parser != _HARMONY:
         tags = _REASONING[reasoning_parser]
-        yield from read_reasoning(reader, writer, tags, tags.opened_by(prompt_tail))
+        if tool_parser == "qwen3_xml":
+            yield from read_reasoning(
+                reader, writer, tags, prompt_tail, _NOTHING, qwen3_xml.STARTS, qwen3_xml.read_call
+            )
+        else:
+            yield from read_reasoning(reader, writer, tags, prompt_tail, _FIRST_TAGS.get(tool_parser or "", _NOTHING))
     if tool_parser is not None:
-        yield from _READERS[tool_parser](reader, writer, writer.content)
+        yield from _READERS[tool_parser](reader, writer)
     else:
         yield from reader.until(_NOTHING, writer.content)
 

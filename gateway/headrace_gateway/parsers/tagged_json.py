@@ -2,7 +2,7 @@
 
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_call import Found, Kept, read_calls
-from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader
+from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
 class TaggedJson:
@@ -19,9 +19,9 @@ class TaggedJson:
         self._tags = TagSet(*opening, *special)
         self._closing = TagSet(*closing)
 
-    def read(self, reader: TextReader, writer: EventWriter, text: Sink) -> Steps[None]:
+    def read(self, reader: TextReader, writer: EventWriter) -> Steps[None]:
         """Read calls among text to the end."""
-        while (tag := (yield from reader.until(self._tags, text))) is not None:
+        while (tag := (yield from reader.until(self._tags, writer.content))) is not None:
             if tag not in self._opening:
                 continue
             kept = Kept(tag)
@@ -30,7 +30,7 @@ class TaggedJson:
                 yield from reader.space()
                 yield from reader.next_is(self._closing)
             elif found is Found.OTHER:
-                kept.goes_to(text)
+                kept.goes_to(writer.content)
             else:
                 writer.trim()
 

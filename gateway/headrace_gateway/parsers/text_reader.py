@@ -72,12 +72,18 @@ class TextReader:
 
     def next_is(self, tags: TagSet, sink: Sink = drop) -> Steps[str | None]:
         """Read a tag if the text goes on with one, and pass it on. Returns the tag, or None."""
+        tag = yield from self.is_at(tags)
+        if tag is not None:
+            self._pass_on(self._position + len(tag), sink)
+        return tag
+
+    def is_at(self, tags: TagSet) -> Steps[str | None]:
+        """Return the tag that the text goes on with, and leave it; None where it goes on with none."""
         while (match := tags.pattern.match(self._text, self._position)) is None:
             left = len(self._text) - self._position
             if self.ended or (left and tags.tail(self._text, self._position) < left):
                 return None
             yield
-        self._pass_on(match.end(), sink)
         return match[0]
 
     def peek(self) -> Steps[str]:

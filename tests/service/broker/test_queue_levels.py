@@ -6,8 +6,10 @@ import time
 import pytest
 import redis
 
+from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import QueueUnavailableError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, LEASES_KEY, queue_lists, queue_name
 from headrace_broker.leases import LeasedMessage, Leases
@@ -216,3 +218,17 @@ def test_messages_over_a_quota_stay_where_they_are_while_there_is_no_room(redis_
     leases.sort(queue_lists(QUEUE))
     assert (redis_client.llen(QUEUE), redis_client.zcard(LEASES_KEY)) == (2, 0)
     assert [message.over_quota for message in leases.fetch(queue_lists(QUEUE), 1)] == [1, 1, 0]
+
+
+async def test_clients_read_the_levels_and_the_tenants_of_models(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", leases: Leases
+) -> None:
+    async with AsyncClient(redis_server.url, check_model=False) as client:
+        await client.submit_many([{"prompt": "a", "model": "one", "tenant": tenant} for tenant in ("x", "x", "y")])
+        leases.fetch(queue_lists(QUEUE), 1)
+        levels = await client.queue_levels(["one", "two"])
+        assert (levels["one"].num_ready, levels["one"].leased, levels["two"].num_ready) == (2, 1, 0)
+        assert await client.queue_tenants(["one", "two"]) == {"one": {"x": 1, "y": 1}, "two": {}}
+        redis_client.set("headrace:ready:waiting:headrace.one", "x")
+        with pytest.raises(QueueUnavailableError):
+            await client.queue_tenants(["one"])

@@ -1,6 +1,8 @@
 """Hermes calls, and reasoning before them."""
 
-from unit.gateway.parsers.parsing import TOOLS, Parsed, parse
+from headrace_gateway.parsers.events import Content
+from headrace_gateway.parsers.registry import make_parser
+from unit.gateway.parsers.parsing import TOOLS, Parsed, folded, parse
 
 
 def test_calls_follow_each_other_and_white_space_around_them_is_dropped() -> None:
@@ -64,4 +66,18 @@ def test_a_closing_tag_is_text_where_nothing_opened_the_reasoning() -> None:
 def test_without_tools_a_call_is_content() -> None:
     text = '<tool_call>{"name": "f"}</tool_call>'
     assert parse("hermes", text, tools=()) == Parsed(text, "", [])
-    assert TOOLS
+
+
+def test_no_more_is_kept_back_than_may_become_a_tag_or_white_space_before_a_call() -> None:
+    parser = make_parser("hermes", "think", tools=TOOLS, prompt_tail=None)
+    text = "a <b> c <tool_cal" * 3 + " " * 200 + "<tool_call"
+    reported = 0
+    for number, character in enumerate(text, start=1):
+        reported += sum(len(event.text) for event in parser.feed(character) if isinstance(event, Content))
+        assert number - reported <= 64 + len("<tool_call>")
+    assert folded(parser.finish()).content.endswith("<tool_call")
+
+
+def test_of_a_long_run_of_white_space_before_a_call_only_the_end_is_dropped() -> None:
+    parsed = parse("hermes", "a" + " " * 100 + '<tool_call>{"name": "f"}</tool_call>')
+    assert parsed == Parsed("a" + " " * 36, "", [("f", "{}")])

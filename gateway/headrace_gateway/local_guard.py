@@ -1,0 +1,76 @@
+"""`LocalGuard`: keeps other web sites away from a gateway that asks for no key.
+
+Such a gateway listens on loopback, where every page that a browser on this machine shows can send requests. Two kinds
+of attack reach it there: a page of another site posts to it, or makes its own name resolve to 127.0.0.1.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace_gateway.errors import ApiError
+from headrace_gateway.json_response import error_response
+
+_HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+
+
+class LocalGuard:
+    """ASGI middleware that answers 403 or 415 to what only another site's page sends.
+
+    Args:
+        app: what is guarded.
+        allowed_origins: origins whose pages may call, such as `http://127.0.0.1:8001`; `*`: all. Their hosts are also
+            names by which the gateway may be called.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Iterable[str] = ()) -> None:
+        self._app: Final = app
+        self._origins: Final = frozenset(origin.lower() for origin in allowed_origins)
+        self._hosts: Final = frozenset(urlsplit(origin).netloc for origin in self._origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and "*" not in self._origins:
+            refusal = self._refusal(scope["method"], Headers(scope=scope))
+            if refusal is not None:
+                scope.setdefault("state", {})["refusal"] = refusal.code
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, method: str, headers: Headers) -> ApiError | None:
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        # no browser leaves the Host header out
+        if host and host not in self._hosts and not _is_loopback(host):
+            message = (
+                f"the gateway has no API keys and is called by names of this machine only, not by {host[:100]!r}; "
+                "start it with a key file, or allow the origin"
+            )
+            return ApiError(403, "permission_error", "host_not_allowed", message)
+        if origin and origin not in self._origins and origin != f"http://{host}":
+            message = (
+                f"the gateway has no API keys and answers to pages of its own only, not to those of {origin[:100]!r}; "
+                "start it with a key file, or allow the origin"
+            )
+            return ApiError(403, "permission_error", "origin_not_allowed", message)
+        # a page can post the other types to any site without being asked first
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            message = f"Content-Type must be application/json, not {kind[:100]!r}"
+            return ApiError(415, "invalid_request_error", "unsupported_media_type", message)
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine: `localhost` or an address of loopback, with any port."""
+    found = _HOST.fullmatch(host)
+    if not found:
+        return False
+    try:
+        return found[1] == "localhost" or ipaddress.ip_address(found[1].strip("[]")).is_loopback
+    except ValueError:
+        return False

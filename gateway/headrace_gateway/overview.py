@@ -1,0 +1,157 @@
+"""`/headrace/...`: what the page and operators ask for: queues, single requests and dead letters.
+
+No answer holds text of a prompt or of an output.
+"""
+
+import time
+from collections.abc import Collection
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_broker import DeadLetter
+from headrace_broker.messages import name_problems
+from headrace_gateway.body import read_json
+from headrace_gateway.broker_errors import not_found
+from headrace_gateway.context import gateway_of, key_of
+from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.json_response import JsonResponse
+
+_LETTERS_KEPT: Final = 1000
+_LETTERS_SHOWN: Final = 100
+_OF_ADMINS: Final = frozenset({"by_tenant", "worker"})
+
+
+class LetterSelection(msgspec.Struct, forbid_unknown_fields=True):
+    """The dead letters that an administrator chose."""
+
+    letter_ids: tuple[str, ...]
+
+
+async def overview(request: Request) -> Response:
+    """The models that the key may use, with the levels of their queues; tenants and workers for an admin key."""
+    key = key_of(request)
+    queues = [queue for queue in await gateway_of(request).queues.all() if key.may_use(queue["model"])]
+    hidden = frozenset() if key.is_admin else _OF_ADMINS
+    shown = [{name: value for name, value in queue.items() if name not in hidden} for queue in queues]
+    return JsonResponse({"object": "headrace.overview", "at": time.time(), "is_admin": key.is_admin, "queues": shown})
+
+
+async def request_status(request: Request) -> Response:
+    """Where a request is: each prompt of it is one request of the queue."""
+    request_id = request.path_params["id"]
+    envelope = await _owned(request, request_id)
+    client = gateway_of(request).client
+    states = []
+    for one in envelope.request_ids if envelope else (request_id,):
+        status = await client.status(one)
+        states.append({"id": one, **{name: getattr(status, name) for name in _STATUS}})
+    about = {"model": envelope.model, "created": envelope.created} if envelope else {}
+    return JsonResponse({"object": "headrace.request", "id": request_id, **about, "requests": states})
+
+
+_STATUS: Final = ("state", "attempt", "tokens", "finish_reason")
+
+
+async def cancel(request: Request) -> Response:
+    """End a request wherever it is; `cancelled` is false where all of it had ended before."""
+    request_id = request.path_params["id"]
+    envelope = await _owned(request, request_id)
+    client = gateway_of(request).client
+    ended = [await client.cancel(one) for one in (envelope.request_ids if envelope else (request_id,))]
+    return JsonResponse({"object": "headrace.request", "id": request_id, "cancelled": any(ended)})
+
+
+async def list_dead_letters(request: Request) -> Response:
+    """The newest first. `limit` is 1 to 1000."""
+    _require_admin(request)
+    text = request.query_params.get("limit", str(_LETTERS_SHOWN))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= _LETTERS_KEPT):
+        raise invalid(f"limit must be an integer from 1 to {_LETTERS_KEPT}, not {text[:20]!r}", param="limit")
+    letters = await gateway_of(request).client.dead_letters(int(text))
+    return JsonResponse({"object": "list", "data": [summary(letter) for letter in letters]})
+
+
+async def requeue_dead_letters(request: Request) -> Response:
+    """Send the chosen messages again; copies of messages that are alive stay where they are."""
+    _require_admin(request)
+    chosen = await _chosen(request)
+    sent = await gateway_of(request).client.requeue_dead_letters(chosen)
+    return JsonResponse({"object": "headrace.dead_letters.requeued", "requeued": [letter.letter_id for letter in sent]})
+
+
+async def purge_dead_letters(request: Request) -> Response:
+    """Delete the chosen messages for good."""
+    _require_admin(request)
+    chosen = await _chosen(request)
+    count = await gateway_of(request).client.purge_dead_letters(chosen)
+    return JsonResponse({"object": "headrace.dead_letters.purged", "purged": count})
+
+
+def summary(letter: DeadLetter) -> dict[str, Any]:
+    """What is known of a dead letter beside its message."""
+    tenant, enqueued_at = letter.headers.get("tenant"), letter.headers.get("enqueued_at")
+    return {
+        "letter_id": letter.letter_id,
+        "request_id": letter.request_id,
+        "reason": letter.reason,
+        "queue": letter.queue,
+        "deliveries": letter.deliveries,
+        "at": letter.at,
+        "bytes": len(letter.body),
+        # anybody may have written the message, and any value into its headers
+        "tenant": None if tenant is None or name_problems("tenant", tenant) else tenant,
+        "enqueued_at": enqueued_at if isinstance(enqueued_at, float) else None,
+    }
+
+
+async def _owned(request: Request, request_id: str) -> Envelope | None:
+    """The envelope of a request of this key's; None for an admin key where another producer has sent the request.
+
+    Raises 404 for all others, as if there were none.
+    """
+    key, gateway = key_of(request), gateway_of(request)
+    if not key.is_admin:
+        return await gateway.envelopes.get(request_id, key)
+    envelope = await gateway.envelopes.find(request_id)
+    if envelope is None and await gateway.client.is_known(request_id) is False:
+        raise not_found(f"no request {request_id[:80]!r} is known")
+    return envelope
+
+
+async def _chosen(request: Request) -> list[DeadLetter]:
+    body = await read_json(request, gateway_of(request).settings.max_body_bytes)
+    try:
+        selection = msgspec.convert(body, LetterSelection)
+    except msgspec.ValidationError as error:
+        raise invalid(f'the body must be {{"letter_ids": [...]}}: {error}', param="letter_ids") from error
+    return pick(await gateway_of(request).client.dead_letters(_LETTERS_KEPT), selection.letter_ids)
+
+
+def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[DeadLetter]:
+    """These dead letters. Raises 404 where one is no longer there, and names it."""
+    by_id = {letter.letter_id: letter for letter in letters}
+    missing = [one[:40] for one in letter_ids if one not in by_id]
+    if missing:
+        raise not_found(f"no such dead letter: {', '.join(missing[:5])}")
+    return [by_id[one] for one in dict.fromkeys(letter_ids)]
+
+
+def _require_admin(request: Request) -> None:
+    if not key_of(request).is_admin:
+        message = f"the key {key_of(request).name!r} is no admin key; dead letters are for admin keys"
+        raise ApiError(403, "permission_error", "admin_key_required", message)
+
+
+routes: Final = [
+    Route("/headrace/overview", overview),
+    Route("/headrace/requests/{id}", request_status),
+    Route("/headrace/requests/{id}/cancel", cancel, methods=["POST"]),
+    Route("/headrace/dead-letters", list_dead_letters),
+    Route("/headrace/dead-letters/requeue", requeue_dead_letters, methods=["POST"]),
+    Route("/headrace/dead-letters/purge", purge_dead_letters, methods=["POST"]),
+]

@@ -1,0 +1,166 @@
+// The queues at this moment, one request, and the dead letters. Polls while it is seen, once a second at most.
+
+import { ApiProblem, ask } from "./api.js";
+import { $, DASH, confirmed, element, seconds, setState, showProblem } from "./dom.js";
+
+const POLL_MS = 1000;
+const RECENT_SECONDS = 90;
+let isShown = false;
+let timer = null;
+let isPolling = false;
+let letters = [];
+let deadSeen = null;
+
+// One box in each cell: where the window is narrow, its heading stands beside it.
+const cell = (value, note, className = "wrap") => {
+  const box = element("div", { text: `${value}` });
+  if (note) box.append(element("small", { text: note }));
+  return element("td", { className }, box);
+};
+
+const number = (value, note) => cell(value, note, "num");
+
+function queueRow(queue, at) {
+  const levels = Object.entries(queue.by_priority).filter(([, count]) => count);
+  const priorities = levels.some(([step]) => step !== "0") ? levels.map(([step, count]) => `p${step}: ${count}`).join(", ") : "";
+  const age = at - queue.seen;
+  return element("tr", {}, cell(queue.model, queue.problem ?? `${queue.max_model_len} tokens of context`), number(queue.waiting, priorities), number(queue.running, queue.run_out ? `${queue.run_out} lost` : ""),
+    number(queue.delayed), number(queue.dead), number(seconds(queue.oldest_age_seconds)), cell(age < RECENT_SECONDS ? "now" : `${seconds(age)} ago`, queue.worker));
+}
+
+function fill(table, rows, nothing) {
+  const body = table.tBodies[0];
+  const columns = table.tHead.rows[0].cells.length;
+  if (!rows.length) rows = [element("tr", {}, element("td", { text: nothing, colspan: columns, className: "empty" }))];
+  for (const row of rows) {
+    if (row.cells.length === columns) [...row.cells].forEach((cell, index) => (cell.dataset.label = table.tHead.rows[0].cells[index].textContent));
+  }
+  body.replaceChildren(...rows);
+}
+
+function draw(found) {
+  fill($("queue-table"), found.queues.map((queue) => queueRow(queue, found.at)), "No worker has registered a model yet.");
+  $("tenants-card").hidden = $("dead-card").hidden = !found.is_admin;
+  if (!found.is_admin) return;
+  const tenants = found.queues.flatMap((queue) => Object.entries(queue.by_tenant ?? {}).map(([name, count]) => [queue.model, name, count]));
+  fill($("tenants-table"), tenants.map(([model, name, count]) =>
+    element("tr", {}, cell(model), cell(name || "(none)"), number(count))), "Nothing waits.");
+  const dead = found.queues.reduce((sum, queue) => sum + queue.dead, 0);
+  if (dead !== deadSeen) {
+    deadSeen = dead;
+    loadLetters();
+  }
+}
+
+async function poll() {
+  timer = null;
+  isPolling = true;
+  try {
+    const found = await ask("/headrace/overview");
+    draw(found);
+    showProblem($("queue-problem"), null);
+    setState($("queue-state"), `as of ${new Date(found.at * 1000).toLocaleTimeString()}`);
+  } catch (error) {
+    showProblem($("queue-problem"), error);
+    setState($("queue-state"), "not up to date", "bad");
+  }
+  isPolling = false;
+  schedule(POLL_MS);
+}
+
+function schedule(delay) {
+  if (isShown && document.visibilityState === "visible" && timer === null && !isPolling) timer = setTimeout(poll, delay);
+}
+
+export function show(shown) {
+  isShown = shown;
+  pollNow();
+}
+
+function pollNow() {
+  clearTimeout(timer);
+  timer = null;
+  schedule(0);
+}
+
+function letterRow(letter) {
+  const name = letter.request_id ?? `letter ${letter.letter_id}`;
+  const act = (verb, text, className) => {
+    const button = element("button", { text, type: "button", className: `small ${className}`, "aria-label": `${text} ${name}` });
+    button.addEventListener("click", () => change(verb, [letter.letter_id], name));
+    return button;
+  };
+  const age = letter.at ? seconds(Date.now() / 1000 - letter.at) : DASH;
+  return element("tr", {}, cell(letter.request_id ?? DASH, "", "id"), cell(letter.queue), cell(letter.reason), cell(letter.tenant ?? DASH), number(letter.deliveries), number(age),
+    element("td", {}, element("div", { className: "row" }, act("requeue", "Requeue", ""), act("purge", "Purge", "danger"))));
+}
+
+async function loadLetters() {
+  try {
+    letters = (await ask("/headrace/dead-letters?limit=100")).data;
+    fill($("dead-table"), letters.map(letterRow), "There are no dead letters.");
+    $("dead-requeue-all").disabled = $("dead-purge-all").disabled = !letters.length;
+  } catch (error) {
+    deadSeen = null; // the next poll tries again
+    setState($("dead-result"), error.message);
+  }
+}
+
+async function change(verb, ids, name) {
+  if (verb === "purge" && !(await confirmed(`Delete ${name} for good?`, "Purge"))) return;
+  if (verb === "requeue" && ids.length > 1 && !(await confirmed(`Send ${name} again?`, "Requeue"))) return;
+  try {
+    const done = await ask(`/headrace/dead-letters/${verb}`, { body: { letter_ids: ids } });
+    const count = verb === "purge" ? done.purged : done.requeued.length;
+    const left = ids.length - count;
+    const kept = left && verb === "requeue" ? `; ${left} stayed: copies of requests that are alive, or of unknown origin` : "";
+    setState($("dead-result"), `${count} ${verb === "purge" ? "deleted" : "sent again"}${kept}.`);
+  } catch (error) {
+    setState($("dead-result"), error.message);
+  }
+  await loadLetters();
+}
+
+const requestPath = () => `/headrace/requests/${encodeURIComponent($("one-id").value.trim())}`;
+
+async function lookUp() {
+  const found = await ask(requestPath());
+  return found.requests.map((one) => {
+    const attempt = one.attempt > 1 ? `, attempt ${one.attempt}` : "";
+    return `${one.state}${one.finish_reason ? ` (${one.finish_reason})` : ""}, ${one.tokens} tokens${attempt}`;
+  }).join("; ");
+}
+
+async function cancel() {
+  if (!$("one-form").reportValidity()) return null;
+  if (!(await confirmed(`Cancel ${$("one-id").value.trim()}?`, "Cancel it"))) return null;
+  const done = await ask(`${requestPath()}/cancel`, { body: {} });
+  return done.cancelled ? "cancelled" : "it had already ended";
+}
+
+async function tell(action) {
+  try {
+    const text = await action();
+    if (text !== null) setState($("one-result"), text);
+  } catch (error) {
+    setState($("one-result"), error instanceof ApiProblem ? error.message : `${error}`);
+  }
+}
+
+export function start() {
+  document.addEventListener("visibilitychange", () => schedule(0));
+  $("one-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    tell(lookUp);
+  });
+  $("one-cancel").addEventListener("click", () => tell(cancel));
+  $("dead-refresh").addEventListener("click", loadLetters);
+  const all = () => letters.map((letter) => letter.letter_id);
+  $("dead-requeue-all").addEventListener("click", () => change("requeue", all(), `${letters.length} dead letters`));
+  $("dead-purge-all").addEventListener("click", () => change("purge", all(), `${letters.length} dead letters`));
+}
+
+export function forget() {
+  deadSeen = null;
+  pollNow();
+}

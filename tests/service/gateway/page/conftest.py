@@ -1,0 +1,106 @@
+"""A browser, and gateways whose outputs the test writes."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+from headrace_broker.connections import connect
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.registry import register_model
+from headrace_gateway.keys import ApiKey
+from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
+from service.ports import free_port
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
+PATIENCE = 60_000
+"""Milliseconds: only a failure waits so long."""
+
+
+# not of the session: Playwright runs an event loop in this thread, in which no test of coroutines can run
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if BROWSER is None:
+        pytest.skip("no Chromium is installed; `make browser` gets one where it can be had")
+    # without a user namespace of its own, as in a container, Chromium's sandbox does not start under root
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=BROWSER, args=arguments) as started,
+    ):
+        yield started
+
+
+@dataclass
+class Watched:
+    """A page, with everything that must not happen while it is used."""
+
+    page: Page
+    faults: list[str] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
+
+    def watch(self) -> None:
+        def console(message: ConsoleMessage) -> None:
+            # the browser itself writes a line for each answer that is an error
+            if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
+                self.faults.append(message.text)
+
+        self.page.on("console", console)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("request", lambda request: self.urls.append(request.url))
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    with browser.new_context() as context:
+        context.set_default_timeout(PATIENCE)
+        watched = Watched(context.new_page())
+        watched.watch()
+        yield watched
+    assert watched.faults == []
+
+
+@pytest.fixture
+def page(watched: Watched) -> Page:
+    """An empty page; violations of the policy, errors of scripts and warnings fail the test."""
+    return watched.page
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+MakeReplicas = Callable[..., list[ScriptedGateway]]
+
+
+@pytest.fixture
+def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeReplicas]:
+    """Makes so many gateways with one script, which allow one another's origins."""
+    with ExitStack() as stack:
+
+        def make(
+            count: int, *, keys: dict[str, ApiKey] | None = None, are_allowed: bool = True
+        ) -> list[ScriptedGateway]:
+            with connect(redis_server.url) as client:
+                register_model(client, MODEL, max_model_len=2048, worker="worker@host", seen=time.time())
+            ports = [free_port() for _ in range(count)]
+            origins = tuple(f"http://127.0.0.1:{port}" for port in ports) if are_allowed else ()
+            return [
+                stack.enter_context(ScriptedGateway(script, redis_server.url, port, keys=keys, allowed_origins=origins))
+                for port in ports
+            ]
+
+        yield make
+
+
+@pytest.fixture
+def scripted(replicas: MakeReplicas) -> ScriptedGateway:
+    """One gateway that asks for no key."""
+    [gateway] = replicas(1)
+    return gateway

@@ -1,0 +1,226 @@
+"""A gateway whose outputs a test writes, so that it says when each token comes; everything but generation is real.
+
+It speaks the event streams of `/v1/chat/completions`, with cursors, and any number of replicas share one script.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace_broker import AsyncClient, BrokerSettings
+from headrace_broker.connections import connect_async
+from headrace_broker.stream_hub import StreamHub
+from headrace_gateway import GatewaySettings, overview, page_files
+from headrace_gateway.call import ChatForm
+from headrace_gateway.context import Gateway, gateway_of
+from headrace_gateway.envelope import Envelope, EnvelopeStore
+from headrace_gateway.errors import ApiError
+from headrace_gateway.json_response import JsonResponse, error_response
+from headrace_gateway.keys import ANYONE, ApiKey
+from headrace_gateway.local_guard import LocalGuard
+from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.rate_limits import RateLimits
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+
+ID = "chatcmpl-0123456789abcdef0123456789abcdef"
+MODEL = "tiny"
+
+
+@dataclass
+class Script:
+    """What the model says, token by token, and how many tokens it may have said by now."""
+
+    tokens: Sequence[str] = ("The ", "sky ", "is ", "blue.")
+    allowed: int = 10**6
+    error: str | None = None
+    """Told behind the last token, instead of an end."""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    """Of the requests that came."""
+    urls: list[str] = field(default_factory=list)
+    repeat_token: int | None = None
+    """A fault: this token is sent twice to a reader that comes back."""
+    models: Sequence[str] = (MODEL,)
+
+    def usage(self, count: int) -> dict[str, Any]:
+        return {
+            "prompt_tokens": 7,
+            "completion_tokens": count,
+            "total_tokens": 7 + count,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+
+    def answer(self) -> dict[str, Any]:
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(self.tokens), "refusal": None},
+            "token_ids": list(range(len(self.tokens))),
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+        usage = self.usage(len(self.tokens))
+        return {
+            "id": ID,
+            "object": "chat.completion",
+            "created": 1,
+            "model": MODEL,
+            "choices": [choice],
+            "usage": usage,
+        }
+
+    async def frames(self, after: int, *, has_ids: bool, is_rejoined: bool) -> AsyncIterator[bytes]:
+        """The frames behind frame `after`; frame 0 names the role."""
+
+        def frame(number: int, choices: list[dict[str, Any]], count: int) -> bytes:
+            chunk = {"id": ID, "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": choices}
+            data = b"data: " + msgspec.json.encode({**chunk, "usage": self.usage(count)}) + b"\n\n"
+            return b"id: 1-%d.0\n" % number + data if has_ids else data
+
+        if after < 0:
+            yield frame(0, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
+        for number, token in enumerate(self.tokens, 1):
+            while number > self.allowed:
+                await asyncio.sleep(0.01)
+            choice = {"index": 0, "delta": {"content": token}, "finish_reason": None, "token_ids": [number - 1]}
+            if number > after:
+                yield frame(number, [choice], number)
+            if is_rejoined and number == self.repeat_token:
+                yield frame(number, [choice], number)
+        if self.error is not None:
+            yield b"data: " + msgspec.json.encode({"error": {"message": self.error}}) + b"\n\n"
+        else:
+            count = len(self.tokens)
+            yield frame(count + 1, [{"index": 0, "delta": {}, "finish_reason": "stop"}], count)
+            yield frame(count + 2, [], count)
+        yield b"data: [DONE]\n\n"
+
+
+class ScriptedGateway:
+    """One replica on a port of its own. `keys` are admitted; without any, all are."""
+
+    def __init__(
+        self,
+        script: Script,
+        redis_url: str,
+        port: int,
+        *,
+        keys: dict[str, ApiKey] | None = None,
+        allowed_origins: tuple[str, ...] = (),
+    ) -> None:
+        self.script = script
+        self.url = f"http://127.0.0.1:{port}"
+        self._keys = keys
+        self._settings = GatewaySettings(redis_url=redis_url, port=port, allowed_origins=allowed_origins)
+        config = uvicorn.Config(self._app(), port=port, log_level="warning", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> "ScriptedGateway":
+        self._thread.start()
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server ended"
+            self._thread.join(0.01)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+
+    def _app(self) -> ASGIApp:
+        settings = self._settings
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            redis = connect_async(settings.redis_url)
+            async with AsyncClient(BrokerSettings(redis_url=settings.redis_url)) as client:
+                hub, envelopes = StreamHub(redis), EnvelopeStore(redis, 600)
+                app.state.gateway = Gateway(
+                    settings, client, redis, ModelCatalog(client), envelopes, hub, GatewayMetrics(), RateLimits(redis)
+                )
+                yield
+                await hub.aclose()
+                await redis.aclose()
+
+        routes = [
+            *page_files.routes,
+            *overview.routes,
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._create, methods=["POST"]),
+            Route("/v1/chat/completions/{id}", self._read),
+        ]
+        cors = Middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        app = Starlette(routes=routes, lifespan=lifespan, middleware=[cors], exception_handlers={ApiError: _told})
+        authenticated = _Authentication(app, self._keys, self.script)
+        return LocalGuard(authenticated, settings.allowed_origins) if self._keys is None else authenticated
+
+    async def _models(self, _request: Request) -> Response:
+        models = [{"id": name, "object": "model", "created": 1, "owned_by": "headrace"} for name in self.script.models]
+        return JsonResponse({"object": "list", "data": models})
+
+    async def _create(self, request: Request) -> Response:
+        self.script.bodies.append(msgspec.json.decode(await request.body()))
+        key: ApiKey = request.scope["state"]["key"]
+        envelope = Envelope(
+            id=ID,
+            request_ids=(ID,),
+            created=1,
+            model=MODEL,
+            key=key.name,
+            tenant=key.tenant,
+            form=ChatForm(),
+            expires=600,
+        )
+        await gateway_of(request).envelopes.put(envelope)
+        return self._stream(request, -1)
+
+    async def _read(self, request: Request) -> Response:
+        if request.path_params["id"] != ID:
+            raise ApiError(404, "invalid_request_error", "not_found", "no such completion")
+        if request.query_params.get("stream") != "true":
+            return JsonResponse(self.script.answer())
+        cursor = request.query_params.get("starting_after")
+        return self._stream(request, -1 if cursor is None else int(cursor.removeprefix("1-").removesuffix(".0")))
+
+    def _stream(self, request: Request, after: int) -> Response:
+        has_ids = request.headers.get("x-headrace-resume") == "1"
+        frames = self.script.frames(after, has_ids=has_ids, is_rejoined=after >= 0)
+        headers = {"x-headrace-id": ID, "x-headrace-queued-ms": "1234"}
+        return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
+
+
+class _Authentication:
+    def __init__(self, app: ASGIApp, keys: dict[str, ApiKey] | None, script: Script) -> None:
+        self._app, self._keys, self._script = app, keys, script
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            self._script.urls.append(str(request.url))
+            is_open = request.method == "OPTIONS" or scope["path"] == "/" or scope["path"].startswith("/page/")
+            presented = request.headers.get("authorization", "").removeprefix("Bearer ")
+            key = ANYONE if self._keys is None or is_open else self._keys.get(presented)
+            if key is None:
+                error = ApiError(401, "authentication_error", "invalid_api_key", "the API key is wrong")
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["key"] = key
+        await self._app(scope, receive, send)
+
+
+async def _told(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)

@@ -1,0 +1,162 @@
+"""The view of the queue in a real browser, on a real server with real messages."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+from playwright.sync_api import Page, Route, expect
+
+from headrace_broker import Client
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import queue_lists, queue_name
+from headrace_broker.leases import Leases
+from headrace_gateway.keys import ApiKey
+from service.gateway.page.conftest import PATIENCE, MakeReplicas, Watched
+from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
+
+expect.set_options(timeout=PATIENCE)
+
+KEYS = {"sk-admin": ApiKey("root", is_admin=True), "sk-team": ApiKey("team", tenant="acme")}
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(redis_server.url, model=MODEL) as client:
+        yield client
+
+
+@pytest.fixture
+def leases(redis_client: "redis.Redis") -> Leases:
+    return Leases(redis_client, lease_seconds=600, delivery_limit=5)
+
+
+def bury(client: Client, leases: Leases, *request_ids: str, reason: str = "poison") -> None:
+    for request_id in request_ids:
+        client.submit("the wheel Zanzibar", request_id=request_id)
+        [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
+        leases.bury(message.lease_id, reason)
+
+
+def open_queue(page: Page, scripted: ScriptedGateway, key: str = "") -> None:
+    page.goto(f"{scripted.url}/#queue")
+    if key:
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Use").click()
+
+
+def test_depths_follow_the_queue_while_it_is_seen(
+    page: Page, scripted: ScriptedGateway, client: Client, leases: Leases
+) -> None:
+    open_queue(page, scripted)
+    row = page.locator("#queue-table tbody tr")
+    expect(row.locator("td").nth(1)).to_have_text("0")
+    expect(row.locator("td").last).to_contain_text("worker@host")
+    client.submit("x", tenant="acme")
+    client.submit("x", tenant="<b>globex</b>", priority=3)
+    expect(row.locator("td").nth(1)).to_contain_text("2")
+    leases.fetch(queue_lists(queue_name(MODEL)), 1)
+    expect(row.locator("td").nth(2)).to_have_text("1")
+    expect(page.locator("#tenants-table tbody tr")).to_have_text([f"{MODEL}<b>globex</b>1"])
+
+
+def test_the_queue_is_read_only_while_it_is_seen(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+    def polls() -> int:
+        return sum("/headrace/overview" in url for url in script.urls)
+
+    page.clock.install()
+    page.goto(scripted.url)
+    expect(page.locator("#play-model")).not_to_have_value("")
+    page.clock.run_for(5000)
+    assert polls() == 0
+    page.get_by_role("tab", name="Queue").click()
+    page.clock.run_for(10)
+    expect(page.locator("#queue-table")).to_contain_text(MODEL)
+    assert polls() == 1
+    with page.expect_response("**/headrace/overview"):
+        page.clock.run_for(1100)
+    page.get_by_role("tab", name="Playground").click()
+    seen = polls()
+    page.clock.run_for(10_000)
+    assert polls() == seen
+
+
+def test_an_outage_is_told_and_ends_by_itself(page: Page, scripted: ScriptedGateway) -> None:
+    page.route("**/headrace/overview", lambda route: route.abort())
+    open_queue(page, scripted)
+    expect(page.locator("#queue-problem")).to_have_text("The gateway does not answer.")
+    page.unroute("**/headrace/overview")
+    expect(page.locator("#queue-table")).to_contain_text(MODEL)
+    expect(page.locator("#queue-problem")).to_be_hidden()
+
+
+def test_a_slow_answer_is_waited_for_before_the_next_question(page: Page, scripted: ScriptedGateway) -> None:
+    held: list[Route] = []
+    page.clock.install()
+    page.route("**/headrace/overview", lambda route: held.append(route))
+    with page.expect_request("**/headrace/overview"):
+        open_queue(page, scripted)
+        page.clock.run_for(10)
+    page.get_by_role("tab", name="Playground").click()
+    page.get_by_role("tab", name="Queue").click()
+    page.clock.run_for(20_000)
+    assert len(held) == 1
+    with page.expect_request("**/headrace/overview"):
+        held[0].abort()
+        expect(page.locator("#queue-problem")).to_be_visible()
+        page.clock.run_for(1100)
+
+
+def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
+    page: Page, replicas: MakeReplicas, client: Client, leases: Leases
+) -> None:
+    bury(client, leases, "a", "b", "c", "d", reason="<img src=x onerror=alert(1)>")
+    [gateway] = replicas(1, keys=KEYS)
+    open_queue(page, gateway, "sk-admin")
+    rows = page.locator("#dead-table tbody tr")
+    expect(rows).to_have_count(4)
+    expect(rows.first).to_contain_text("<img src=x onerror=alert(1)>")
+    page.get_by_role("button", name="Requeue a", exact=True).click()
+    expect(page.locator("#dead-result")).to_have_text("1 sent again.")
+    expect(rows).to_have_count(3)
+    page.get_by_role("button", name="Purge b", exact=True).click()
+    expect(page.get_by_role("button", name="Keep")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#confirm")).to_be_hidden()
+    assert len(client.dead_letters()) == 3
+    page.get_by_role("button", name="Purge b", exact=True).click()
+    page.locator("#confirm-yes").click()
+    expect(page.locator("#dead-result")).to_have_text("1 deleted.")
+    page.get_by_role("button", name="Purge all shown").click()
+    expect(page.locator("#confirm-text")).to_have_text("Delete 2 dead letters for good?")
+    page.locator("#confirm-yes").click()
+    expect(page.locator("#dead-table")).to_contain_text("There are no dead letters.")
+    assert client.dead_letters() == []
+    assert leases.fetch(queue_lists(queue_name(MODEL)), 10)[0].bound_id == "a"
+
+
+def test_other_keys_see_no_tenants_workers_or_dead_letters(
+    watched: Watched, replicas: MakeReplicas, client: Client, leases: Leases, script: Script
+) -> None:
+    bury(client, leases, "a")
+    [gateway] = replicas(1, keys=KEYS)
+    open_queue(watched.page, gateway, "sk-team")
+    expect(watched.page.locator("#queue-table")).to_contain_text(MODEL)
+    expect(watched.page.locator("#queue-table")).not_to_contain_text("worker@host")
+    expect(watched.page.locator("#dead-card")).to_be_hidden()
+    expect(watched.page.locator("#tenants-card")).to_be_hidden()
+    assert [url for url in script.urls if "dead-letters" in url] == []
+
+
+def test_a_request_is_looked_up_and_cancelled_by_its_id(page: Page, scripted: ScriptedGateway, client: Client) -> None:
+    client.submit("x", request_id="some/../id".replace("/", "."))
+    open_queue(page, scripted)
+    page.get_by_label("Request id").fill("some....id")
+    page.get_by_role("button", name="Look up").click()
+    expect(page.locator("#one-result")).to_have_text("pending, 0 tokens")
+    page.get_by_role("button", name="Cancel it").first.click()
+    page.locator("#confirm-yes").click()
+    expect(page.locator("#one-result")).to_have_text("cancelled")
+    assert client.status("some....id").finish_reason == "cancelled"
+    page.get_by_label("Request id").fill("unknown")
+    page.get_by_role("button", name="Look up").click()
+    expect(page.locator("#one-result")).to_have_text("404: no request 'unknown' is known")

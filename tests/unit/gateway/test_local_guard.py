@@ -1,0 +1,88 @@
+"""What other web sites can send to a gateway without keys, and what its own callers send."""
+
+from typing import Any
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Message
+
+from headrace_gateway.local_guard import LocalGuard
+
+
+async def status(method: str = "GET", *, origins: tuple[str, ...] = (), **headers: str) -> int:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": method,
+        "path": "/v1/models",
+        "headers": raw,
+        "query_string": b"",
+    }
+    await LocalGuard(PlainTextResponse("served"), origins)(scope, receive, send)
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8000", "LOCALHOST:8000", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000", "[::1]"]
+)
+async def test_names_of_this_machine_are_served(host: str) -> None:
+    assert await status(host=host) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "evil@localhost.x"),
+        *("0.0.0.0:8000", "10.0.0.1", "[::2]", "[", "127.0.0.1:8000:x.evil", "é"),
+    ],
+)
+async def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(host: str) -> None:
+    assert await status(host=host) == 403
+
+
+async def test_a_caller_that_names_no_host_is_no_browser() -> None:
+    assert await status() == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:8001", "https://localhost:8000"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+async def test_pages_of_other_origins_are_refused(origin: str, method: str) -> None:
+    assert await status(method, host="localhost:8000", origin=origin, content_type="application/json") == 403
+
+
+async def test_the_gateways_own_page_is_served() -> None:
+    answered = await status(
+        "POST", host="localhost:8000", origin="http://localhost:8000", content_type="application/json"
+    )
+    assert answered == 200
+
+
+async def test_an_allowed_origin_is_served_and_its_host_is_a_name_of_the_gateway() -> None:
+    origins = ("https://chat.example", "http://127.0.0.1:8001")
+    for origin in origins:
+        assert await status(origins=origins, host="localhost", origin=origin) == 200
+    assert await status(origins=origins, host="chat.example") == 200
+    assert await status(origins=origins, host="chat.example:444") == 403
+
+
+async def test_where_all_origins_are_allowed_nothing_is_refused() -> None:
+    assert await status("POST", origins=("*",), host="a.example", origin="https://b.example") == 200
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json", ""]
+)
+async def test_a_form_or_script_of_another_site_cannot_post_without_being_asked_first(kind: str) -> None:
+    assert await status("POST", host="localhost", content_type=kind) == 415
+
+
+async def test_json_with_a_character_set_may_be_posted() -> None:
+    assert await status("POST", host="localhost", content_type="Application/JSON; charset=utf-8") == 200

@@ -102,6 +102,13 @@ class StreamExpiredError(HeadraceBrokerError, LookupError):
         self.last_id = last_id
 
 
+class TooManySubscribersError(HeadraceBrokerError):
+    """A stream has as many subscribers as one process follows it for."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"this stream has {limit} readers here already, the most allowed; try again later")
+
+
 class MalformedEntryError(HeadraceBrokerError, ValueError):
     """A stream entry, result or registry value does not have the shape of the wire contract."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
-from headrace_broker.errors import HeadraceBrokerError, StreamExpiredError
+from headrace_broker.errors import HeadraceBrokerError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import hub_key
 from headrace_broker.subscriber import Readers, execute_async
@@ -25,6 +25,8 @@ _MAX_WAITING: Final = 512
 """Events that wait for one subscriber; beyond it its streams are left in Redis until these are taken."""
 _WAKE_KEY_SECONDS: Final = 3600
 _RETRY_SECONDS: Final = 0.2
+MAX_SUBSCRIBERS: Final = 16
+"""Of one stream at a time: each beyond the first takes a connection."""
 
 
 class Subscription:
@@ -92,8 +94,10 @@ class StreamHub:
         patience: seconds for which Redis may be away before subscribers are told.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", *, patience: float = 30.0) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", *, patience: float = 30.0, subscriber: int = 1) -> None:
         self._client: Final = client
+        self._subscriber: Final = subscriber
+        """Which of a stream's subscribers are here: the first, the second and so on."""
         self._patience: Final = patience
         self._key: Final = hub_key(uuid.uuid4().hex)
         self._readers: Final = Readers({}, None)
@@ -119,11 +123,16 @@ class StreamHub:
 
     @asynccontextmanager
     async def subscribe(self, last_ids: Mapping[str, str | None]) -> AsyncIterator[Subscription]:
-        """Follow streams, each from behind an entry, as `AsyncClient.events_many` does."""
+        """Follow streams, each from behind an entry, as `AsyncClient.events_many` does.
+
+        Raises TooManySubscribersError.
+        """
         last_ids = check_last_ids(last_ids)
         if any(request_id in self._subscriptions for request_id in last_ids):
+            if self._subscriber == MAX_SUBSCRIBERS:
+                raise TooManySubscribersError(MAX_SUBSCRIBERS)
             if self._next is None:
-                self._next = StreamHub(self._client, patience=self._patience)
+                self._next = StreamHub(self._client, patience=self._patience, subscriber=self._subscriber + 1)
             async with self._next.subscribe(last_ids) as subscription:
                 yield subscription
             return

@@ -12,6 +12,7 @@ from headrace_broker import (
     TenantQueueFullError,
     UnknownModelError,
 )
+from headrace_broker.errors import TooManySubscribersError
 from headrace_gateway.errors import ApiError
 
 NO_RETRY: Final = {"x-should-retry": "false"}
@@ -52,6 +53,8 @@ def api_error_of(error: HeadraceBrokerError) -> ApiError:
         return ApiError(429, "rate_limit_error", code, str(error), headers={"retry-after": str(seconds)})
     if isinstance(error, StreamExpiredError):
         return not_found("the answer is no longer kept")
+    if isinstance(error, TooManySubscribersError):
+        return ApiError(429, "rate_limit_error", "too_many_readers", str(error), headers={"retry-after": "1"})
     if isinstance(error, QueueUnavailableError):
         return unavailable()
     return ApiError(500, "server_error", "internal_error", "the gateway failed; the request id is in its log")

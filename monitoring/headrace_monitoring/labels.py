@@ -70,6 +70,7 @@ REFUSALS = (
     "idempotency_key_reused",
     "rate_limit_exceeded",
     "queue_full",
+    "too_many_readers",
     "quota_exceeded",
     "queue_unavailable",
     "engine_error",

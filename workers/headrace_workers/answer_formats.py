@@ -3,11 +3,11 @@
 Clients that turn an answer's text into tool calls, such as the gateway, find the names in the registry of models.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any, Final
 
 from headrace_broker import TemplateTraits
+from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
 
 _DEEPSEEK_TAG: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # with a wide bar and a lower block
@@ -59,8 +59,8 @@ class AnswerFormats:
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
 
-    def of(self, parts: TokenizerParts) -> dict[str, Any]:
-        """The keyword arguments of `register_model` for the model with this tokenizer."""
+    def of(self, parts: TokenizerParts, tokenizer: ModelTokenizer) -> dict[str, Any]:
+        """The keyword arguments of `register_model` for the model with this tokenizer, made of these parts."""
         template = parts.tool_chat_template or parts.chat_template or ""
         tool_parser = self._chosen(self.tool_parser, tool_format_of(template))
         reasoning_parser = self._chosen(self.reasoning_parser, reasoning_format_of(template))
@@ -70,7 +70,7 @@ class AnswerFormats:
             developer="developer" in template,
             thinking=next((name for name in _THINKING_VARIABLES if reads_variable(template, name)), None),
             reasoning_effort=reads_variable(template, "reasoning_effort"),
-            special_tags=bool(special_tokens(parts) & set(_TAGS.get(tool_parser or "", ()))),
+            special_tags=bool(special_tokens(tokenizer) & set(_TAGS.get(tool_parser or "", ()))),
         )
         return {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser, "template": traits}
 
@@ -113,7 +113,6 @@ def _without_generation(template: str) -> str:
     return template
 
 
-def special_tokens(parts: TokenizerParts) -> set[str]:
+def special_tokens(tokenizer: ModelTokenizer) -> set[str]:
     """Texts of the tokens that decoding leaves out."""
-    added = json.loads(parts.tokenizer_json).get("added_tokens") or []
-    return {token["content"] for token in added if token.get("special")}
+    return {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}

@@ -366,7 +366,7 @@ class Dispatcher:
             tokenizer = self._load_tokenizer()
             self._processor = InputProcessor(model_info, tokenizer)
             self._in_flight.use_tokenizer(tokenizer)
-            self._formats = self._answer_formats.of(self._tokenizer_parts())
+            self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
             parts, info = asdict(self._tokenizer_parts()), asdict(model_info)
             self._preparation.configure({**self._preparation_settings, "tokenizer": parts, "model_info": info})
         elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):

@@ -25,8 +25,6 @@ _LINKS_OF_1: Final = ("callbacks", "errbacks", "chord")
 MAX_VALUES: Final = 100_000
 """Values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
 _LARGE_BYTES: Final = 256 << 10
-LARGE_BODY_CHARS: Final = 64 << 10
-"""A longer body in base64 is left as it is, to be decoded where nothing waits for it."""
 _MAX_BYTES_OF_1: Final = 64 << 10
 
 
@@ -80,20 +78,6 @@ def content_digest(payload: Mapping[str, Any]) -> str:
     digest = hashlib.blake2b(json.dumps(named).encode(), digest_size=16)
     digest.update((body if isinstance(body, str) else json.dumps(body)).encode(errors="replace"))
     return digest.hexdigest()
-
-
-class Content:
-    """`content_digest` of a message, computed when it is first asked for: of megabytes it takes milliseconds."""
-
-    def __init__(self, payload: Mapping[str, Any]) -> None:
-        self._payload: Mapping[str, Any] | None = dict(payload)
-        self._digest = ""
-
-    @property
-    def digest(self) -> str:
-        if self._payload is not None:
-            self._digest, self._payload = content_digest(self._payload), None
-        return self._digest
 
 
 def legible_envelope(raw: bytes) -> dict[str, Any]:
@@ -160,11 +144,6 @@ def _body(payload: Mapping[str, Any]) -> bytes | str:
     body: str = payload["body"]
     if payload["properties"].get("body_encoding") is None:
         return body
-    return from_base64(body)
-
-
-def from_base64(body: bytes | str) -> bytes:
-    """Raises MalformedMessageError."""
     try:
         return base64.b64decode(body)
     except (binascii.Error, ValueError):

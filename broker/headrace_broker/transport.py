@@ -32,7 +32,7 @@ from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.content import loads
 from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
-from headrace_broker.envelope import LARGE_BODY_CHARS, Content, check_envelope, open_envelope
+from headrace_broker.envelope import check_envelope, content_digest, open_envelope
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
@@ -47,10 +47,7 @@ OVER_QUOTA: Final = "headrace_over_quota"
 """In a message's delivery_info: the quota, where the message is over it and only to be refused, or 0."""
 
 CONTENT: Final = "headrace_content"
-"""In a message's delivery_info: its `envelope.Content`."""
-
-IS_BASE64: Final = "headrace_is_base64"
-"""In a message's delivery_info: whether its body is still in base64, as it is large."""
+"""In a message's delivery_info: `envelope.content_digest` of it."""
 
 QUEUED_AT: Final = "headrace_queued_at"
 """In a message's delivery_info: since when it waits by Redis's clock, as a moment of this process's monotonic clock; or
@@ -467,14 +464,10 @@ class Channel(kombu_redis.Channel):
         properties["delivery_info"]["routing_key"] = queue
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
-        content = properties["delivery_info"][CONTENT] = Content(payload)
-        is_large = properties["body_encoding"] is not None and len(payload["body"]) > LARGE_BODY_CHARS
-        properties["delivery_info"][IS_BASE64] = is_large
+        properties["delivery_info"][CONTENT] = content_digest(payload)
         properties["delivery_info"][QUEUED_AT] = None if message.waited is None else time.monotonic() - message.waited
-        if not is_large:
-            _ = content.digest  # while the body is there as it came
-            payload["body"] = self.Message(payload, channel=self).body
-        properties["body_encoding"] = None
+        # Decoded once, as it may be megabytes.
+        payload["body"], properties["body_encoding"] = self.Message(payload, channel=self).body, None
         self.leases.had_prefix(payload["headers"].get("prefix"))
         return payload
 

@@ -118,7 +118,7 @@ def many_choices() -> Iterator[Any]:
 
 def nested_bodies() -> Iterator[Any]:
     for _ in range(8):
-        yield {"prompt": "n", "x": [{"a": {}}] * 1_150_000}
+        yield {"prompt": "n", "x": [{"a": {}}] * 1_500_000}
 
 
 def ordinary() -> Iterator[Any]:

@@ -49,7 +49,7 @@ class Preparing:
     @property
     def body(self) -> list[Any]:
         request = self.celery_request
-        return [self.request_id, request.content_type, request.body, request.is_base64]
+        return [self.request_id, request.content_type, request.body]
 
 
 class Preparation:

@@ -28,7 +28,6 @@ from typing import Any, BinaryIO, Final
 import msgpack
 
 from headrace_broker.content import loads
-from headrace_broker.envelope import from_base64
 from headrace_broker.errors import MalformedMessageError
 from headrace_engine.chat_template import import_chat_templates
 from headrace_engine.errors import InvalidRequestError
@@ -70,12 +69,11 @@ class Preparer:
         self._intake = Intake(processor, served_names)
         self._is_quick = is_quick
 
-    def answer(self, request_id: str, content_type: str, body: bytes | str, is_base64: bool = False) -> list[Any]:
+    def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
         """Kind and values of the answer to one request."""
         try:
             with _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None):
-                content = from_base64(body) if is_base64 else body
-                prepared = self._intake.process(request_id, loads(content, content_type))
+                prepared = self._intake.process(request_id, loads(body, content_type))
         except MalformedMessageError as error:
             return ["undecodable", str(error)]
         except NotQuickError:

@@ -102,9 +102,8 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             why = f"the message is malformed: {error}" if isinstance(error, MalformedMessageError) else MALFORMED
             request_id = message.headers.get("id")
             if isinstance(request_id, str):
-                content = message.delivery_info.get(CONTENT)
-                digest = content.digest if content is not None else ""
-                dispatcher.settlement.refuse_malformed(request_id, digest, why, message.content_type)
+                content = message.delivery_info.get(CONTENT, "")
+                dispatcher.settlement.refuse_malformed(request_id, content, why, message.content_type)
             raise InvalidTaskError(why) from None  # the consumer rejects the message
 
     return handle

@@ -9,9 +9,8 @@ from celery.worker.request import Request
 from celery.worker.state import task_ready
 
 from headrace_broker.dead_letters import DUPLICATE_ID
-from headrace_broker.envelope import Content
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.transport import CONTENT, IS_BASE64, OVER_QUOTA, QUEUED_AT
+from headrace_broker.transport import CONTENT, OVER_QUOTA, QUEUED_AT
 from headrace_workers.result_backend import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -67,14 +66,8 @@ class EngineRequest(Request):
     @property
     def content(self) -> str:
         """The digest of what the message asks for; see `envelope.content_digest`."""
-        content: Content | None = self._message.delivery_info.get(CONTENT)
-        return content.digest if content is not None else ""
-
-    @property
-    def is_base64(self) -> bool:
-        """Whether the body is still in base64, as it is large."""
-        is_base64: bool = self._message.delivery_info.get(IS_BASE64, False)
-        return is_base64
+        content: str = self._message.delivery_info.get(CONTENT, "")
+        return content
 
     @property
     def queued_at(self) -> float | None:

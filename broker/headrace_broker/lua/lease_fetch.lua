@@ -4,7 +4,7 @@
 -- prefixes that this worker holds, or nothing), 'sort' to sort first, 'sort only' to lease nothing at all.
 -- Returns {{id, list, body, deliveries, the quota if it was over that or 0, the request id that is bound to it or '',
 -- microseconds that it has waited or ''}, ...} of the leased, {{list, body, deliveries, reason, the request id that was
--- bound to it or ''}, ...} of those that are dead now, how many are unsorted (or 1, to be called again), and what keeps messages from being sorted or
+-- bound to it or ''}, ...} of those that are dead now, how many are unsorted, and what keeps messages from being sorted or
 -- taken, or ''. Where it was to sort and there are any unsorted, none was taken but those over their tenant's quota, which
 -- come beside those asked for.
 local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -15,10 +15,8 @@ local sorts_left, bytes_left = 100, 1024 * 1024
 local ages_left = 100
 local STRAYS_LOOKED_AT = 10
 local reply_bytes_left = 1024 * 1024
--- The largest request that a worker accepts takes less than 6 MiB; what is larger never reaches one.
-local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 6 * 1024 * 1024, 4096, 100000
--- The server hashes a few megabytes in the time of a step; of a larger message its ends are hashed, which hold its id.
-local LARGE_MESSAGE, HASHED_ENDS = 1024 * 1024, 256 * 1024
+-- The largest request that a worker accepts takes less than 8 MiB; what is larger never reaches one.
+local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 8 * 1024 * 1024, 4096, 100000
 -- Prefix affinity looks at so many messages of the tenant that is due, and goes before the same one so often at most.
 local LOOKED_AT, MOST_SKIPS = 16, 8
 
@@ -137,14 +135,6 @@ local function refuse(id, record, body)
   leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota, record.request or '', waited(record)}
 end
 
--- The lease id of a message: copies of it have the same.
-local function id_of(body)
-  if #body <= LARGE_MESSAGE then return redis.sha1hex(body) end
-  local id = redis.sha1hex(#body .. string.sub(body, 1, HASHED_ENDS) .. string.sub(body, -HASHED_ENDS))
-  local known = redis.call('HGET', BODIES, id)
-  return known and known ~= body and redis.sha1hex(body) or id
-end
-
 local function sort(list)
   local waiting, delayed = waiting_in(queue_of(list)), delayed_in(queue_of(list))
   local since
@@ -152,7 +142,7 @@ local function sort(list)
     local body = redis.call('RPOP', list)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
-    local id = #body <= LONGEST_MESSAGE and id_of(body)
+    local id = #body <= LONGEST_MESSAGE and redis.sha1hex(body)
     local known = id and redis.call('HEXISTS', BODIES, id) == 1
     local tenant, prefix, request
     if id and not known then tenant, prefix, request = tenant_of(body) end
@@ -327,8 +317,6 @@ if is_to_sort then
       unsorted = unsorted + redis.call('LLEN', list)
     end
   end
-  -- Megabytes were sorted: they are taken by a script of its own, as neither is to be long.
-  if bytes_left <= 0 and unsorted == 0 then unsorted = 1 end
   for _, levels in pairs(levels_of) do
     for i = #levels, 2, -1 do -- the worst first, so that what waits for long takes all its steps at once
       local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[levels[i]]

@@ -263,7 +263,7 @@ def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis
 def test_a_message_that_is_too_large_becomes_a_small_dead_letter_which_says_whose_it_was(
     make_leases: MakeLeases, redis_client: "redis.Redis", message: str, request_id: str | None
 ) -> None:
-    push(redis_client, message % ("x" * 6 * 1024 * 1024), "good")
+    push(redis_client, message % ("x" * 8 * 1024 * 1024), "good")
     leases = make_leases()
     dead: list[DeadLetter] = []
     leases.on_dead_letter = dead.append
@@ -273,7 +273,7 @@ def test_a_message_that_is_too_large_becomes_a_small_dead_letter_which_says_whos
     assert (
         dead[0].reason
         == stored.reason
-        == f"too large: {len(message) - 2 + 6 * 2**20} bytes of at most 6291456, not kept whole"
+        == f"too large: {len(message) - 2 + 2**23} bytes of at most 8388608, not kept whole"
     )
     assert len(stored.packed) < 5000
 

@@ -219,7 +219,6 @@ class FakeCeleryRequest:
         self.content = content
         kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
         self.body: bytes = msgpack.packb([[], kwargs, {}])
-        self.is_base64 = False
         self.content_type, self.content_encoding = "application/x-msgpack", "binary"
         self.request_dict = headers
         self.delivery_info = {"priority": headers.pop("priority", 0), "redelivered": headers.pop("redelivered", False)}

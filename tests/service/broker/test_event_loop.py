@@ -245,13 +245,18 @@ def test_the_loop_turns_between_the_steps_in_which_a_message_is_opened(
     loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
-    steps = []
-    for name in ("open_envelope", "content_digest", "loads"):
-        monkeypatch.setattr(
-            transport, name, lambda *given, name=name, do=getattr(transport, name): steps.append(name) or do(*given)
-        )
-    decode_body = loop.channel.decode_body
-    loop.channel.decode_body = lambda *given: steps.append("decode_body") or decode_body(*given)
+    steps: list[str] = []
+
+    def noted(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any) -> Any:
+            steps.append(name)
+            return do(*given)
+
+        return note
+
+    for name, do in {"open_envelope": transport.open_envelope, "content_digest": transport.content_digest}.items():
+        monkeypatch.setattr(transport, name, noted(name, do))
+    loop.channel.decode_body = noted("decode_body", loop.channel.decode_body)
     send("x")
     most = 0
     while not loop.messages:

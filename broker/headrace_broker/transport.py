@@ -473,7 +473,7 @@ class Channel(kombu_redis.Channel):
             self.leases.bury(message.lease_id, f"undeliverable: {type(error).__name__}")
 
     def _payload(self, message: LeasedMessage, queue: str) -> Generator[None, None, dict[str, Any]]:
-        """What kombu gets, made in steps of some 15 ms each where the message is as large as it may be."""
+        """What kombu gets, made in steps of 26 ms at most, as measured with the largest message."""
         payload = open_envelope(message.body)
         yield
         content = content_digest(payload)

@@ -133,7 +133,7 @@ def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLe
     - is a copy of a message that was served or is being served;
     - has the request id of another message: its stream and result would be deleted.
     """
-    script = client.register_script(lua("dead_requeue", prelude="stream_prelude"))
+    script = client.register_script(lua("dead_requeue", prelude=("tenant_prelude", "stream_prelude")))
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
     sent = []
     for letter in ordered:

@@ -7,7 +7,7 @@ local list, stream = redis.call('TYPE', KEYS[2]).ok, KEYS[5]
 if list ~= 'list' and list ~= 'none' then
   return {err = string.format('WRONGTYPE the list %s holds a %s: restore or delete it', (string.gsub(KEYS[2], '%c+', ' ')), list)}
 end
-if redis.call('HEXISTS', KEYS[3], redis.sha1hex(ARGV[2])) == 1 then return 0 end
+if redis.call('HEXISTS', KEYS[3], lease_id_of(ARGV[2])) == 1 then return 0 end
 local holder = redis.call('HGET', KEYS[4], ARGV[3])
 if holder and redis.call('HEXISTS', KEYS[3], holder) == 1 then return 0 end
 if redis.call('TYPE', stream).ok == 'stream' and is_of_another(stream, ARGV[4]) then return 0 end

@@ -67,14 +67,18 @@ local function bury_too_large(body, list)
 end
 
 -- The body inside the message, as it is encoded there; nil where it is no text, or has very many escaped characters.
+-- Lua's plain searches take a fraction of the time that its patterns take.
 local function content_of(message)
-  local _, before = string.find(message, '"body":%s*"')
-  local at = before and before + 1
-  for _ = 1, ESCAPES_PASSED do
-    at = at and string.find(message, '["\\]', at)
-    if not at then return nil end
-    if string.sub(message, at, at) == '"' then return string.sub(message, before + 1, at - 1) end
-    at = at + 2
+  local _, named = string.find(message, '"body":', 1, true)
+  local _, before = string.find(message, '^%s*"', (named or #message) + 1)
+  local at, escapes_left = before and before + 1, ESCAPES_PASSED
+  while at and escapes_left > 0 do
+    local quote = string.find(message, '"', at, true)
+    if not quote then return nil end
+    local escapes = 0
+    while escapes <= escapes_left and string.byte(message, quote - 1 - escapes) == 92 do escapes = escapes + 1 end
+    if escapes % 2 == 0 and escapes <= escapes_left then return string.sub(message, before + 1, quote - 1) end
+    at, escapes_left = quote + 1, escapes_left - escapes
   end
 end
 
@@ -142,14 +146,15 @@ local function sort(list)
     local body = redis.call('RPOP', list)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
-    local id = #body <= LONGEST_MESSAGE and redis.sha1hex(body)
+    local id = #body <= LONGEST_MESSAGE and lease_id_of(body)
     local known = id and redis.call('HEXISTS', BODIES, id) == 1
+    local is_like_it = known and #body > HASHED_WHOLE and redis.call('HGET', BODIES, id) ~= body
     local tenant, prefix, request
-    if id and not known then tenant, prefix, request = tenant_of(body) end
-    local first = request and holder_of(request)
+    if id and (is_like_it or not known) then tenant, prefix, request = tenant_of(body) end
+    local first = is_like_it and id or request and holder_of(request)
     if not id then
       bury_too_large(body, list)
-    elseif known then
+    elseif known and not is_like_it then
       bury(body, list, 0, 'duplicate') -- a copy of a message that waits or is being worked on
     elseif not first or not set_aside(body, list, tenant, first) then
       -- a clock that was set back must not turn the order round
@@ -325,7 +330,10 @@ if is_to_sort then
   end
 end
 
-if unsorted == 0 then
+-- What is large is taken by a script of its own, so that none is long.
+if unsorted == 0 and bytes_left <= 0 and wanted > 0 then
+  unsorted = 1
+elseif unsorted == 0 then
   local tries_left = wanted + 100
   for _, level in ipairs(lists) do
     local num_kept = 0 -- tenants whose messages cannot be reached; they stay where they are, before all others

@@ -1,5 +1,5 @@
--- Shared by the lease scripts. A lease id is the SHA-1 of its message, so a message keeps its id, and with it its
--- count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
+-- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id, and with it
+-- its count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
 
 local LEASES, BODIES, META, DELIVERIES, DEAD, RECORDS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 -- Request id -> lease id of the first message that came with it. A second one, while the first is known, is a duplicate.

@@ -241,6 +241,44 @@ def test_what_was_fetched_and_not_handed_over_goes_back_with_its_connection(
     assert not any(message.delivery_info["redelivered"] for message in loop.messages)
 
 
+def test_the_loop_turns_between_the_steps_in_which_a_message_is_opened(
+    loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
+    steps: list[str] = []
+
+    def noted(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any) -> Any:
+            steps.append(name)
+            return do(*given)
+
+        return note
+
+    for name, do in {"open_envelope": transport.open_envelope, "content_digest": transport.content_digest}.items():
+        monkeypatch.setattr(transport, name, noted(name, do))
+    loop.channel.decode_body = noted("decode_body", loop.channel.decode_body)
+    send("x")
+    most = 0
+    while not loop.messages:
+        before = len(steps)
+        loop.hub.run_once()
+        most = max(most, len(steps) - before)
+    assert steps[:3] == ["open_envelope", "content_digest", "decode_body"]
+    assert most <= 2  # by the callback of the turn, and by another that is due
+
+
+def test_a_message_that_is_half_open_goes_back_with_its_connection(
+    loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
+    send("x")
+    loop.run_until(lambda: loop.channel._steps is not None)
+    loop.disconnect()
+    loop.connect()
+    loop.run_until(lambda: len(loop.messages) == 1)
+    assert not loop.messages[0].delivery_info["redelivered"]
+
+
 @pytest.mark.parametrize("mark", [b"[],", b"{},", b"1,"], ids=lambda mark: mark.decode())
 def test_an_envelope_of_very_many_values_becomes_a_dead_letter_unread(
     loop: Loop, redis_server: EmbeddedServer, send: Callable[..., None], mark: bytes

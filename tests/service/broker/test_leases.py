@@ -1,5 +1,6 @@
 """Leases against a real server: no message is lost, doubled or held by nobody."""
 
+import json
 from collections.abc import Callable
 
 import msgpack
@@ -276,6 +277,43 @@ def test_a_message_that_is_too_large_becomes_a_small_dead_letter_which_says_whos
         == f"too large: {len(message) - 2 + 2**23} bytes of at most 8388608, not kept whole"
     )
     assert len(stored.packed) < 5000
+
+
+def large(request_id: str, middle: str = "x") -> bytes:
+    """A message whose middle its lease id leaves out."""
+    headers = json.dumps({"id": request_id})
+    return f'{{"body": "{"a" * 2**20}{middle}{"b" * 2**20}", "headers": {headers}}}'.encode()
+
+
+def test_a_large_message_is_sorted_and_taken_by_two_scripts(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    push(redis_client, large("r"))
+    rounds = [bodies(messages) for messages in make_leases().fetch_in_rounds(LISTS, 10)]
+    assert rounds == [[], [large("r")]]
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"), [(large("r"), "duplicate"), (large("r", "y"), "duplicate id")], ids=["copy", "other middle"]
+)
+def test_a_large_message_takes_no_place_of_another_that_is_like_it(
+    make_leases: MakeLeases, redis_client: "redis.Redis", other: bytes, reason: str
+) -> None:
+    leases = make_leases()
+    push(redis_client, large("r"), other)
+    assert bodies(take(leases)) == [large("r")]
+    push(redis_client, other, large("s"))
+    assert bodies(take(leases)) == [large("s")]
+    assert [(letter.reason, letter.body) for letter in dead_letters(redis_client)] == [(reason, other)] * 2
+
+
+def test_large_messages_without_an_id_are_told_apart_by_their_middle(
+    make_leases: MakeLeases, redis_client: "redis.Redis"
+) -> None:
+    messages = [large("r", middle).replace(b"headers", b"footers") for middle in ("x", "y")]
+    push(redis_client, *messages)
+    leases = make_leases()
+    assert bodies(take(leases) + take(leases)) == messages
 
 
 def test_a_copy_of_a_message_in_work_is_put_aside_and_the_original_goes_on(

@@ -92,6 +92,20 @@ def test_a_body_that_stands_in_its_message_as_text_is_compared_whole(
     assert [letter.reason for letter in reported] == [DUPLICATE_ID]
 
 
+@pytest.mark.parametrize(
+    "escapes", ["\\\\" * 90_000, '\\"' * 90_000, "\\n" * 300_000], ids=["slashes", "quotes", "lines"]
+)
+def test_a_body_full_of_escaped_characters_is_compared_whole(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", escapes: str
+) -> None:
+    def written(end: str, space: str = "") -> str:
+        return f'{{"body":{space}"{escapes}{end}", "headers": {{"id": "r"}}, "properties": {{"delivery_info": {{}}}}}}'
+
+    redis_client.lpush(LISTS[0], written("a"), written("a", " "), written("b"))
+    assert [leased.body for leased in take(leases)] == [written("a").encode()]
+    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+
+
 def test_a_message_that_waits_for_its_time_keeps_its_id(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
 ) -> None:

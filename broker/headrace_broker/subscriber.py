@@ -108,6 +108,8 @@ class Readers:
         check_timeout(timeout)
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
+        self._asked: dict[bytes, _Reader] = {}
+        """Those that the last `commands` read for: others may have joined since, and what comes is not theirs."""
         self.wake: tuple[str, str] | None = None
         """A stream, and its last entry read, that ends a wait but brings no events."""
         self._nothing_came = False
@@ -127,6 +129,7 @@ class Readers:
     def commands(self) -> list[_Command]:
         """XREADs to send together. redis-py's own, or a name in text, looks through all that has come twice more."""
         block_ms = self.block_ms()
+        self._asked = dict(self._open)
         wake_key, wake_id = ([self.wake[0]], [self.wake[1]]) if self.wake else ([], [])
         last_ids = (reader.last_id for reader in self._open.values())
         streams: _Command = [b"STREAMS", *self._open, *wake_key, *last_ids, *wake_id]
@@ -167,8 +170,12 @@ class Readers:
             for key, entries in reply or ():
                 again = seen.get(key, 0)  # both reads began behind the same entry, and none ever vanishes
                 seen[key] = len(entries)
-                if len(entries) > again and key in self._open:
+                if len(entries) > again and self._is_open(key, self._asked.get(key)):
                     yield from self._received(key, entries[again:])
+
+    def _is_open(self, key: bytes, reader: "_Reader | None") -> bool:
+        """Whether this very reader goes on: it may have been removed, and its stream be read anew from elsewhere."""
+        return reader is not None and self._open.get(key) is reader
 
     def _received(self, key: bytes, entries: Any) -> Iterator[tuple[str, StreamEvent]]:
         reader = self._open[key]
@@ -176,7 +183,7 @@ class Readers:
             if isinstance(event, StartEvent):
                 self._calls_by = -math.inf
             yield reader.request_id, event
-        if reader.ended and self._open.get(key) is reader:  # it may have been removed, and added anew
+        if reader.ended and self._is_open(key, reader):
             del self._open[key]
 
     def has_questions(self) -> bool:
@@ -205,9 +212,12 @@ class Readers:
         """What the pipeline brought: the streams that are no more."""
         answers = replies[len(self._touching) :]
         for position, reader in enumerate(self._asking):
+            key = reader.key.encode()
+            if not self._is_open(key, reader):
+                continue
             expired = reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
-            if reader.ended and self._open.get(reader.key.encode()) is reader:
-                del self._open[reader.key.encode()]
+            if reader.ended:
+                del self._open[key]
             if expired is not None:
                 yield reader.request_id, expired
 

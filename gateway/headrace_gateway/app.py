@@ -21,7 +21,7 @@ from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
-from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.errors import ApiError
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
@@ -102,7 +102,6 @@ def make_app(
             ApiError: _on_api_error,
             HeadraceBrokerError: _on_broker_error,
             HTTPException: _on_http_exception,
-            RecursionError: _on_recursion_error,
             **dict.fromkeys(REDIS_ERRORS, _on_redis_error),
         },
         lifespan=lifespan,
@@ -129,10 +128,6 @@ async def _on_broker_error(request: Request, error: Exception) -> Response:
 
 async def _on_redis_error(request: Request, _error: Exception) -> Response:
     return _answer(request, unavailable())
-
-
-async def _on_recursion_error(request: Request, _error: Exception) -> Response:
-    return _answer(request, invalid("the body is nested too deep", code="invalid_json"))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

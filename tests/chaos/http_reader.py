@@ -97,7 +97,9 @@ class HttpReader:
     def _ask(self, connection: http.client.HTTPConnection) -> None:
         if self._cursor is None:
             headers = {"Content-Type": "application/json", "Idempotency-Key": self._idempotency_key}
-            connection.request("POST", _PATH, self._body, headers | {"X-Headrace-Resume": "1"})
+            # the workers' clocks are hours apart, and each judges by its own what has expired
+            headers |= {"X-Headrace-Resume": "1", "X-Headrace-Expires": "86400"}
+            connection.request("POST", _PATH, self._body, headers)
         else:
             path = f"{_PATH}/{self._id}?stream=true"
             connection.request("GET", path, headers={"Last-Event-ID": self._cursor, "Accept": "text/event-stream"})

@@ -152,7 +152,7 @@ def test_a_model_that_nobody_served_is_refused_while_others_are_known(
     with pytest.raises(UnknownModelError, match="known models: big, small"):
         client.submit("x", model="tiny")
     client.submit("x", model="big")
-    assert client.models()["big"] == RegisteredModel("big", 4096, 12.5, "w@1")
+    assert client.models()["big"] == RegisteredModel("big", 4096, 12.5, "w@1", created=12.5)
     redis_client.hset(MODELS_KEY, "strange", b"\xc1")
     assert client.models().keys() == {"big", "small"}
 

@@ -182,6 +182,7 @@ class ManyStreams:
             [[f"headrace:stream:{name}".encode(), list(map(as_sent, entries))] for name, entries in reply.items()]
             for reply in replies
         ]
+        self.readers.commands()  # what comes is the answer to it
         return [(request_id, event.entry_id) for request_id, event in self.readers.received(flat)]
 
     def asks(self) -> list[bool]:

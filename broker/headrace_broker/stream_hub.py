@@ -16,6 +16,7 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
 from headrace_broker.errors import HeadraceBrokerError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import hub_key
+from headrace_broker.listeners import SHORTEST_SECONDS, touch, touch_every
 from headrace_broker.subscriber import Readers, execute_async
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Subscription:
         self._has_news.set()
         if len(self._events) >= _MAX_WAITING:
             self._is_paused = True
-            self._hub.leave(self._last_ids)
+            self._hub.pause(self._last_ids)
 
     def fail(self, error: Exception) -> None:
         """From the hub: nothing more comes."""
@@ -105,6 +106,9 @@ class StreamHub:
         self._subscriptions: Final[dict[str, Subscription]] = {}
         self._has_streams: Final = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._paused: Final[set[str]] = set()
+        """Streams whose subscribers have not taken what has come."""
+        self._touching: asyncio.Task[None] | None = None
         self._next: StreamHub | None = None
         """For the second subscriber of a stream: an XREAD names a stream once."""
 
@@ -116,10 +120,10 @@ class StreamHub:
         """Stop reading; subscribers that still wait get nothing more."""
         if self._next is not None:
             await self._next.aclose()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in filter(None, (self._task, self._touching)):
+            while not task.done():  # a reply that comes together with the cancellation can swallow it
+                task.cancel()
+                await asyncio.wait({task}, timeout=_RETRY_SECONDS)
 
     @asynccontextmanager
     async def subscribe(self, last_ids: Mapping[str, str | None]) -> AsyncIterator[Subscription]:
@@ -149,6 +153,7 @@ class StreamHub:
     async def join(self, last_ids: Mapping[str, str | None]) -> None:
         """Read these streams from now on."""
         for request_id, last_id in last_ids.items():
+            self._paused.discard(request_id)
             self._readers.add(request_id, last_id)
         self._has_streams.set()
         if self._task is None:
@@ -163,6 +168,23 @@ class StreamHub:
         """Read these streams no more."""
         for request_id in last_ids:
             self._readers.remove(request_id)
+            self._paused.discard(request_id)
+
+    def pause(self, last_ids: Mapping[str, str | None]) -> None:
+        """Leave these streams in Redis for a while; their requests still have a listener."""
+        self.leave(last_ids)
+        self._paused.update(last_ids)
+        if self._touching is None or self._touching.done():
+            self._touching = asyncio.create_task(self._touch_paused(), name="stream hub's touches")
+
+    async def _touch_paused(self) -> None:
+        while self._paused:
+            with contextlib.suppress(*REDIS_ERRORS):  # the reading task meets them, too
+                async with self._client.pipeline(transaction=False) as pipe:
+                    for request_id in self._paused:
+                        touch(pipe, request_id)
+                    await pipe.execute()
+            await asyncio.sleep(touch_every(SHORTEST_SECONDS))
 
     async def _run(self) -> None:
         away_since: float | None = None

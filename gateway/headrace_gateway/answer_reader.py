@@ -13,7 +13,7 @@ from headrace_gateway.chat_stream import ChatStream
 from headrace_gateway.completion_stream import CompletionStream
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.envelope import Envelope
-from headrace_gateway.errors import ApiError
+from headrace_gateway.errors import ApiError, invalid
 
 PlacedChunk: TypeAlias = tuple[dict[str, Any], Cursor]
 _LATE_SECONDS: Final = 60
@@ -27,6 +27,7 @@ class AnswerReader:
         self._envelope: Final = envelope
         self._subscription: Final = subscription
         self._after: Final = after
+        self._has_met_cursor = after is None
         is_chat = isinstance(envelope.form, ChatForm)
         self._stream: Final = ChatStream(envelope) if is_chat else CompletionStream(envelope)
         self.begun_at: float | None = None
@@ -74,11 +75,20 @@ class AnswerReader:
             self._count(request_id, event)
             for number, chunk in enumerate(self._stream.step(request_id, event)):
                 cursor = Cursor.of(event.entry_id, number)
-                if self._after is None or cursor > self._after:
+                if self._is_behind(cursor):
                     chunks.append((chunk, cursor))
             if self._stream.has_ended:
                 break
         return chunks
+
+    def _is_behind(self, cursor: Cursor) -> bool:
+        """Whether the reader has yet to get this chunk. Raises ApiError where no chunk has the reader's cursor."""
+        if self._after is None:
+            return True
+        self._has_met_cursor |= cursor == self._after
+        if cursor > self._after and not self._has_met_cursor:
+            raise invalid(f"no event of this answer has the id {self._after}", code="invalid_cursor")
+        return cursor > self._after
 
     def _check_late(self) -> None:
         if self.begun_at is not None:

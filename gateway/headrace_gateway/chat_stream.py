@@ -51,7 +51,11 @@ class ChatStream:
             self._start(event)
             return []
         if isinstance(event, ChunkEvent):
-            return [*self._begin(event), *self._chunks(event)]
+            chunks = [*self._begin(event), *self._chunks(event)]
+            if self._form.prompt_logprobs and event.prompt_logprobs is not None:
+                chunks = chunks or [self._chunk(event.index, {"content": ""}, event)]
+                chunks[0]["prompt_logprobs"] = prompt_logprobs_shape(event.prompt_logprobs)
+            return chunks
         return self._end(event)
 
     def _start(self, event: StartEvent) -> None:
@@ -68,10 +72,7 @@ class ChatStream:
             return []
         self._choices = [self._make_choice(index) for index in range(self._form.n)]
         role = {"role": "assistant", "content": ""}
-        chunks = [self._chunk(index, role, event) for index in range(self._form.n)]
-        if self._form.prompt_logprobs and event.prompt_logprobs is not None:
-            chunks[0]["prompt_logprobs"] = prompt_logprobs_shape(event.prompt_logprobs)
-        return chunks
+        return [self._chunk(index, role, event) for index in range(self._form.n)]
 
     def _make_choice(self, index: int) -> "_Choice":
         form = self._form

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace_broker import InvalidRequestError, SubmitRequest
+from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_gateway.answer_reader import AnswerReader, PlacedChunk, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.call import AnswerForm, Call
@@ -30,6 +30,8 @@ from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
 
 _PLAIN_WAIT: Final = 3600.0
+_REFUSALS: Final = (InvalidRequestError, UnknownModelError, QueueFullError)
+"""Errors after which nothing was put into the queue."""
 
 
 async def create_chat(request: Request) -> Response:
@@ -86,7 +88,7 @@ async def _submit(
     await gateway.envelopes.put(envelope)
     try:
         accepted = await _send(gateway, requests)
-    except BaseException as error:
+    except _REFUSALS as error:  # after any other error the request may be in the queue all the same
         await gateway.envelopes.delete(answer_id)
         if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
             message = "the Idempotency-Key was used with another request: choose a new key"
@@ -94,7 +96,9 @@ async def _submit(
         raise
     if accepted[0] == answer_id:
         return envelope
-    await gateway.envelopes.delete(answer_id)  # the key's first request has its own
+    await gateway.envelopes.delete(answer_id)
+    # The key's first request has its own envelope, unless the queue was full for it: its id stays bound to the key.
+    await gateway.envelopes.put(msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)))
     return await gateway.envelopes.get(accepted[0], key)
 
 
@@ -173,7 +177,7 @@ async def _streamed(
     async with AsyncExitStack() as opened:
         reader = await opened.enter_async_context(_charged_reader(gateway, key, envelope, after))
         first = await _first(reader, gateway.settings.hold_status)
-        if reader.error is not None and first is not None and len(first) == 1:
+        if after is None and reader.error is not None and first is not None and len(first) == 1:
             raise reader.error  # nothing came before it
         headers = {"x-headrace-id": envelope.id}
         if arrived is not None and reader.begun_at is not None:

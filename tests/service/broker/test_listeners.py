@@ -11,12 +11,13 @@ import redis
 
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
-from headrace_broker.connections import BLOCK_SECONDS, connect
+from headrace_broker.connections import BLOCK_SECONDS, connect, connect_async
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import RequestFailedError, ResultTimeoutError
-from headrace_broker.events import pack
+from headrace_broker.errors import RequestFailedError, ResultTimeoutError, StreamExpiredError
+from headrace_broker.events import ChunkEvent, StreamEvent, pack
 from headrace_broker.keys import listener_key, result_key
 from headrace_broker.listeners import Listeners
+from headrace_broker.stream_hub import StreamHub
 from headrace_broker.streams import StreamWrite, StreamWriter
 
 pytestmark = pytest.mark.redis
@@ -121,6 +122,29 @@ async def test_the_asyncio_client_is_heard_as_well(redis_server: EmbeddedServer,
             await asyncio.sleep(0.01)
         write(redis_client, "r")
         assert (await follower).text == "t"
+
+
+async def test_a_subscriber_of_a_hub_is_heard_while_it_does_not_take_what_came(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    writer = StreamWriter(redis_client, 60)
+    attempt = writer.claim("r", "w", abandon_after=90).attempt
+    numbers = range(1, 2001)
+    writer.publish(StreamWrite.chunk("r", attempt, n, index=0, token_ids=[n], text="t") for n in numbers)
+    assert silence(redis_client, "r") < 50  # makes the key
+    async with connect_async(redis_server.url) as connection:
+        hub = StreamHub(connection)
+        async with hub.subscribe({"r": "0-0"}) as subscription:
+            for _ in range(3):  # the first time the hub may still be reading
+                age(redis_client, "r")
+                async with asyncio.timeout(30):
+                    while silence(redis_client, "r") >= 50:
+                        await asyncio.sleep(0.01)
+            taken: list[StreamEvent | StreamExpiredError] = []
+            while len(taken) <= len(numbers):
+                taken += [event for _, event in await subscription.take(30)]
+        await hub.aclose()
+    assert [event.offset for event in taken if isinstance(event, ChunkEvent)] == list(numbers)
 
 
 def test_a_request_of_a_plain_producer_counts_from_its_claim(client: Client, redis_client: "redis.Redis") -> None:

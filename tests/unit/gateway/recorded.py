@@ -1,0 +1,94 @@
+"""Streams as workers write them, and how a gateway writes the answer of one that was read in some way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError, Usage
+from headrace_broker.results import ErrorInfo, Logprob
+from headrace_gateway.answer_reader import AnswerReader
+from headrace_gateway.call import AnswerForm
+from headrace_gateway.cursor import Cursor
+from headrace_gateway.envelope import Envelope
+
+ID = "chatcmpl-" + "0123456789abcdef" * 2
+PIECES = ["", " a", "é", "<th", "ink>", "</think>", "\n\n", '{"name": "f", ', '"arguments": {"a": "x"}}', "<tool_call>"]
+PIECES += ["</tool_call>", "<", "🙂", "plain text "]
+PROMPT_TOKENS = 5
+
+
+def envelope_of(form: AnswerForm) -> Envelope:
+    return Envelope(
+        id=ID, request_ids=(ID,), created=1, model="tiny", key="anyone", tenant=None, form=form, expires=3600
+    )
+
+
+@st.composite
+def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEvent]:
+    """A whole stream of n choices, whose chunks come in any order, from one worker or several."""
+    attempt = 1
+    entries: list[StreamEvent] = [_start(attempt)]
+    left = {index: draw(st.integers(1, 5)) for index in range(n)}
+    offset = 0
+    while left:
+        if draw(st.integers(0, 9)) == 0:
+            attempt += 1  # another worker goes on
+            entries.append(_start(attempt))
+        index = draw(st.sampled_from(sorted(left)))
+        left[index] -= 1
+        token_ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=3))
+        offset += len(token_ids)
+        reason = None
+        if not left[index]:
+            del left[index]
+            reason = draw(st.sampled_from(["stop", "length"]))
+        text = "".join(draw(st.lists(st.sampled_from(PIECES), max_size=3)))
+        logprobs = [[_logprob(token)] for token in token_ids] if has_logprobs else None
+        entries.append(
+            ChunkEvent(f"{attempt}-{offset}", attempt, offset, index, token_ids, text, logprobs, finish_reason=reason)
+        )
+    entries.append(_end(draw(st.sampled_from([None, None, "engine_error", "cancelled"])), attempt, offset))
+    return entries
+
+
+def _start(attempt: int) -> StartEvent:
+    return StartEvent(f"{attempt}-0", attempt, worker=f"w{attempt}", prompt_tokens=PROMPT_TOKENS, prompt_tail="")
+
+
+def _end(code: str | None, attempt: int, offset: int) -> EndEvent:
+    error = None if code is None else ErrorInfo(code, "it failed")
+    usage = Usage(PROMPT_TOKENS, 0, offset)
+    return EndEvent(f"{attempt}-{offset + 1}", attempt, offset, "stop" if code is None else "error", usage, error)
+
+
+def _logprob(token: int) -> Logprob:
+    return Logprob(token, -float("inf") if token == 0 else -0.5, 1, f"t{token}", f"t{token}".encode())
+
+
+class ReadSoFar:
+    """Stands for a subscription: gives the entries in the given groups, as reads of Redis bring them."""
+
+    def __init__(self, entries: Sequence[StreamEvent], sizes: Sequence[int]) -> None:
+        self._entries = list(entries)
+        self._sizes = list(sizes)
+
+    async def take(self, _timeout: float | None) -> list[tuple[str, StreamEvent | StreamExpiredError]]:
+        size = self._sizes.pop(0) if self._sizes else len(self._entries)
+        taken, self._entries = self._entries[:size], self._entries[size:]
+        return [(ID, entry) for entry in taken]
+
+
+async def read_answer(
+    form: AnswerForm, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Cursor | None = None
+) -> list[tuple[bytes, Cursor]]:
+    """All chunks behind the cursor as their bytes, each with its cursor."""
+    source: Any = ReadSoFar(entries, sizes)
+    reader = AnswerReader(envelope_of(form), source, after)
+    written: list[tuple[bytes, Cursor]] = []
+    while not reader.has_ended:
+        chunks = await reader.take(0)
+        assert chunks is not None
+        written += [(msgspec.json.encode(chunk), cursor) for chunk, cursor in chunks]
+    return written

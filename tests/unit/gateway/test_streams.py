@@ -1,0 +1,161 @@
+"""A stream is a function of its envelope and entries: no cut, no read and no replica changes a byte."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from headrace_broker import ChunkEvent, EndEvent, StreamEvent
+from headrace_gateway.call import AnswerForm, ChatForm, CompletionForm, ToolForm
+from headrace_gateway.cursor import Cursor
+from headrace_gateway.errors import ApiError
+from headrace_gateway.fold import fold
+from unit.gateway.recorded import PROMPT_TOKENS, entry_lists, read_answer
+
+PARSED: Any = {
+    "tool_parser": "hermes",
+    "reasoning_parser": "think",
+    "tools": (ToolForm(name="f"),),
+    "tool_choice": "auto",
+}
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> AnswerForm:
+    options: dict[str, Any] = {"n": draw(st.integers(1, 3)), "include_usage": draw(st.booleans())}
+    options["continuous_usage"] = options["include_usage"] and draw(st.booleans())
+    options["logprobs"] = draw(st.sampled_from([None, 0, 2]))
+    options["return_token_ids"] = draw(st.booleans())
+    options["tokens_as_ids"] = draw(st.booleans())
+    if draw(st.booleans()):
+        return CompletionForm(**options)
+    return ChatForm(**options, **draw(st.sampled_from([{}, PARSED])))
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[AnswerForm, list[StreamEvent]]:
+    form = draw(forms())
+    return form, draw(entry_lists(n=form.n, has_logprobs=form.logprobs is not None))
+
+
+def error_of(entries: list[StreamEvent]) -> bool:
+    assert isinstance(entries[-1], EndEvent)
+    return entries[-1].error is not None
+
+
+@given(answers())
+async def test_a_reader_that_rejoins_after_any_event_gets_the_same_rest(
+    answer: tuple[AnswerForm, list[StreamEvent]],
+) -> None:
+    form, entries = answer
+    whole = await read_answer(form, entries)
+    cursors = [cursor for _, cursor in whole]
+    assert cursors == sorted(set(cursors))
+    for cut, cursor in enumerate(cursors, 1):
+        assert await read_answer(form, entries, after=Cursor.parse(str(cursor), param="id")) == whole[cut:]
+
+
+@given(answers(), st.lists(st.integers(1, 4)))
+async def test_how_entries_are_read_changes_no_byte(
+    answer: tuple[AnswerForm, list[StreamEvent]], sizes: list[int]
+) -> None:
+    form, entries = answer
+    assert await read_answer(form, entries, sizes) == await read_answer(form, entries)
+
+
+@given(answers(), st.integers(0, 20), st.integers(0, 5))
+async def test_a_cursor_that_no_event_has_is_refused_or_lies_behind_the_end(
+    answer: tuple[AnswerForm, list[StreamEvent]], offset: int, number: int
+) -> None:
+    form, entries = answer
+    whole = await read_answer(form, entries)
+    cursor = Cursor(1, offset, number)
+    behind = [each for each in whole if each[1] > cursor]
+    if cursor in [each for _, each in whole] or not behind:
+        assert await read_answer(form, entries, after=cursor) == behind
+    else:
+        with pytest.raises(ApiError, match="no event of this answer"):
+            await read_answer(form, entries, after=cursor)
+
+
+@given(answers())
+async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
+    form, entries = answer
+    written = [json.loads(data) for data, _ in await read_answer(form, entries)]
+    if error_of(entries):
+        assert written.pop()["error"]["message"] == "it failed"
+    shape = ChatCompletionChunk if isinstance(form, ChatForm) else Completion
+    for chunk in written:
+        if isinstance(form, ChatForm):
+            ChatCompletionChunk.model_validate(chunk, strict=True)
+        assert chunk["object"] == ("chat.completion.chunk" if shape is ChatCompletionChunk else "text_completion")
+        assert len(chunk["choices"]) == 1 or chunk["usage"] is not None
+    if not isinstance(form, ChatForm):
+        return
+    parts = [part for chunk in written for part in chunk["choices"]]
+    assert [part["index"] for part in parts[: form.n]] == list(range(form.n))
+    assert all(part["delta"] == {"role": "assistant", "content": ""} for part in parts[: form.n])
+    for part in parts[form.n :]:
+        assert part["delta"] or part["finish_reason"]
+        assert part["delta"] != {"content": ""} or part.get("logprobs") or part.get("token_ids")
+        assert "role" not in part["delta"]
+
+
+@given(answers())
+async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
+    form, entries = answer
+    if error_of(entries) or not form.include_usage:
+        return
+    chunks = [json.loads(data) for data, _ in await read_answer(form, entries)]
+    plain = fold(chunks, form)
+    offset = max(entry.offset for entry in entries if isinstance(entry, ChunkEvent))
+    assert plain["usage"]["total_tokens"] == PROMPT_TOKENS + offset
+    for index, choice in enumerate(plain["choices"]):
+        mine = [entry for entry in entries if isinstance(entry, ChunkEvent) and entry.index == index]
+        tokens = [token for entry in mine for token in entry.token_ids]
+        assert choice.get("token_ids", tokens) == tokens
+        text = "".join(entry.text for entry in mine)
+        if isinstance(form, CompletionForm):
+            assert choice["text"] == text
+        elif form.tool_parser is None:
+            assert choice["message"]["content"] == text
+        if form.logprobs is not None:
+            shape = choice["logprobs"]["content" if isinstance(form, ChatForm) else "tokens"]
+            assert len(shape) == len(tokens)
+    if isinstance(form, ChatForm):
+        ChatCompletion.model_validate(plain, strict=True)
+        state: Any = ChatCompletionStreamState()
+        for chunk in chunks:
+            state.handle_chunk(ChatCompletionChunk.model_validate(chunk, strict=True))
+        for mine, theirs in zip(plain["choices"], state.current_completion_snapshot.choices, strict=True):
+            assert (mine["message"]["content"] or "") == (theirs.message.content or "")
+            calls = [each.function.arguments for each in theirs.message.tool_calls or []]
+            assert [each["function"]["arguments"] for each in mine["message"].get("tool_calls", [])] == calls
+            assert mine["finish_reason"] == theirs.finish_reason
+    else:
+        Completion.model_validate(plain, strict=True)
+
+
+async def test_the_prompts_log_probabilities_come_also_where_another_choice_is_first() -> None:
+    form = ChatForm(n=2, prompt_logprobs=True)
+    entries: list[StreamEvent] = [
+        ChunkEvent("1-1", 1, 1, 1, [1], "a", finish_reason="stop"),
+        ChunkEvent("1-2", 1, 2, 0, [1], "", finish_reason="stop", prompt_logprobs=[None]),
+        EndEvent("1-3", 1, 2, "stop"),
+    ]
+    chunks = [json.loads(data) for data, _ in await read_answer(form, entries)]
+    assert [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk] == [[None]]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1-2", "1-2.", "-1-2.0", "1-2.0 ", "٣-1.0", "1-2.0\n", "1" * 20 + "-1.0", "[DONE]"]
+)
+def test_a_malformed_cursor_is_refused(text: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        Cursor.parse(text, param="starting_after")
+    assert (raised.value.status, raised.value.code) == (400, "invalid_cursor")

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias
 
-from headrace_broker import StreamExpiredError
+from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError
 from headrace_broker.stream_hub import StreamHub, Subscription
 from headrace_gateway.broker_errors import api_error_of, api_error_of_end
 from headrace_gateway.call import ChatForm
@@ -30,6 +30,8 @@ class AnswerReader:
         is_chat = isinstance(envelope.form, ChatForm)
         self._stream: Final = ChatStream(envelope) if is_chat else CompletionStream(envelope)
         self._has_begun = False
+        self._prompt_tokens: Final[dict[str, int]] = {}
+        self._output_tokens: Final[dict[str, int]] = {}
 
     @property
     def has_ended(self) -> bool:
@@ -39,6 +41,20 @@ class AnswerReader:
     def error(self) -> ApiError | None:
         """Why the request failed, once it has."""
         return self._stream.error
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens read so far, of all prompts and choices."""
+        return sum(self._prompt_tokens.values()) + sum(self._output_tokens.values())
+
+    def _count(self, request_id: str, event: StreamEvent) -> None:
+        if isinstance(event, StartEvent):
+            self._prompt_tokens[request_id] = event.prompt_tokens or 0
+        elif isinstance(event, ChunkEvent):
+            self._output_tokens[request_id] = event.offset
+        elif isinstance(event, EndEvent) and event.usage is not None:
+            self._prompt_tokens[request_id] = event.usage.prompt_tokens
+            self._output_tokens[request_id] = event.usage.completion_tokens
 
     async def take(self, timeout: float) -> list[PlacedChunk] | None:
         """The next chunks behind the cursor; None where nothing has come for `timeout` seconds.
@@ -54,6 +70,7 @@ class AnswerReader:
         for request_id, event in events:
             if isinstance(event, StreamExpiredError):
                 raise api_error_of(event)
+            self._count(request_id, event)
             for number, chunk in enumerate(self._stream.step(request_id, event)):
                 cursor = Cursor.of(event.entry_id, number)
                 if self._after is None or cursor > self._after:

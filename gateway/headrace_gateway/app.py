@@ -1,7 +1,6 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -10,99 +9,133 @@ from typing import Final
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
 
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint
+from headrace_gateway import generation, models_endpoint, probes
+from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
-from headrace_gateway.context import Gateway, gateway_of
+from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
-from headrace_gateway.errors import ApiError
+from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.json_response import error_response
-from headrace_gateway.keys import ANYONE
+from headrace_gateway.key_file import KeyFile
 from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.rate_limits import RateLimits
+from headrace_gateway.redis_watch import RedisWatch
+from headrace_gateway.request_log import RequestLog
 from headrace_gateway.settings import GatewaySettings
+from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
+_EXPOSED: Final = (
+    "x-request-id",
+    "x-client-request-id",
+    "x-headrace-id",
+    "openai-processing-ms",
+    "retry-after",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
+"""Headers of answers that a page of another site may read."""
 
-logger = logging.getLogger(__name__)
 
+def make_app(
+    settings: GatewaySettings, *, metrics: GatewayMetrics | None = None, watch: RedisWatch | None = None
+) -> Starlette:
+    """Make the application; its connections open when the server starts it and close with it.
 
-def make_app(settings: GatewaySettings) -> Starlette:
-    """Make the application; its connections open when the server starts it and close with it."""
+    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a URL that is none.
+    """
+    broker = BrokerSettings(redis_url=settings.redis_url)
+    metrics = GatewayMetrics() if metrics is None else metrics
+    watch = RedisWatch(metrics) if watch is None else watch
+    key_file = None
+    if settings.keys is not None:
+        key_file = KeyFile(settings.keys, when_read=lambda valid: metrics.key_file_read(valid=valid))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "gateway"))
-        broker = BrokerSettings(redis_url=settings.redis_url)
         redis = connect_async(settings.redis_url)
-        hub = StreamHub(redis)
+        streams = connect_async(settings.redis_url)  # of its own: readers wait in these connections
+        hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
-            app.state.gateway = Gateway(settings, client, redis, ModelCatalog(client), envelopes, hub)
+            app.state.gateway = Gateway(
+                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis)
+            )
             try:
-                yield
+                async with watch.watching(redis):
+                    yield
             finally:
                 await hub.aclose()
+                await streams.aclose()
                 await redis.aclose()
 
-    return Starlette(
-        routes=[Route("/health", _health), Route("/ready", _ready), *generation.routes, *models_endpoint.routes],
-        middleware=[Middleware(EverybodyIsAnyone)],
+    middleware = [Middleware(RequestLog, metrics=metrics)]
+    if settings.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.allowed_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),  # OpenAI's SDKs send headers of their own, and new ones with each release
+                expose_headers=_EXPOSED,
+            )
+        )
+    middleware.append(Middleware(Authentication, key_file=key_file, public=probes.routes))
+    app = Starlette(
+        routes=[*probes.routes, *generation.routes, *models_endpoint.routes],
+        middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,
             HeadraceBrokerError: _on_broker_error,
             HTTPException: _on_http_exception,
+            RecursionError: _on_recursion_error,
             **dict.fromkeys(REDIS_ERRORS, _on_redis_error),
         },
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a redirect would lose the body of a POST in some clients
+    app.state.redis_watch = watch
+    return app
 
 
-async def _health(_request: Request) -> Response:
-    return PlainTextResponse("ok")
-
-
-async def _ready(request: Request) -> Response:
-    await gateway_of(request).redis.ping()
-    return PlainTextResponse("ready")
-
-
-async def _on_api_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+def _answer(request: Request, error: ApiError) -> Response:
+    request.scope["state"]["refusal"] = error.code
     return error_response(error)
 
 
-async def _on_broker_error(_request: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(request, error)
+
+
+async def _on_broker_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadraceBrokerError)
-    return error_response(api_error_of(error))
+    return _answer(request, api_error_of(error))
 
 
-async def _on_redis_error(_request: Request, _error: Exception) -> Response:
-    return error_response(unavailable())
+async def _on_redis_error(request: Request, _error: Exception) -> Response:
+    return _answer(request, unavailable())
+
+
+async def _on_recursion_error(request: Request, _error: Exception) -> Response:
+    return _answer(request, invalid("the body is nested too deep", code="invalid_json"))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
     if error.status_code == 405:
-        message = f"{request.url.path[:200]} does not take {request.method}"
-        return error_response(ApiError(405, "invalid_request_error", "method_not_allowed", message))
-    message = f"there is nothing at {request.url.path[:200]}"
-    return error_response(ApiError(404, "invalid_request_error", "not_found", message))
-
-
-class EverybodyIsAnyone:
-    """Authentication of a gateway without keys."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["key"] = ANYONE
-        await self._app(scope, receive, send)
+        message = f"{path} does not take {request.method[:16]}"
+        headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+        return _answer(request, ApiError(405, "invalid_request_error", "method_not_allowed", message, headers=headers))
+    message = f"there is nothing at {path}"
+    return _answer(request, ApiError(404, "invalid_request_error", "not_found", message))

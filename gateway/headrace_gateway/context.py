@@ -9,7 +9,9 @@ from starlette.requests import Request
 from headrace_broker import AsyncClient
 from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.settings import GatewaySettings
+from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
     from headrace_gateway.envelope import EnvelopeStore
@@ -26,6 +28,8 @@ class Gateway:
     models: "ModelCatalog"
     envelopes: "EnvelopeStore"
     hub: StreamHub
+    metrics: GatewayMetrics
+    limits: RateLimits
 
 
 def gateway_of(request: Request) -> Gateway:

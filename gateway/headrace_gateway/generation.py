@@ -1,7 +1,8 @@
 """The endpoints that generate: create an answer, and read one again, from wherever a reader stopped."""
 
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -47,10 +48,11 @@ async def _create(request: Request, kind: str) -> Response:
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
     call = read_chat(body, model=model, lora=lora) if kind == "chatcmpl" else read_completion(body, lora=lora)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
     envelope = await _submit(gateway, key, call, headers, kind, model.name)
     if call.stream:
-        return await _streamed(gateway, envelope, headers.resume)
-    return await unless_disconnected(request.receive, partial(_plain, gateway, envelope, _PLAIN_WAIT))
+        return await _streamed(gateway, key, envelope, headers.resume)
+    return await unless_disconnected(request.receive, partial(_plain, gateway, key, envelope, _PLAIN_WAIT))
 
 
 async def _submit(
@@ -116,7 +118,7 @@ async def read_again(request: Request) -> Response:
     last_event_id = request.headers.get("last-event-id")
     accepts_events = "text/event-stream" in request.headers.get("accept", "")
     if not (_flag(request, "stream") or last_event_id or accepts_events):
-        wait = partial(_plain, gateway, envelope, gateway.settings.hold_status)
+        wait = partial(_plain, gateway, key, envelope, gateway.settings.hold_status)
         return await unless_disconnected(request.receive, wait)
     if len(envelope.request_ids) > 1:
         message = "the stream of several prompts cannot be rejoined: read the whole answer without stream"
@@ -130,7 +132,8 @@ async def read_again(request: Request) -> Response:
     style = read_headers(request.headers, gateway.settings).resume
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
-    return await _streamed(gateway, envelope, style, after)
+    gateway.metrics.rejoined("start" if after is None else "cursor")
+    return await _streamed(gateway, key, envelope, style, after)
 
 
 def _flag(request: Request, name: str) -> bool:
@@ -140,12 +143,24 @@ def _flag(request: Request, name: str) -> bool:
     return value in ("true", "1")
 
 
+@asynccontextmanager
+async def _charged_reader(
+    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Cursor | None = None
+) -> AsyncIterator[AnswerReader]:
+    """Read an answer; its tokens are charged to the key, also where the client leaves before the end."""
+    async with open_reader(gateway.hub, envelope, after) as reader:
+        try:
+            yield reader
+        finally:
+            await gateway.limits.charge(key, envelope.id, reader.num_tokens)
+
+
 async def _streamed(
-    gateway: Gateway, envelope: Envelope, style: ResumeStyle, after: Cursor | None = None
+    gateway: Gateway, key: ApiKey, envelope: Envelope, style: ResumeStyle, after: Cursor | None = None
 ) -> EventStream:
     """Decide the status by the first entry: a refusal by a worker is then a status of its own."""
     async with AsyncExitStack() as opened:
-        reader = await opened.enter_async_context(open_reader(gateway.hub, envelope, after))
+        reader = await opened.enter_async_context(_charged_reader(gateway, key, envelope, after))
         first = await _first(reader, gateway.settings.hold_status)
         if reader.error is not None and first is not None and len(first) == 1:
             raise reader.error  # nothing came before it
@@ -171,13 +186,13 @@ async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | No
     return []
 
 
-async def _plain(gateway: Gateway, envelope: Envelope, seconds: float) -> Response:
+async def _plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float) -> Response:
     """The whole answer; 202 where it is not there after so many seconds."""
     form: AnswerForm = msgspec.structs.replace(envelope.form, include_usage=True, continuous_usage=False)
     envelope = msgspec.structs.replace(envelope, form=form)
     deadline = time.monotonic() + seconds
     answer: list[dict[str, Any]] = []
-    async with open_reader(gateway.hub, envelope) as reader:
+    async with _charged_reader(gateway, key, envelope) as reader:
         while not reader.has_ended:
             chunks = await reader.take(max(0.0, deadline - time.monotonic()))
             if chunks is None:

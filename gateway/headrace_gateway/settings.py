@@ -1,12 +1,16 @@
 """What the gateway can be told. The queue's own settings are the broker's."""
 
+import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from headrace_broker.settings import DEFAULT_REDIS_URL
+from headrace_gateway.errors import GatewaySettingsError
 
 MAX_BODY_BYTES: Final = 4 * 2**20
+_ORIGIN: Final = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +35,39 @@ class GatewaySettings:
     """A request ends when its stream was not read for so long; 0: never."""
     shutdown: float = 10.0
     """How long open connections may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Raises GatewaySettingsError with everything that is wrong."""
+        problems = []
+        if self.keys is None and not is_loopback(self.host):
+            problems.append(
+                f"host must be an address of loopback where there is no key file, got {self.host!r}; "
+                "make keys with `headrace gateway-key` and name their file by keys"
+            )
+        problems += [
+            f"allow-origin must be * or a scheme and a host such as https://chat.example.org, got {origin!r}"
+            for origin in self.allowed_origins
+            if not _ORIGIN.fullmatch(origin)
+        ]
+        least = {
+            "max_body_bytes": 1024,
+            "hold_status": 0.0,
+            "keep_alive": 0.1,
+            "expires": 1.0,
+            "abandon_after": 0.0,
+            "shutdown": 0.0,
+        }
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not low <= value < float("inf"):
+                problems.append(f"{name.replace('_', '-')} must be at least {low:g}, got {value}")
+        if problems:
+            raise GatewaySettingsError("; ".join(problems))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address. A name other than localhost may be anything."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

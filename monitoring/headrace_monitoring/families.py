@@ -39,7 +39,7 @@ class FamilyFactory:
 
     def counter(self, name: str, documentation: str) -> Counter:
         family = Counter(PREFIX + name, documentation, self._names, registry=self._registry)
-        return family.labels(*self._values)
+        return family.labels(*self._values) if self._names else family
 
     def counters(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
         family = Counter(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
@@ -54,7 +54,7 @@ class FamilyFactory:
 
     def gauge(self, name: str, documentation: str) -> Gauge:
         family = Gauge(PREFIX + name, documentation, self._names, registry=self._registry)
-        return family.labels(*self._values)
+        return family.labels(*self._values) if self._names else family
 
     def gauges(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Gauge]:
         family = Gauge(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
@@ -69,7 +69,7 @@ class FamilyFactory:
 
     def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> RepeatingHistogram:
         family = RepeatingHistogram(PREFIX + name, documentation, self._names, registry=self._registry, buckets=bounds)
-        return family.labels(*self._values)
+        return family.labels(*self._values) if self._names else family
 
     def histograms(
         self, name: str, documentation: str, bounds: Sequence[float], label: str, values: Sequence[str]

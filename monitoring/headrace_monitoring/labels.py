@@ -42,10 +42,42 @@ RETURN_REASONS = (
 """Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
+Endpoint = Literal["chat_completions", "completions", "models", "operations", "page", "probes", "other"]
+Rejoin = Literal["start", "cursor"]
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
+REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")
+
 # where a value outside its set is counted: a new reason must not become a new series
 OTHER = "other"
 # of a request that names no tenant
 NO_TENANT = "none"
+REFUSALS = (
+    "invalid_request",
+    "invalid_json",
+    "unsupported",
+    "unsupported_parameter",
+    "context_length_exceeded",
+    "invalid_api_key",
+    "model_not_found",
+    "not_found",
+    "method_not_allowed",
+    "request_too_large",
+    "unsupported_media_type",
+    "idempotency_key_reused",
+    "rate_limit_exceeded",
+    "queue_full",
+    "quota_exceeded",
+    "queue_unavailable",
+    "engine_error",
+    "dead_letter",
+    "expired",
+    "internal_error",
+    "stopping",
+    "other_release",
+    OTHER,
+)
+"""Codes of the gateway's errors."""
 MAX_TENANTS = 200
 """Each tenant is 19 series of every worker."""
 

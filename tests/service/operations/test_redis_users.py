@@ -1,5 +1,6 @@
 """The Redis users of docker-compose.yml on real servers: each role works, and can do nothing but its own."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from headrace_broker.errors import QueueFullError, TenantQueueFullError, Unknown
 from headrace_broker.events import EndEvent, pack
 from headrace_broker.keys import queue_lists, result_key
 from headrace_broker.leases import Leases
+from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.registry import register_model
 from headrace_broker.results import CompletionOutput, GenerateResult, Usage
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_workers.exporter import Exporter
+from service.gateway.in_process import bearer, running_app, write_keys
 from service.redis_users import make_server_with_users, url_of, users
 from service.servers import EVERY_PROGRAM
 from service.workers.conftest import model_folder
@@ -38,7 +41,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_only_the_named_users_exist_and_the_default_one_is_off() -> None:
-    named = {"default", "admin", "worker", "operator", "client", "producer", "subscriber", "exporter"}
+    named = {"default", "admin", "worker", "operator", "client", "producer", "subscriber", "exporter", "gateway"}
     assert set(users()) == named
     assert users()["default"] == ["off"]
 
@@ -135,6 +138,50 @@ def test_the_client_library_does_all_that_it_is_for(
         assert subscriber.result(request_id, timeout=30).outputs[0].text == "four"
     with connect(url_of(server, "admin")) as admin:
         assert admin.acl_log() == []
+
+
+async def test_the_gateway_does_all_that_it_is_for(
+    server: EmbeddedServer, stream_of_another: str, tmp_path: Path
+) -> None:
+    with connect(url_of(server, "admin")) as admin:
+        letter = {"reason": "poison", "list": QUEUE, "deliveries": 1, "body": b"{}", "at": 1.0}
+        admin.lpush("headrace:dead", pack(letter), pack({**letter, "at": 2.0}))
+    keys = write_keys(tmp_path / "keys", "web", requests_per_minute="9", tokens_per_minute="99")
+    url = url_of(server, "gateway")
+    async with running_app(url, keys=tmp_path / "keys") as (app, client):
+        assert (await client.get("/ready")).status_code == 200
+        headers = {**bearer(keys["web"]), "Idempotency-Key": "k"}
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 4, "stream": True}
+        reading = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        with connect(url_of(server, "worker")) as worker:
+            [request_id] = await asyncio.to_thread(requests_of_gateway, worker)
+        await asyncio.to_thread(answer, server, request_id)
+        response = await reading
+        assert "four" in response.text
+        again = f"/v1/completions/{request_id}?stream=true"
+        assert (await client.get(again, headers=bearer(keys["web"]))).text == response.text
+        broker = app.state.gateway.client
+        assert await broker.is_known("never-seen") is False
+        letters = await broker.dead_letters()
+        assert len(await broker.requeue_dead_letters(letters[:1])) == 1
+        assert await broker.purge_dead_letters(letters[1:]) == 1
+        assert await broker.cancel(stream_of_another)
+    with connect(url) as reader:
+        level = QueueLevelReader(reader).read([QUEUE])[QUEUE]
+        assert level.problem is None
+    with connect(url_of(server, "admin")) as admin:
+        assert float(admin.hget("headrace:gw:rate:web", "tokens").split()[0]) < 99
+        assert admin.acl_log() == []
+
+
+def requests_of_gateway(worker: "redis.Redis") -> list[str]:
+    """Waits until the gateway has sent its request, whose envelope was written before."""
+    leases = Leases(worker, lease_seconds=60, delivery_limit=5)
+    while True:
+        for lease in leases.fetch(queue_lists(QUEUE), 1):
+            request_id = json.loads(lease.body)["headers"]["id"]
+            if request_id.startswith("cmpl-"):
+                return [request_id]
 
 
 def test_a_quota_counts_what_is_sorted_for_a_user_that_may_not_read_messages(
@@ -331,6 +378,13 @@ def test_clients_reach_nothing_of_others(server: EmbeddedServer, stream_of_anoth
         assert sorted(admin.keys()) == before
 
 
+@pytest.mark.parametrize("what", ["planted leases, settlements and models", "the server"])
+def test_a_gateway_plants_nothing_in_the_queue(server: EmbeddedServer, stream_of_another: str, what: str) -> None:
+    with connect(url_of(server, "gateway")) as client:
+        for command in FORBIDDEN[what]:
+            assert is_refused(client, command), " ".join(command)
+
+
 def is_refused(client: "redis.Redis", command: list[str]) -> bool:
     try:
         client.execute_command(*command)
@@ -354,6 +408,20 @@ def is_refused(client: "redis.Redis", command: list[str]) -> bool:
         ("producer", ["XREAD", "STREAMS", "headrace:stream:x", "0"]),
         ("producer", ["GET", "celery-task-meta-x"]),
         ("producer", ["SUBSCRIBE", "celery-task-meta-x"]),
+        ("gateway", ["LPOP", QUEUE]),
+        ("gateway", ["DEL", QUEUE]),
+        ("gateway", ["HSET", "headrace:models", "evil", "x"]),
+        ("gateway", ["LPUSH", "headrace:dead", "x"]),
+        ("gateway", ["DEL", "headrace:lease:body"]),
+        ("gateway", ["ZADD", LEASES, "0", "x"]),
+        ("gateway", ["SET", "celery-task-meta-x", "1"]),
+        ("gateway", ["GET", "somebody-else"]),
+        ("gateway", ["PUBLISH", "/0.celery.pidbox", "shutdown"]),
+        ("gateway", ["KEYS", "*"]),
+        ("gateway", ["SCAN", "0"]),
+        ("gateway", ["MONITOR"]),
+        ("gateway", ["FLUSHALL"]),
+        ("gateway", ["CONFIG", "SET", "maxmemory", "1"]),
         ("exporter", ["SET", "headrace.x", "1"]),
         ("exporter", ["LPUSH", "headrace.x", "1"]),
         ("exporter", ["GET", "celery-task-meta-x"]),

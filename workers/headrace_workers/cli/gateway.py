@@ -1,25 +1,133 @@
-"""`headrace gateway`: OpenAI's API over HTTP on the queue."""
+"""`headrace gateway` and `headrace gateway-key`: OpenAI's API over HTTP on the queue, and keys for it."""
 
+import logging
+import signal
+import sys
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
+import uvicorn
 
 from headrace_gateway import GatewaySettings, make_app
+from headrace_gateway.key_file import new_key
+from headrace_gateway.redis_watch import RedisWatch
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+from headrace_monitoring.health import HealthServer
+from headrace_monitoring.logging import configure_logging
+from headrace_workers.cli import options
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTS = GatewaySettings()
+_PORT = click.IntRange(0, 65535)
+
+
+def _option(name: str, description: str, **rest: Any) -> Any:
+    envvar = f"HEADRACE_GATEWAY_{name.strip('-').replace('-', '_').upper()}"
+    return click.option(name, envvar=envvar, show_default="default" in rest, help=description, **rest)
 
 
 @click.command()
-@click.option("--redis-url", envvar="HEADRACE_REDIS_URL", metavar="URL", help="The queue's server.")
-@click.option("--host", envvar="HEADRACE_GATEWAY_HOST", help="Address to listen on [default: 127.0.0.1].")
-@click.option("--port", envvar="HEADRACE_GATEWAY_PORT", type=int, help="Port to listen on [default: 8000].")
-def gateway(**options: Any) -> None:
-    """Serve OpenAI's API over HTTP; any number of replicas."""
-    import uvicorn
+@options.redis_url
+@_option("--host", "Address to listen on; one that other machines reach needs --keys.", default=_DEFAULTS.host)
+@_option("--port", "Port to listen on.", type=_PORT, default=_DEFAULTS.port)
+@_option(
+    "--keys",
+    "File of API keys, see `headrace gateway-key` [default: none, loopback only].",
+    type=click.Path(path_type=Path),
+)
+@_option(
+    "--allow-origin",
+    "Let pages of this origin call, or * for all; may be given more than once.",
+    multiple=True,
+    metavar="ORIGIN",
+)
+@_option("--max-body-bytes", "Largest body of a request.", type=int, default=_DEFAULTS.max_body_bytes)
+@_option(
+    "--hold-status",
+    "Wait for a worker's refusal.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.hold_status,
+)
+@_option("--keep-alive", "Silence before a stream's comment.", type=float, metavar="S", default=_DEFAULTS.keep_alive)
+@_option("--expires", "Life of a request that names none.", type=float, metavar="S", default=_DEFAULTS.expires)
+@_option(
+    "--abandon-after",
+    "End requests that nobody has read for so long; 0: never.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.abandon_after,
+)
+@_option(
+    "--shutdown",
+    "Time for open answers after SIGTERM; clients then rejoin elsewhere.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.shutdown,
+)
+@_option("--metrics-host", "Address of /metrics.", default="127.0.0.1")
+@_option("--metrics-port", "Port of /metrics, 0 for a free one [default: no metrics].", type=_PORT)
+@_option("--log-level", "Least level.", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")
+def gateway(
+    allow_origin: tuple[str, ...], metrics_host: str, metrics_port: int | None, log_level: str, **given: Any
+) -> None:
+    """Serve OpenAI's API over HTTP; any number of replicas serve one queue.
 
-    settings = GatewaySettings(**{name: value for name, value in options.items() if value is not None})
-    uvicorn.run(
-        make_app(settings),
-        host=settings.host,
-        port=settings.port,
-        timeout_graceful_shutdown=int(settings.shutdown),
-        log_level="warning",
+    Every option can also be given as an environment variable HEADRACE_GATEWAY_<OPTION>, but the URL as
+    HEADRACE_REDIS_URL. /health and /ready need no key.
+
+    \b
+    Example:
+        headrace gateway-key website >> keys.toml
+        headrace gateway --keys keys.toml --host 0.0.0.0 --redis-url redis://127.0.0.1:6379/0
+    """
+    settings = GatewaySettings(allowed_origins=allow_origin, **given)
+    configure_logging(log_level)
+    metrics = GatewayMetrics(version=version("headrace"))
+    watch = RedisWatch(metrics)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(settings, metrics=metrics, watch=watch),
+            host=settings.host,
+            port=settings.port,
+            log_config=None,  # configure_logging has done it
+            access_log=False,  # the gateway has a line of its own
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(settings.shutdown)),
+        )
     )
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server raises them again when it has ended
+        signal.signal(number, lambda *_: None)
+    with nullcontext() if metrics_port is None else _monitor(metrics, watch, metrics_host, metrics_port) as monitor:
+        if monitor is not None:
+            logger.info("metrics on %s/metrics", monitor.url)
+        server.run()
+    if not server.started:
+        sys.exit(1)
+
+
+def _monitor(metrics: GatewayMetrics, watch: RedisWatch, host: str, port: int) -> HealthServer:
+    return HealthServer(
+        exposition=metrics.exposition, not_ready=watch.not_ready, not_alive=watch.not_alive, host=host, port=port
+    )
+
+
+@click.command("gateway-key")
+@click.argument("name")
+@click.option("--tenant", help="Tenant of the requests [default: none].")
+def gateway_key(name: str, tenant: str | None) -> None:
+    """Make an API key: the entry for the key file goes to stdout, the key itself once to stderr.
+
+    \b
+    Example:
+        headrace gateway-key website --tenant acme >> keys.toml
+    """
+    key, entry = new_key(name, tenant=tenant)
+    click.echo(f"The key, which is shown once: {key}", err=True)
+    click.echo(entry)

@@ -11,6 +11,7 @@ _COMMANDS = {
     "serve": ("headrace_workers.cli.serve", "serve", "Serve a model over HTTP: a queue, a worker and a gateway."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
     "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP on the queue."),
+    "gateway-key": ("headrace_workers.cli.gateway", "gateway_key", "Make an API key for the gateway."),
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
     "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
@@ -25,7 +26,11 @@ _COMMANDS = {
     ),
     "model": ("headrace_workers.cli.model", "model", "Fetch the default model into the cache and print its folder."),
 }
-_NEEDS = "needs the extra headrace[worker]: pip install 'headrace[worker]'"
+
+
+def _needs(command: str | None) -> str:
+    extra = "gateway" if command in ("gateway", "gateway-key") else "worker"
+    return f"needs the extra headrace[{extra}]: pip install 'headrace[{extra}]'"
 
 
 class _Group(click.Group):
@@ -41,7 +46,9 @@ class _Group(click.Group):
         try:
             command: click.Command = getattr(import_module(module), name)
         except ModuleNotFoundError as error:
-            raise click.ClickException(f"`headrace {cmd_name}` {_NEEDS} (module {error.name} is missing)") from error
+            raise click.ClickException(
+                f"`headrace {cmd_name}` {_needs(cmd_name)} (module {error.name} is missing)"
+            ) from error
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -73,11 +80,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).startswith("headrace"):
             raise
-        click.echo(f"headrace: this command {_NEEDS} (module {error.name} is missing)", err=True)
+        click.echo(f"headrace: this command {_needs(None)} (module {error.name} is missing)", err=True)
         sys.exit(1)
     except Exception as error:
-        # The engine's errors live in a package that a client may not have installed in full.
-        if type(error).__module__ != "headrace_engine.errors":
+        # These packages may not be installed in full.
+        if type(error).__module__ not in ("headrace_engine.errors", "headrace_gateway.errors"):
             raise
         click.echo(f"headrace: {error}", err=True)
         sys.exit(1)

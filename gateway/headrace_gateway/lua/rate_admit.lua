@@ -1,0 +1,18 @@
+-- KEYS[1]: the levels of an API key, a hash. Redis's clock is every replica's.
+-- ARGV: requests a minute, tokens a minute; 0: no bound.
+-- Returns {admitted, requests left, tokens left, seconds until one more may be admitted}; numbers as texts.
+local bounds = {requests = tonumber(ARGV[1]), tokens = tonumber(ARGV[2])}
+local levels, wait = {}, 0
+for name, bound in pairs(bounds) do
+  if bound > 0 then
+    levels[name] = level_of(name, bound)
+    if levels[name] < 1 then
+      wait = math.max(wait, (1 - levels[name]) * 60 / bound)
+    end
+  end
+end
+if wait == 0 and levels.requests then
+  levels.requests = levels.requests - 1
+  keep(levels, bounds)
+end
+return {wait == 0 and 1 or 0, tostring(levels.requests or 0), tostring(levels.tokens or 0), tostring(wait)}

@@ -1,0 +1,25 @@
+"""`/health` and `/ready`: for what starts, stops and balances replicas. They need no key."""
+
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_gateway.json_response import JsonResponse
+
+
+async def health(_request: Request) -> Response:
+    """The process lives."""
+    return JsonResponse({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """Requests can be served: 503 while Redis does not answer."""
+    problem = request.app.state.redis_watch.not_ready()
+    if problem is None:
+        return JsonResponse({"status": "ok"})
+    return JsonResponse({"status": "unavailable", "reason": problem}, status=503, headers={"retry-after": "1"})
+
+
+routes: Final = [Route("/health", health), Route("/ready", ready)]

@@ -1,0 +1,103 @@
+"""`RateLimits`: requests and tokens a minute of each API key, shared by all replicas through Redis.
+
+Both are token buckets that hold what a minute brings. A request takes one from the first when it is admitted. Its
+tokens are known later: they are charged when they have been read, so the second bucket may be in debt, and admits
+nothing until it has been refilled. An answer is charged once, however often and wherever it is read.
+"""
+
+import logging
+import math
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final
+
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_gateway.broker_errors import unavailable
+from headrace_gateway.errors import ApiError
+from headrace_gateway.keys import ApiKey
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+_KEPT_SECONDS: Final = 90_000
+"""An answer can be read for no longer: the longest life of a request, and an hour."""
+
+logger = logging.getLogger(__name__)
+
+
+class RateLimits:
+    """Keys without bounds cost no call of Redis."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self._admit: Final = client.register_script(_lua("rate_admit"))
+        self._charge: Final = client.register_script(_lua("rate_charge"))
+
+    async def admit(self, key: ApiKey) -> dict[str, str]:
+        """Take one request and return the headers that tell what is left.
+
+        Raises ApiError 429 where a bound is reached, 503 where Redis is away.
+        """
+        requests, tokens = key.requests_per_minute, key.tokens_per_minute
+        if requests is None and tokens is None:
+            return {}
+        try:
+            admitted, requests_left, tokens_left, wait = await self._admit(
+                keys=[_levels_key(key)], args=[requests or 0, tokens or 0]
+            )
+        except REDIS_ERRORS as error:
+            raise unavailable() from error
+        left = {"requests": float(requests_left), "tokens": float(tokens_left)}
+        headers = _headers({"requests": requests, "tokens": tokens}, left)
+        if not admitted:
+            raise _refused(key, left, float(wait), headers)
+        return headers
+
+    async def charge(self, key: ApiKey, answer_id: str, tokens: int) -> None:
+        """Charge an answer of which so many tokens, prompt and output, are known by now.
+
+        It may be called again with more, and by several readers. Tokens go uncharged where Redis is away.
+        """
+        if key.tokens_per_minute is None or tokens <= 0:
+            return
+        keys = [_levels_key(key), f"headrace:gw:charged:{answer_id}"]
+        try:
+            await self._charge(keys=keys, args=[key.tokens_per_minute, tokens, _KEPT_SECONDS])
+        except REDIS_ERRORS as error:
+            logger.warning("tokens not charged: answer_id=%s tokens=%d (%s)", answer_id, tokens, type(error).__name__)
+
+
+def _lua(name: str) -> str:
+    folder = files("headrace_gateway") / "lua"
+    return "\n".join((folder / f"{part}.lua").read_text() for part in ("rate_prelude", name))
+
+
+def _levels_key(key: ApiKey) -> str:
+    return f"headrace:gw:rate:{key.name}"
+
+
+def _refused(key: ApiKey, left: dict[str, float], wait: float, headers: dict[str, str]) -> ApiError:
+    is_requests = key.requests_per_minute is not None and left["requests"] < 1
+    what, bound = ("requests", key.requests_per_minute) if is_requests else ("tokens", key.tokens_per_minute)
+    seconds = max(1, math.ceil(wait))
+    message = f"the key {key.name} may use {bound} {what} a minute and has used them; try again in {seconds} s"
+    headers = {**headers, "retry-after": str(seconds)}
+    return ApiError(429, "rate_limit_error", "rate_limit_exceeded", message, headers=headers)
+
+
+def _headers(bounds: dict[str, int | None], left: dict[str, float]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for what, bound in bounds.items():
+        if bound is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(bound)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, math.floor(left[what])))
+            headers[f"x-ratelimit-reset-{what}"] = duration((bound - left[what]) * 60 / bound)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers write it: `12ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(max(0.0, seconds) * 1000)}ms"
+    if seconds < 60:
+        return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s"

@@ -1,0 +1,75 @@
+"""`RedisWatch`: whether Redis answers, asked once a second, so that probes cost nothing and wait for nothing."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+_INTERVAL_SECONDS: Final = 1.0
+_PATIENCE_SECONDS: Final = 2.0
+_STUCK_SECONDS: Final = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class RedisWatch:
+    """Its two answers may be read by other threads."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics: Final = metrics
+        self._is_up: bool | None = None
+        self._looked_at = time.monotonic()
+
+    def not_ready(self) -> str | None:
+        """Why requests cannot be served, None where they can."""
+        return None if self._is_up else "Redis does not answer"
+
+    def not_alive(self) -> str | None:
+        """Why the process should be restarted, None where it should not: its event loop does not turn."""
+        silent = time.monotonic() - self._looked_at
+        return f"the event loop has not turned for {silent:.0f} s" if silent > _STUCK_SECONDS else None
+
+    @asynccontextmanager
+    async def watching(self, client: "redis.asyncio.Redis") -> AsyncIterator[None]:
+        """Look once, then go on looking while the block runs."""
+        await self._look(client)
+        looking = asyncio.create_task(self._keep_looking(client))
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+    async def _keep_looking(self, client: "redis.asyncio.Redis") -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_SECONDS)
+            await self._look(client)
+
+    async def _look(self, client: "redis.asyncio.Redis") -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await client.ping()
+        except (*REDIS_ERRORS, TimeoutError) as error:
+            self._found(False, type(error).__name__)
+        else:
+            self._found(True, "")
+        self._looked_at = time.monotonic()
+
+    def _found(self, is_up: bool, why: str) -> None:
+        if is_up != self._is_up:
+            if is_up:
+                logger.info("Redis answers")
+            else:
+                logger.warning("Redis does not answer: %s", why)
+        self._is_up = is_up
+        self._metrics.redis_answers(up=is_up)

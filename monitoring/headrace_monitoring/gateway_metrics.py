@@ -1,0 +1,83 @@
+"""`GatewayMetrics`: what a gateway tells Prometheus, in verbs that take plain values."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
+
+from headrace_monitoring import buckets, labels
+from headrace_monitoring.exposition import ExpositionFormat, render
+from headrace_monitoring.families import FamilyFactory
+
+
+class GatewayMetrics:
+    """All metrics of one gateway process, on one registry.
+
+    Args:
+        version: of Headrace.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, version: str = "unknown") -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry() if registry is None else registry
+        ProcessCollector(registry=self.registry)
+        make = FamilyFactory(self.registry)
+        make.gauges("gateway_build_info", "Version of the gateway.", "version", (version,))[version].set(1)
+        self._requests = make.grid(
+            "gateway_http_requests_total",
+            "HTTP requests answered, by endpoint and class of the status; none: the client left before.",
+            {"endpoint": labels.ENDPOINTS, "status": labels.STATUS_CLASSES},
+        )
+        self._refusals = make.counters(
+            "gateway_refusals_total", "HTTP requests refused, by code of the error.", "code", labels.REFUSALS
+        )
+        self._rejoins = make.counters(
+            "gateway_rejoins_total",
+            "Streams that a client read again, from their start or from a cursor.",
+            "from",
+            labels.REJOINS,
+        )
+        self._open_streams = make.gauge("gateway_open_streams", "Event streams that are being written.")
+        self._first_byte = make.histogram(
+            "gateway_first_byte_seconds",
+            "Time from an accepted call until the first byte of its answer; of a whole answer or of a stream.",
+            buckets.TIME_TO_FIRST_TOKEN,
+        )
+        self._redis_up = make.gauge("gateway_redis_up", "1 while the gateway reaches Redis.")
+        self._key_file_valid = make.gauge(
+            "gateway_key_file_valid", "0 while the key file cannot be used and the keys of an older one are in use."
+        )
+        self._key_file_valid.set(1)
+
+    def answered(self, endpoint: labels.Endpoint, status: int | None) -> None:
+        """An answer ended; `status` is None where the client left before there was one."""
+        status_class = "none" if status is None else f"{status // 100}xx"
+        self._requests[endpoint, status_class].inc()
+
+    def refused(self, code: str | None) -> None:
+        """A request got an error; a code outside the set is counted as "other"."""
+        self._refusals[code if code in self._refusals else labels.OTHER].inc()
+
+    def rejoined(self, origin: labels.Rejoin) -> None:
+        """A stream is read again."""
+        self._rejoins[origin].inc()
+
+    def stream_opened(self) -> None:
+        self._open_streams.inc()
+
+    def stream_closed(self) -> None:
+        self._open_streams.dec()
+
+    def first_byte(self, seconds: float) -> None:
+        """An answer of a generation began."""
+        self._first_byte.observe(seconds)
+
+    def redis_answers(self, *, up: bool) -> None:
+        self._redis_up.set(up)
+
+    def key_file_read(self, *, valid: bool) -> None:
+        """A new version of the key file was looked at."""
+        self._key_file_valid.set(valid)
+
+    def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
+        """What Prometheus scrapes."""
+        return render(self.registry, form)

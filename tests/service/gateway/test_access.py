@@ -1,0 +1,225 @@
+"""Who may ask the gateway for what, and what every answer carries."""
+
+import logging
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import redis
+from starlette.routing import Route
+
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.registry import register_model
+from headrace_gateway import GatewaySettings, GatewaySettingsError, make_app
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+from service.gateway.in_process import bearer, running_app, write_keys
+
+PUBLIC = {"/health", "/ready", "/", "/page/{name}"}
+JSON = {"Content-Type": "application/json"}
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """The error in OpenAI's shape."""
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.fixture
+async def anybody(redis_server: EmbeddedServer) -> AsyncIterator[httpx2.AsyncClient]:
+    async with running_app(redis_server.url) as (_, client):
+        yield client
+
+
+async def test_no_endpoint_but_the_public_ones_answers_without_a_key(
+    redis_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    write_keys(tmp_path / "keys", "web")
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (app, client):
+        routes = [route for route in app.routes if isinstance(route, Route)]
+        assert {route.path for route in routes} >= {"/health", "/v1/models", "/v1/chat/completions"}
+        for route in routes:
+            for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "QUERY"):
+                path = re.sub(r"\{[^}]*\}", "index.html", route.path)
+                for headers in ({}, bearer("wrong"), {"Authorization": "Basic d2ViOg=="}, {"x-api-key": "wrong"}):
+                    response = await client.request(method, path, headers=headers)
+                    is_open = route.path in PUBLIC and method in ("GET", "HEAD")
+                    assert (response.status_code == 200) == is_open, (method, path)
+                    assert is_open or response.status_code == 401, (method, path)
+        for path in ("/nope", "/health/", "//health", "/health/../v1/models", "/page/../v1/models", "/v1", "/%2e"):
+            assert (await client.get(path)).status_code == 401, path
+
+
+async def test_a_wrong_key_is_told_as_openai_tells_it(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    write_keys(tmp_path / "keys", "web")
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        response = await client.get("/v1/models", headers=bearer("sk-my-secret"))
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert error_of(response)["type"] == "authentication_error"
+        assert error_of(response)["code"] == "invalid_api_key"
+        assert "my-secret" not in response.text
+        assert (await client.get("/v1/models", headers={"x-api-key": b"\xff\xfe"})).status_code == 401
+
+
+async def test_a_key_is_taken_from_either_header(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", "web", "other")
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        for headers in (bearer(keys["web"]), {"authorization": f"bearer  {keys['other']}"}, {"x-api-key": keys["web"]}):
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_a_key_sees_the_models_that_it_may_use(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    register_model(redis_client, "org/a", max_model_len=9, worker="w", seen=5.0, loras=["tuned", "other"])
+    register_model(redis_client, "b", max_model_len=9, worker="w", seen=5.0)
+    keys = write_keys(tmp_path / "keys", "web", models='["org/a", "tuned"]')
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        headers = bearer(keys["web"])
+        listed = (await client.get("/v1/models", headers=headers)).json()["data"]
+        assert [(model["id"], model["parent"], model["created"]) for model in listed] == [
+            ("org/a", None, 5),
+            ("tuned", "org/a", 5),
+        ]
+        assert (await client.get("/v1/models/org/a", headers=headers)).json()["id"] == "org/a"
+        for hidden in ("b", "other", "none", "", "a"):
+            response = await client.get(f"/v1/models/{hidden}", headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+
+
+def test_without_a_key_file_it_does_not_start_where_others_reach_it(redis_server: EmbeddedServer) -> None:
+    with pytest.raises(GatewaySettingsError, match="loopback"):
+        make_app(GatewaySettings(redis_url=redis_server.url, host="0.0.0.0"))
+
+
+async def test_every_answer_has_an_id_and_repeats_the_callers_apart(anybody: httpx2.AsyncClient) -> None:
+    for path in ("/health", "/v1/models", "/nope"):
+        response = await anybody.get(path, headers={"X-Request-Id": "mine-1"})
+        assert response.headers["x-request-id"].startswith("req_")
+        assert response.headers["x-client-request-id"] == "mine-1"
+        assert response.headers["openai-processing-ms"].isdecimal()
+    for bad in ("two words", "x" * 129, ""):
+        assert "x-client-request-id" not in (await anybody.get("/health", headers={"X-Request-Id": bad})).headers
+
+
+async def test_unknown_paths_and_methods_are_named_in_openais_shape(anybody: httpx2.AsyncClient) -> None:
+    for path in ("/v1/embeddings", "/v1/models/x/../..", "/v1/chat/completions/", "/favicon.ico"):
+        response = await anybody.post(path, headers=JSON)
+        assert response.status_code in (404, 405), path
+        assert error_of(response)["type"] == "invalid_request_error"
+    assert "/v1/embeddings" in error_of(await anybody.post("/v1/embeddings"))["message"]
+    response = await anybody.delete("/v1/models")
+    assert response.status_code == 405
+    assert "GET" in response.headers["allow"]
+    assert error_of(response)["message"] == "/v1/models does not take DELETE"
+
+
+BODIES = {
+    "no JSON": (b"{", 400),
+    "empty": (b"", 400),
+    "no object": (b"[]", 400),
+    "a lone surrogate": (b'{"model": "\\ud800"}', 400),
+    "NaN": (b'{"temperature": NaN}', 400),
+    "1e999": (b'{"temperature": 1e999}', 400),
+    "2,000 deep": (b'{"a":' * 2000 + b"1" + b"}" * 2000, 400),
+    "900 deep": (b'{"model":"tiny","messages":' + b"[" * 900 + b"]" * 900 + b"}", 400),
+    "no UTF-8": (b'{"\xff": 1}', 400),
+    "too large": (b" " * 5000, 413),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_that_cannot_be_read_is_refused(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", what: str, is_chunked: bool
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=9, worker="w", seen=5.0)
+    body, status = BODIES[what]
+    limit = 4000 if what == "too large" else 2**20
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(body), 1000):
+            yield body[at : at + 1000]
+
+    async with running_app(redis_server.url, max_body_bytes=limit) as (_, client):
+        content = pieces() if is_chunked else body
+        response = await client.post("/v1/chat/completions", content=content, headers=JSON)
+        assert response.status_code == status, response.text
+        assert error_of(response)["type"] == "invalid_request_error"
+
+
+async def test_other_content_types_and_encodings_are_refused(anybody: httpx2.AsyncClient) -> None:
+    for headers in ({"Content-Type": "text/plain"}, {}, {**JSON, "Content-Encoding": "gzip"}):
+        response = await anybody.post("/v1/chat/completions", content=b"{}", headers=headers)
+        assert response.status_code == 415
+        assert error_of(response)["type"] == "invalid_request_error"
+
+
+async def test_a_page_of_an_allowed_site_may_call_with_any_header(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", "web")
+    site = "https://chat.example.org"
+    async with running_app(redis_server.url, keys=tmp_path / "keys", allowed_origins=(site,)) as (_, client):
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-stainless-os"}
+        preflight = await client.options("/v1/chat/completions", headers={"Origin": site, **asked})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == site
+        assert preflight.headers["access-control-allow-headers"] == "x-stainless-os"
+        for headers in ({}, bearer(keys["web"])):  # a page must be able to read why it was refused
+            response = await client.get("/v1/models", headers={"Origin": site, **headers})
+            assert response.headers["access-control-allow-origin"] == site
+            assert "retry-after" in response.headers["access-control-expose-headers"]
+        for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}):
+            response = await client.options("/v1/chat/completions", headers={**headers, **asked})
+            assert "access-control-allow-origin" not in response.headers
+            response = await client.get("/v1/models", headers={**headers, **bearer(keys["web"])})
+            assert "access-control-allow-origin" not in response.headers
+
+
+async def test_a_fault_of_the_gateway_is_answered_without_its_text(
+    redis_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_request: object) -> None:
+        raise ValueError(" ".join(("a", "secret")))
+
+    metrics = GatewayMetrics()
+    with caplog.at_level(logging.INFO):
+        async with running_app(redis_server.url, metrics=metrics) as (app, client):
+            app.router.routes.append(Route("/fail", fail))
+            response = await client.get("/fail")
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert response.headers["x-request-id"] in error_of(response)["message"]
+    assert response.headers["x-request-id"] in caplog.text
+    assert "a secret" not in response.text + caplog.text
+    assert b'headrace_gateway_refusals_total{code="internal_error"} 1.0' in metrics.exposition()
+
+
+async def test_requests_and_refusals_are_counted(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    metrics = GatewayMetrics()
+    write_keys(tmp_path / "keys", "web")
+    async with running_app(redis_server.url, metrics=metrics, keys=tmp_path / "keys") as (_, client):
+        await client.get("/v1/models")
+        await client.get("/health")
+    shown = metrics.exposition()
+    assert b'headrace_gateway_http_requests_total{endpoint="models",status="4xx"} 1.0' in shown
+    assert b'headrace_gateway_http_requests_total{endpoint="probes",status="2xx"} 1.0' in shown
+    assert b'headrace_gateway_refusals_total{code="invalid_api_key"} 1.0' in shown
+    assert b"headrace_gateway_redis_up 1.0" in shown
+    assert b"headrace_gateway_key_file_valid 1.0" in shown
+
+
+async def test_without_redis_it_lives_and_is_not_ready(tmp_path: Path) -> None:
+    async with running_app("redis://127.0.0.1:1/0") as (_, client):
+        assert (await client.get("/health")).status_code == 200
+        response = await client.get("/ready")
+        assert (response.status_code, response.json()["reason"]) == (503, "Redis does not answer")
+        response = await client.get("/v1/models")
+        assert (response.status_code, error_of(response)["code"]) == (503, "queue_unavailable")
+        assert response.headers["retry-after"] == "1"
+        assert "127.0.0.1" not in response.text

@@ -1,0 +1,136 @@
+"""Bounds of API keys, on a real server: all replicas share them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.connections import connect_async
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.registry import register_model
+from headrace_gateway.errors import ApiError
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.rate_limits import RateLimits, duration
+from service.gateway.in_process import bearer, running_app, write_keys
+
+LEVELS = "headrace:gw:rate:web"
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 4}
+
+
+@pytest.fixture
+async def replicas(redis_server: EmbeddedServer) -> AsyncIterator[tuple[RateLimits, RateLimits]]:
+    async with connect_async(redis_server.url) as first, connect_async(redis_server.url) as second:
+        yield RateLimits(first), RateLimits(second)
+
+
+def put_back(client: "redis.Redis", seconds: float) -> None:
+    """Let time pass: the levels were written so many seconds earlier."""
+    for name, value in client.hgetall(LEVELS).items():
+        level, at = map(float, value.split())
+        client.hset(LEVELS, name, f"{level:.6f} {at - seconds:.6f}")
+
+
+async def test_two_replicas_admit_together_what_a_key_may_send(
+    replicas: tuple[RateLimits, RateLimits], redis_client: "redis.Redis"
+) -> None:
+    key = ApiKey("web", requests_per_minute=6)
+    outcomes = await asyncio.gather(*(limits.admit(key) for limits in replicas * 5), return_exceptions=True)
+    assert sum(isinstance(outcome, dict) for outcome in outcomes) == 6
+    refused = [outcome for outcome in outcomes if isinstance(outcome, ApiError)]
+    assert {(error.status, error.kind, error.code) for error in refused} == {
+        (429, "rate_limit_error", "rate_limit_exceeded")
+    }
+    assert 1 <= int(refused[0].headers["retry-after"]) <= 10
+    put_back(redis_client, 10.0)
+    await replicas[0].admit(key)
+    with pytest.raises(ApiError):
+        await replicas[1].admit(key)
+
+
+async def test_headers_tell_what_is_left_of_the_bounds_that_exist(replicas: tuple[RateLimits, RateLimits]) -> None:
+    assert await replicas[0].admit(ApiKey("free")) == {}
+    headers = await replicas[0].admit(ApiKey("web", requests_per_minute=60))
+    assert headers["x-ratelimit-limit-requests"] == "60"
+    assert headers["x-ratelimit-remaining-requests"] == "59"
+    assert headers["x-ratelimit-reset-requests"] == "1s"
+    assert not any("tokens" in name for name in headers)
+    headers = await replicas[1].admit(ApiKey("both", requests_per_minute=60, tokens_per_minute=1000))
+    assert headers["x-ratelimit-remaining-tokens"] == "1000"
+    assert headers["x-ratelimit-reset-tokens"] == "0ms"
+
+
+async def test_a_key_in_debt_waits_until_its_tokens_are_paid(
+    replicas: tuple[RateLimits, RateLimits], redis_client: "redis.Redis"
+) -> None:
+    key = ApiKey("web", requests_per_minute=100, tokens_per_minute=60)
+    await replicas[0].admit(key)
+    await replicas[0].charge(key, "answer", 100)
+    with pytest.raises(ApiError, match="60 tokens a minute") as raised:
+        await replicas[1].admit(key)
+    assert 39 <= int(raised.value.headers["retry-after"]) <= 42
+    assert raised.value.headers["x-ratelimit-remaining-tokens"] == "0"
+    assert raised.value.headers["x-ratelimit-remaining-requests"] == "99"  # a refused one is not taken
+    assert redis_client.ttl(LEVELS) >= 100  # the debt outlives no Redis, but all replicas
+    put_back(redis_client, 42.0)
+    await replicas[1].admit(key)
+
+
+async def test_an_answer_is_charged_once_however_often_it_is_read(
+    replicas: tuple[RateLimits, RateLimits], redis_client: "redis.Redis"
+) -> None:
+    key = ApiKey("web", tokens_per_minute=1000)
+    for limits, tokens in zip(replicas * 3, (10, 30, 30, 5, 40, 40), strict=True):
+        await limits.charge(key, "answer", tokens)
+    await replicas[0].charge(key, "another", 1)
+    level = float(redis_client.hget(LEVELS, "tokens").split()[0])
+    assert 959 <= level <= 960
+
+
+async def test_a_lower_bound_holds_at_once(replicas: tuple[RateLimits, RateLimits]) -> None:
+    await replicas[0].admit(ApiKey("web", requests_per_minute=600))
+    headers = await replicas[0].admit(ApiKey("web", requests_per_minute=2))
+    assert headers["x-ratelimit-remaining-requests"] == "1"
+
+
+async def test_a_key_without_bounds_leaves_nothing_in_redis(
+    replicas: tuple[RateLimits, RateLimits], redis_client: "redis.Redis"
+) -> None:
+    await replicas[0].admit(ApiKey("free"))
+    await replicas[0].charge(ApiKey("free"), "answer", 10)
+    assert redis_client.keys("*") == []
+
+
+async def test_without_redis_nothing_is_admitted_and_charging_does_not_fail() -> None:
+    async with connect_async("redis://127.0.0.1:1/0") as away:
+        limits, key = RateLimits(away), ApiKey("web", tokens_per_minute=5)
+        with pytest.raises(ApiError) as raised:
+            await limits.admit(key)
+        assert raised.value.status == 503
+        await limits.charge(key, "answer", 10)
+
+
+async def test_the_endpoint_refuses_what_is_too_much(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=9, worker="w", seen=5.0)
+    keys = write_keys(tmp_path / "keys", "web", requests_per_minute="1")
+    async with running_app(redis_server.url, keys=tmp_path / "keys", hold_status=0.0) as (_, client):
+        invalid: dict[str, Any] = {**CHAT, "max_tokens": 0}
+        response = await client.post("/v1/chat/completions", json=invalid, headers=bearer(keys["web"]))
+        assert response.status_code == 400  # and takes nothing
+        redis_client.hset(LEVELS, "requests", "0.0 99999999999.0")
+        response = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(keys["web"]))
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        assert response.headers["x-ratelimit-remaining-requests"] == "0"
+        assert int(response.headers["retry-after"]) == 60
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0ms"), (0.0115, "12ms"), (1.0, "1s"), (1.5, "1.5s"), (60.0, "1m0s"), (359.2, "6m0s")]
+)
+def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,37 @@
+"""What the gateway refuses to be told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_gateway import GatewaySettings, GatewaySettingsError
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_without_keys_it_listens_on_loopback(host: str) -> None:
+    assert GatewaySettings(host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example.org", "", "localhost.example.org"])
+def test_without_keys_it_listens_nowhere_else(host: str) -> None:
+    with pytest.raises(GatewaySettingsError, match="host must be an address of loopback where there is no key file"):
+        GatewaySettings(host=host)
+    assert GatewaySettings(host=host, keys=Path("keys.toml")).host == host
+
+
+@pytest.mark.parametrize("origin", ["*", "http://localhost:5173", "https://chat.example.org", "http://[::1]:80"])
+def test_origins_are_scheme_and_host(origin: str) -> None:
+    assert GatewaySettings(allowed_origins=(origin,)).allowed_origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ["", "null", "chat.example.org", "https://a.example/", "https://*.example"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(GatewaySettingsError, match="allow-origin must be"):
+        GatewaySettings(allowed_origins=(origin,))
+
+
+@pytest.mark.parametrize("given", [{"max_body_bytes": 0}, {"keep_alive": 0.0}, {"expires": float("nan")}])
+def test_sizes_and_times_have_least_values(given: dict[str, Any]) -> None:
+    with pytest.raises(GatewaySettingsError, match="must be at least"):
+        GatewaySettings(**given)

@@ -12,7 +12,9 @@ from prometheus_client import start_http_server
 
 from headrace_broker.connections import connect
 from headrace_workers.exporter import Exporter
+from headrace_workers.local_gateway import LocalGateway
 from service.operations.prometheus import Prometheus, prometheus_or_skip
+from service.ports import free_port
 from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
@@ -46,7 +48,13 @@ class Watched:
         stack.callback(serving.join, 10)
         stack.callback(devices.server_close)
         stack.callback(devices.shutdown)
+        port = free_port()
+        gateway = stack.enter_context(
+            LocalGateway(redis_url=service.server.url, log=folder / "gateway.log", metrics_port=port)
+        )
+        gateway.wait_ready()
         jobs = {
+            "headrace-gateway": f"http://127.0.0.1:{port}",
             "headrace-worker": self.worker.url,
             "headrace-exporter": self.exporter.server.url,
             "neuron-monitor": f"http://127.0.0.1:{devices.server_port}",

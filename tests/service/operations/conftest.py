@@ -1,7 +1,9 @@
 """A real worker under some load, an exporter and a machine's counters beside it, and a Prometheus that scrapes all."""
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,10 +51,10 @@ class Watched:
         stack.callback(devices.server_close)
         stack.callback(devices.shutdown)
         port = free_port()
-        gateway = stack.enter_context(
+        self.gateway = stack.enter_context(
             LocalGateway(redis_url=service.server.url, log=folder / "gateway.log", metrics_port=port)
         )
-        gateway.wait_ready()
+        self.gateway.wait_ready()
         jobs = {
             "headrace-gateway": f"http://127.0.0.1:{port}",
             "headrace-worker": self.worker.url,
@@ -72,8 +74,14 @@ class Watched:
             self.service.send(
                 {"prompt": "the wheel", "sampling_params": params}, headers=headers, priority=3 * (number % 3)
             )
+        body = {"model": "tiny", "prompt": "the wheel", "max_tokens": 4}
+        request = urllib.request.Request(  # our own address
+            f"{self.gateway.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
         self.prometheus.wait_until(
-            lambda: (self.prometheus.value("sum(headrace_requests_total)") or 0.0) >= before + requests
+            lambda: (self.prometheus.value("sum(headrace_requests_total)") or 0.0) >= before + requests + 1
         )
 
 

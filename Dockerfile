@@ -1,12 +1,44 @@
-# The Headrace worker for CPUs.
+# The Headrace worker for CPUs, and a small image of the gateway, which has no torch.
 #
 #   docker build --build-arg TORCH_INDEX_URL=<index with torch's CPU wheels> -t headrace-worker .
+#   docker build --target gateway -t headrace-gateway .
 #
 # TORCH_INDEX_URL: the package index that torch is taken from. torch publishes its CPU wheels on an index of its own (its
 # installation page names it); without the argument the default index is asked, and on x86 that means a CUDA build,
 # which works without a GPU and adds several gigabytes to the image. For GPUs: deploy/cuda/Dockerfile.
 
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS gateway-build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/headrace
+WORKDIR /src
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY engine ./engine
+COPY broker ./broker
+COPY workers ./workers
+COPY gateway ./gateway
+COPY monitoring ./monitoring
+RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[gateway]"
+
+FROM ${PYTHON_IMAGE} AS gateway
+RUN useradd --system --uid 10001 --user-group --no-create-home headrace
+COPY --from=gateway-build /opt/headrace /opt/headrace
+# beyond loopback it starts only with a key file
+ENV PATH=/opt/headrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
+    HEADRACE_GATEWAY_HOST=0.0.0.0 \
+    HEADRACE_GATEWAY_PORT=8000 \
+    HEADRACE_GATEWAY_METRICS_HOST=0.0.0.0 \
+    HEADRACE_GATEWAY_METRICS_PORT=9466
+WORKDIR /tmp
+USER 10001:10001
+EXPOSE 8000 9466
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['HEADRACE_GATEWAY_PORT']}/ready\", timeout=4)"]
+# exec form: the gateway is process 1 and gets the SIGTERM
+ENTRYPOINT ["headrace", "gateway"]
 
 FROM ${PYTHON_IMAGE} AS build
 ARG TORCH_INDEX_URL=""
@@ -20,6 +52,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY engine ./engine
 COPY broker ./broker
 COPY workers ./workers
+COPY gateway ./gateway
 COPY monitoring ./monitoring
 RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[worker,tracing]"
 

@@ -123,6 +123,11 @@ class EmbeddedServer:
             self._port = port
             return
 
+    def check_alive(self) -> None:
+        """Raises EmbeddedServerError where a server of ours has ended by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            raise EmbeddedServerError(f"the Redis server ended with status {self._process.returncode}")
+
     def stop(self) -> None:
         """Ends the server in good order; its files stay."""
         self._end(signal.SIGTERM)

@@ -28,7 +28,8 @@ class LocalGateway(LocalProcess):
     @property
     def url(self) -> str:
         """Where this machine reaches it."""
-        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '::') else self.host}:{self.port}"  # noqa: S104
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def _not_ready(self) -> str | None:
         try:

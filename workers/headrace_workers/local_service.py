@@ -1,6 +1,7 @@
 """`LocalService`: the whole service on this machine, a server, a worker and a gateway, behind one Ctrl-C."""
 
 import contextlib
+import math
 import os
 import socket
 import tempfile
@@ -20,7 +21,7 @@ _WATCH_SECONDS = 0.5
 
 
 class PortTakenError(HeadraceWorkerError):
-    """Another program listens where the gateway is to listen."""
+    """The gateway cannot listen where it is to listen, often because another program does."""
 
 
 @dataclass(slots=True)
@@ -45,13 +46,13 @@ class LocalService:
 
         Raises HeadraceWorkerError or HeadraceBrokerError where anything does not start.
         """
-        _check_free(self.host, self.port)
         with contextlib.ExitStack() as stack:
-            name = Path(self.model).name
+            name = Path(self.model).resolve().name
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-serve-")))
-            url = (
-                self.redis_url or stack.enter_context(EmbeddedServer(environ={"PATH": os.environ.get("PATH", "")})).url
-            )
+            server, url = None, self.redis_url
+            if url is None:
+                server = stack.enter_context(EmbeddedServer(environ={"PATH": os.environ.get("PATH", os.defpath)}))
+                url = server.url
             self.progress(f"queue: {BrokerSettings(redis_url=url).safe_url}")
             worker = stack.enter_context(
                 LocalWorker(
@@ -60,12 +61,24 @@ class LocalService:
             )
             settings = {} if self.keys is None else {"keys": self.keys}
             gateway = stack.enter_context(
-                LocalGateway(redis_url=url, log=folder / "gateway.log", host=self.host, port=self.port, **settings)
+                LocalGateway(
+                    redis_url=url, log=folder / "gateway.log", host=self.host, port=self.port, shutdown=2, **settings
+                )
             )
+            running = RunningService(gateway.url, name, worker, gateway, server)
             self.progress(f"worker: process {worker.pid} is loading {name}")
-            gateway.wait_ready()
-            worker.wait_ready()
-            yield RunningService(gateway.url, name, worker, gateway)
+            self._wait_ready(running)
+            yield running
+
+    def _wait_ready(self, running: "RunningService") -> None:
+        """Wait without a limit, since a model may take long to be fetched; tell each new reason."""
+        told = None
+        for process in (running.gateway, running.worker):
+            for reason in process.readiness(math.inf):
+                running.check_alive()
+                if reason not in (None, told):
+                    self.progress(f"waiting: {reason}")
+                    told = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +89,32 @@ class RunningService:
     model: str
     worker: LocalWorker
     gateway: LocalGateway
+    server: EmbeddedServer | None
+    """None where the Redis was there before."""
 
     def watch(self) -> None:
-        """Return never; raises ProcessStartError when the worker or the gateway has ended."""
+        """Return never; raises an error when one of its processes has ended."""
         while True:
-            self.worker.check_alive()
-            self.gateway.check_alive()
+            self.check_alive()
             time.sleep(_WATCH_SECONDS)
 
+    def check_alive(self) -> None:
+        """Raises ProcessStartError or EmbeddedServerError, which says what has ended."""
+        if self.server is not None:
+            self.server.check_alive()
+        self.worker.check_alive()
+        self.gateway.check_alive()
 
-def _check_free(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise PortTakenError(f"cannot listen on {host} port {port} ({error.strerror}): choose --port") from error
+
+def check_free(host: str, port: int) -> None:
+    """Raises PortTakenError where nobody could listen at the port now."""
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise PortTakenError(
+            f"cannot listen on {host} port {port} ({error.strerror}): choose --host or --port"
+        ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace_monitoring.dashboards import engine, fleet, neuron, overview, tenants
+from headrace_monitoring.dashboards import engine, fleet, gateway, neuron, overview, tenants
 from headrace_monitoring.dashboards.panels import render
 
 FOLDER = Path(__file__).resolve().parents[2] / "grafana" / "dashboards"
@@ -18,6 +18,7 @@ DASHBOARDS = {
     "engine": engine.dashboard,
     "fleet": fleet.dashboard,
     "tenants": tenants.dashboard,
+    "gateway": gateway.dashboard,
     "neuron": neuron.dashboard,
 }
 

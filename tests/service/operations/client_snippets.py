@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 _SNIPPET = re.compile(r"<!-- client: (?P<install>.+?) -->\n```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
 _URL = "redis://127.0.0.1:6379/0"
+_GATEWAY_URL = "http://127.0.0.1:8000"
 _MODEL = "smollm2-135m-instruct"
 
 
@@ -19,10 +20,10 @@ class Snippet:
     language: str
     code: str
 
-    def code_for(self, url: str, model: str) -> str:
-        """With the address and the model of a test."""
-        assert _URL in self.code, f"{self.where}: a snippet says {_URL}"
-        return self.code.replace(_URL, url).replace(_MODEL, model)
+    def code_for(self, url: str, gateway_url: str, model: str) -> str:
+        """With the addresses and the model of a test."""
+        assert _URL in self.code or _GATEWAY_URL in self.code, f"{self.where}: a snippet says {_URL} or {_GATEWAY_URL}"
+        return self.code.replace(_URL, url).replace(_GATEWAY_URL, gateway_url).replace(_MODEL, model)
 
 
 def snippets() -> list[Snippet]:

@@ -1,7 +1,9 @@
 """A real worker under some load, an exporter and a machine's counters beside it, and a Prometheus that scrapes all."""
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +14,9 @@ from prometheus_client import start_http_server
 
 from headrace_broker.connections import connect
 from headrace_workers.exporter import Exporter
+from headrace_workers.local_gateway import LocalGateway
 from service.operations.prometheus import Prometheus, prometheus_or_skip
+from service.ports import free_port
 from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
@@ -46,7 +50,13 @@ class Watched:
         stack.callback(serving.join, 10)
         stack.callback(devices.server_close)
         stack.callback(devices.shutdown)
+        port = free_port()
+        self.gateway = stack.enter_context(
+            LocalGateway(redis_url=service.server.url, log=folder / "gateway.log", metrics_port=port)
+        )
+        self.gateway.wait_ready()
         jobs = {
+            "headrace-gateway": f"http://127.0.0.1:{port}",
             "headrace-worker": self.worker.url,
             "headrace-exporter": self.exporter.server.url,
             "neuron-monitor": f"http://127.0.0.1:{devices.server_port}",
@@ -64,8 +74,14 @@ class Watched:
             self.service.send(
                 {"prompt": "the wheel", "sampling_params": params}, headers=headers, priority=3 * (number % 3)
             )
+        body = {"model": "tiny", "prompt": "the wheel", "max_tokens": 4}
+        request = urllib.request.Request(  # our own address
+            f"{self.gateway.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
         self.prometheus.wait_until(
-            lambda: (self.prometheus.value("sum(headrace_requests_total)") or 0.0) >= before + requests
+            lambda: (self.prometheus.value("sum(headrace_requests_total)") or 0.0) >= before + requests + 1
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_workers.local_gateway import LocalGateway
 from service.operations.client_snippets import ROOT, Snippet, snippets
 from service.redis_users import make_server_with_users, url_of
 from service.workers.conftest import model_folder
@@ -37,6 +38,14 @@ def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             yield made
         finally:
             made.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with LocalGateway(redis_url=url_of(service.server, "gateway"), log=log) as made:
+        made.wait_ready()
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +110,37 @@ def test_every_kind_of_client_has_a_snippet() -> None:
     installs = {(snippet.install, snippet.language) for snippet in SNIPPETS}
     assert ('pip install "celery[redis]"', "python") in installs
     assert ("pip install .", "python") in installs
+    assert ("pip install openai", "python") in installs
     assert {language for install, language in installs if install.startswith("npm")} == {"javascript"}
+
+
+def test_the_curl_line_of_the_readme_works_as_it_stands(service: Service, gateway: LocalGateway) -> None:
+    (line,) = re.findall(r"^curl -N .*\\\n.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    line = line.replace("http://127.0.0.1:8000", gateway.url).replace("smollm2-135m-instruct", "tiny")
+    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120, check=True)
+    assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
+    service.wait_settled()
 
 
 def test_no_snippet_of_a_client_escapes_this_test() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         for match in re.finditer(r"(?P<before>[^\n]*)\n```(python|javascript)\n(?P<code>.*?)```", text, re.DOTALL):
-            if re.search(r"Client\(|Celery\(|redis://", match["code"]):
+            if re.search(r"Client\(|Celery\(|redis://|OpenAI\(", match["code"]):
                 assert match["before"].startswith("<!-- client: "), f"{path.name}:\n{match['code']}"
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[snippet.where for snippet in SNIPPETS])
-def test_a_snippet_runs_with_what_the_text_installs(service: Service, install: Install, number: int) -> None:
+def test_a_snippet_runs_with_what_the_text_installs(
+    service: Service, gateway: LocalGateway, install: Install, number: int
+) -> None:
     snippet = SNIPPETS[number]
     url = url_of(service.server, "client")
     if snippet.language == "javascript":
         url += "?allowUsernameInURI=true"  # as README.md says
-    code = snippet.code_for(url, "tiny")
+    code = snippet.code_for(url, gateway.url, "tiny")
     if snippet.language == "python" and "import " not in code:  # it goes on from the one before
-        code = SNIPPETS[number - 1].code_for(url, "tiny") + code
+        code = SNIPPETS[number - 1].code_for(url, gateway.url, "tiny") + code
     folder = install(snippet.install)
     assert _run(snippet, code, folder).strip()
     service.wait_settled()

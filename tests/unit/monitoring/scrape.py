@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace_monitoring.exposition import ExpositionFormat
+from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 
@@ -73,6 +74,10 @@ EXPORTER.polled(
     0.002,
 )
 """An exporter after its first look at Redis."""
+
+
+GATEWAY = GatewayMetrics(version="1.2.3").registry
+"""A gateway that has just started."""
 
 
 class Clock:

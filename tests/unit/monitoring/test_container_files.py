@@ -8,11 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
+
+from headrace_workers.cli.gateway import gateway as gateway_command
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (ROOT / "Dockerfile", ROOT / "deploy" / "cuda" / "Dockerfile")
@@ -81,13 +85,38 @@ def test_the_redis_users_of_the_compose_file_are_those_of_the_file_for_other_ins
 
 def test_redis_and_the_metrics_are_not_published(services: dict[str, Any]) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert published == {"grafana": ["127.0.0.1:3000:3000"]}
+    assert published == {
+        "grafana": ["127.0.0.1:3000:3000"],
+        "gateway": ["127.0.0.1:${HEADRACE_GATEWAY_PORT:-8000}:8000"],
+    }
     assert services["redis"]["networks"] == services["worker"]["networks"] == ["backend"]
 
 
 def test_the_worker_is_not_killed_before_its_grace_time_is_over(services: dict[str, Any]) -> None:
     worker = services["worker"]
     assert int(worker["stop_grace_period"].removesuffix("s")) > int(worker["environment"]["HEADRACE_GRACE_SECONDS"])
+
+
+def test_the_gateway_has_keys_its_own_redis_user_and_time_for_open_answers(services: dict[str, Any]) -> None:
+    gateway = services["gateway"]
+    environment = gateway["environment"]
+    assert environment["HEADRACE_REDIS_URL"].startswith("redis://gateway:${REDIS_GATEWAY_PASSWORD:?")
+    (mount,) = gateway["volumes"]
+    folder, target, mode = mount.rsplit(":", 2)
+    assert (folder, mode) == ("${HEADRACE_GATEWAY_KEYS_DIR:-./keys}", "ro")
+    assert environment["HEADRACE_GATEWAY_KEYS"].startswith(f"{target}/")
+    assert int(gateway["stop_grace_period"].removesuffix("s")) > int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
+    assert "/ready" in gateway["healthcheck"]["test"][-1]
+    assert gateway["cap_drop"] == ["ALL"]
+    assert gateway["read_only"] is True
+    assert "/keys/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_environment_of_the_gateway_are_options_that_it_has(services: dict[str, Any]) -> None:
+    known = {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
+    image = re.findall(r"(HEADRACE_GATEWAY_\w+)=", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert len(image) == 4
+    assert {*services["gateway"]["environment"], *image} <= known
 
 
 def test_no_password_has_a_default(services: dict[str, Any]) -> None:
@@ -147,14 +176,19 @@ def test_prometheus_scrapes_every_service_that_has_metrics(services: dict[str, A
         for name in found["names"]
     }
     workers = {name for name in services if name.startswith("worker")}
-    assert scraped == {*((name, 9464) for name in workers), ("exporter", 9465), ("neuron-monitor", 8000)}
+    assert scraped == {
+        *((name, 9464) for name in workers),
+        ("exporter", 9465),
+        ("gateway", 9466),
+        ("neuron-monitor", 8000),
+    }
 
 
 def test_the_worker_runs_without_privileges(services: dict[str, Any]) -> None:
     for path in DOCKERFILES:
         dockerfile = path.read_text(encoding="utf-8")
         assert re.search(r"^USER 10001:10001$", dockerfile, re.MULTILINE), path
-        assert 'ENTRYPOINT ["headrace", "worker"]' in dockerfile, path
+        assert dockerfile.rstrip().endswith('ENTRYPOINT ["headrace", "worker"]'), path  # of the last stage, the default
     assert services["worker"]["cap_drop"] == ["ALL"]
     assert services["worker"]["read_only"] is True
 
@@ -176,11 +210,33 @@ def test_an_image_takes_in_only_what_the_builder_is_given_and_knows_whether_it_i
     for name in " ".join(copied).split():
         assert (ROOT / name).exists(), name
         assert f"!{name}" in given, name
-    (probe,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.+\])$", text, re.MULTILINE)
-    command = json.loads(probe)  # Docker reads the exec form as JSON
-    assert command[:2] == ["python", "-c"]
-    answers = subprocess.run(
-        [sys.executable, *command[1:]], env={"HEADRACE_METRICS_PORT": "1"}, capture_output=True, check=False
-    )
-    assert answers.returncode == 1  # nobody listens there
-    assert b"Connection refused" in answers.stderr
+    probes = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.+\])$", text, re.MULTILINE)
+    assert len(probes) == text.count("ENTRYPOINT")
+    for probe in probes:
+        command = json.loads(probe)  # Docker reads the exec form as JSON
+        assert command[:2] == ["python", "-c"]
+        ports = {"HEADRACE_METRICS_PORT": "1", "HEADRACE_GATEWAY_PORT": "1"}
+        answers = subprocess.run([sys.executable, *command[1:]], env=ports, capture_output=True, check=False)
+        assert answers.returncode == 1  # nobody listens there
+        assert b"Connection refused" in answers.stderr
+
+
+def test_the_image_of_the_gateway_has_no_torch_and_no_compiler() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    stages = dict(re.findall(r"^FROM \S+ AS ([\w-]+)\n(.*?)(?=^FROM )", text, re.M | re.S))
+    assert '".[gateway]"' in stages["gateway-build"]
+    assert "torch" not in stages["gateway-build"] + stages["gateway"]
+    assert "apt-get" not in stages["gateway"]
+    assert "COPY --from=gateway-build " in stages["gateway"]
+    assert "USER 10001:10001" in stages["gateway"]
+    assert stages["gateway"].rstrip().endswith('ENTRYPOINT ["headrace", "gateway"]')
+
+
+def test_an_image_is_built_from_every_package_of_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {path.partition("/")[0] for path in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    for path in DOCKERFILES:
+        text = path.read_text(encoding="utf-8")
+        builds = text.count('pip install --constraint constraints.txt ".[') or 1
+        for package in packages:
+            assert text.count(f"COPY {package} ./{package}\n") == builds, (path, package)

@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import jsonschema
 import pytest
 import yaml
 
+from headrace_gateway import GatewaySettings
 from headrace_monitoring import dashboards
+from headrace_workers.cli.gateway import gateway as gateway_command
 from unit.monitoring import custom_resources
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,6 +29,7 @@ VALUES = {
     "redis": {"workerUrl": "redis://worker:secret@redis:6379/0"},
     "worker": {"tenants": ["acme", "other-inc"]},
     "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
+    "gateway": {"enabled": True, "keysSecret": "gateway-keys", "autoscaling": {"enabled": True}},
     "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
 }
 NEURON_WORKER = {
@@ -46,7 +50,7 @@ def unit(name: str) -> configparser.ConfigParser:
     return parser
 
 
-@pytest.mark.parametrize("name", ["headrace-worker.service", "headrace-exporter.service"])
+@pytest.mark.parametrize("name", ["headrace-worker.service", "headrace-exporter.service", "headrace-gateway.service"])
 def test_a_unit_starts_a_command_that_exists_and_runs_without_privileges(name: str) -> None:
     service = unit(name)["Service"]
     command = service["ExecStart"].split()
@@ -66,6 +70,15 @@ def test_the_worker_unit_drains_before_it_is_killed() -> None:
     service = unit("headrace-worker.service")["Service"]
     assert (service["KillMode"], service["KillSignal"]) == ("mixed", "SIGTERM")  # the engine must not get it
     assert int(service["TimeoutStopSec"]) > 30 + 5  # --grace-seconds, and the time for the last results
+
+
+def test_the_gateway_unit_has_time_for_open_answers_and_no_more_rights_than_the_others() -> None:
+    service, exporter = unit("headrace-gateway.service")["Service"], unit("headrace-exporter.service")["Service"]
+    assert int(service["TimeoutStopSec"]) > GatewaySettings().shutdown
+    assert service["Environment"] == "HEADRACE_GATEWAY_KEYS=/etc/headrace/keys.toml"
+    hardening = {name: value for name, value in exporter.items() if value in ("yes", "strict")}
+    assert len(hardening) > 8
+    assert {name: service.get(name) for name in hardening} == hardening
 
 
 def helm() -> str:
@@ -100,10 +113,15 @@ def test_the_chart_renders_everything_that_it_promises(manifests: dict[str, dict
         "Secret/demo-redis",
         "Deployment/demo-worker",
         "Deployment/demo-exporter",
+        "Deployment/demo-gateway",
+        "Service/demo-gateway",
+        "HorizontalPodAutoscaler/demo-gateway",
+        "PodDisruptionBudget/demo-gateway",
         "PodDisruptionBudget/demo-worker",
         "ScaledObject/demo-worker",
         "PodMonitor/demo-worker",
         "PodMonitor/demo-exporter",
+        "PodMonitor/demo-gateway",
         "PrometheusRule/demo",
         "ConfigMap/demo-dashboards",
     }
@@ -120,7 +138,8 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
         if manifest["kind"] not in custom_resources.SCHEMAS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
             checked.append(manifest["kind"])
-    assert {"Deployment", "Secret", "ConfigMap", "PodDisruptionBudget", "HorizontalPodAutoscaler"} == set(checked)
+    kinds = {"Deployment", "Service", "Secret", "ConfigMap", "PodDisruptionBudget", "HorizontalPodAutoscaler"}
+    assert kinds == set(checked)
 
 
 def test_the_custom_resources_have_the_fields_that_their_operators_know(
@@ -186,6 +205,64 @@ def test_a_pod_has_time_to_drain_and_begins_at_once(manifests: dict[str, dict[st
     assert "secret" not in json.dumps(pod).replace("secretKeyRef", "")  # the password is in the Secret alone
 
 
+def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str, dict[str, Any]]) -> None:
+    deployment = manifests["Deployment/demo-gateway"]["spec"]
+    pod = deployment["template"]["spec"]
+    (gateway,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in gateway["env"]}
+    assert set(environment) <= {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
+    (sleep,) = [int(word) for word in gateway["lifecycle"]["preStop"]["exec"]["command"][1:]]
+    assert pod["terminationGracePeriodSeconds"] > sleep + int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
+    (volume,) = pod["volumes"]
+    (mount,) = gateway["volumeMounts"]
+    assert volume["secret"] == {"secretName": "gateway-keys"}
+    assert environment["HEADRACE_GATEWAY_KEYS"] == f"{mount['mountPath']}/keys.toml"
+    probes = {name: gateway[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert probes == {
+        "startupProbe": {"path": "/health", "port": "http"},
+        "readinessProbe": {"path": "/ready", "port": "http"},
+        "livenessProbe": {"path": "/health/live", "port": "metrics"},
+    }
+    ports = {port["name"]: str(port["containerPort"]) for port in gateway["ports"]}
+    assert ports == {
+        "http": environment["HEADRACE_GATEWAY_PORT"],
+        "metrics": environment["HEADRACE_GATEWAY_METRICS_PORT"],
+    }
+    assert gateway["securityContext"]["readOnlyRootFilesystem"] is True
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert "replicas" not in deployment  # it is the scaler's
+    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert "secret@" not in json.dumps(pod)  # the password is in the Secret alone
+    assert manifests["Secret/demo-redis"]["stringData"]["gateway-url"]
+    selected = manifests["Service/demo-gateway"]["spec"]["selector"]
+    assert selected.items() <= deployment["template"]["metadata"]["labels"].items()
+
+
+def test_without_a_gateway_the_chart_has_nothing_of_one(tmp_path: Path) -> None:
+    assert "gateway" not in json.dumps(
+        [found for found in template(tmp_path, gateway={}) if found["kind"] not in ("PrometheusRule", "ConfigMap")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("gateway", "told"),
+    [
+        ({"enabled": True}, "gateway.keysSecret is required"),
+        ({"enabled": True, "keysSecret": "k", "replica": 2}, "replica"),
+        ({"enabled": True, "keysSecret": "k", "service": {"port": 0}}, "port"),
+    ],
+)
+def test_a_gateway_without_keys_or_with_a_wrong_value_is_refused(
+    tmp_path: Path, gateway: dict[str, Any], told: str
+) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({**VALUES, "gateway": gateway}), encoding="utf-8")
+    command = [helm(), "template", "demo", str(CHART), "--values", str(values)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
 def test_a_worker_gets_the_gpus_that_are_asked_for_and_keeps_its_other_limits(tmp_path: Path) -> None:
     found = template(tmp_path, worker={"gpus": 2, "runtimeClassName": "nvidia"})
     (pod,) = [
@@ -218,7 +295,7 @@ def test_rules_and_dashboards_in_the_chart_are_those_of_this_checkout(manifests:
     assert data == {f"headrace-{name}": text for name, text in dashboards.rendered().items()}
 
 
-@pytest.mark.parametrize("component", ["worker", "exporter"])
+@pytest.mark.parametrize("component", ["worker", "exporter", "gateway"])
 def test_the_scraped_job_has_the_name_that_rules_and_dashboards_use(
     manifests: dict[str, dict[str, Any]], component: str
 ) -> None:

@@ -15,7 +15,7 @@ import yaml
 from headrace_monitoring import buckets, dashboards
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.demo import EXPORTER_PORT, WORKER_PORT
-from unit.monitoring.scrape import EXPORTER, Scrape
+from unit.monitoring.scrape import EXPORTER, GATEWAY, Scrape
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
@@ -23,7 +23,9 @@ RULE_TESTS = ("rules_test.yml", "rules_of_hours_test.yml")
 RUNBOOKS = ROOT / "docs" / "runbooks"
 PROVISIONING = ROOT / "monitoring" / "grafana" / "provisioning"
 
-EXPORTER_NAMES = {sample.name for family in EXPORTER.collect() for sample in family.samples}
+OTHER_NAMES = {
+    sample.name for source in (EXPORTER, GATEWAY) for family in source.collect() for sample in family.samples
+}
 
 
 def load(path: Path) -> Any:
@@ -41,7 +43,7 @@ def alerts(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_every_metric_in_the_rules_is_exposed(metrics: Metrics, rules: list[dict[str, Any]]) -> None:
-    exposed = Scrape(metrics).names | EXPORTER_NAMES
+    exposed = Scrape(metrics).names | OTHER_NAMES
     for rule in rules:
         assert set(re.findall(r"(?<!model:)\bheadrace_\w+", rule["expr"])) - exposed == set(), rule
 
@@ -122,7 +124,7 @@ def test_every_alert_is_tested_to_fire_and_to_stay_silent(alerts: list[dict[str,
 
 def test_every_metric_is_in_the_handbook(metrics: Metrics) -> None:
     handbook = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
-    families = [*Scrape(metrics).families, *EXPORTER.collect()]
+    families = [*Scrape(metrics).families, *EXPORTER.collect(), *GATEWAY.collect()]
     names = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     assert [name for name in sorted(names) if name.startswith("headrace_") and f"`{name}`" not in handbook] == []
 

@@ -1,13 +1,16 @@
 """`headrace serve`: one command from nothing to an HTTP service."""
 
 import json
+import shlex
 import signal
 import sys
+from pathlib import Path
 
 import click
 
 from headrace_engine import default_model
-from headrace_workers.local_service import LocalService, RunningService
+from headrace_gateway import GatewaySettings
+from headrace_workers.local_service import LocalService, RunningService, check_free
 
 
 @click.command()
@@ -22,10 +25,13 @@ def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | N
     Needs no Redis, no GPU and no configuration. Everything that it starts ends with it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is ended then too
-    if model == default_model.NAME:
-        model = str(default_model.fetch(progress=_progress))
-    service = LocalService(model, _progress, redis_url=redis_url, host=host, port=port, keys=keys)
+    # before anything is fetched or started
+    GatewaySettings(host=host, port=port, keys=None if keys is None else Path(keys))
+    check_free(host, port)
     try:
+        if model == default_model.NAME:
+            model = str(default_model.fetch(progress=_progress))
+        service = LocalService(model, _progress, redis_url=redis_url, host=host, port=port, keys=keys)
         with service.running() as running:
             _introduce(running, has_keys=keys is not None)
             running.watch()
@@ -41,9 +47,12 @@ def _introduce(running: RunningService, *, has_keys: bool) -> None:
         "stream": True,
     }
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
-    click.echo(f"\n{running.url}/v1 speaks OpenAI's API. Try it:\n")
-    click.echo(f"  curl -N {running.url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\")
-    click.echo(f"    -d '{json.dumps(body)}'\n")
+    # one line each, so that they can be pasted
+    click.echo(f"\nOpenAI's API: {running.url}/v1")
+    click.echo(
+        f"Try it: curl -N {running.url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
+        f" -d {shlex.quote(json.dumps(body))}"
+    )
     click.echo(f"The page: {running.url}/")
     click.echo("Ctrl-C ends it.")
 

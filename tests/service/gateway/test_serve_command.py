@@ -1,0 +1,220 @@
+"""`headrace serve` as a process: what it starts, what it says, and that nothing stays behind it."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from service.gateway.gateway_process import PATIENCE
+from service.ports import free_port
+from service.servers import make_server
+
+SERVE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "serve"]
+
+
+class ServeProcess:
+    """`headrace serve` with an empty home; its two outputs in one."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        home.mkdir(exist_ok=True)
+        environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
+        environ |= {"HOME": str(home), "TMPDIR": str(home)}
+        self.home = home
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [*SERVE, *arguments],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line.rstrip("\n"))
+
+    def wait_ready(self) -> "ServeProcess":
+        self.wait_line("The page: ")
+        return self
+
+    def wait_line(self, start: str) -> str:
+        """The first line that begins so, which it says at last."""
+        deadline = time.monotonic() + 4 * PATIENCE
+        while not (found := [line for line in self.lines if line.startswith(start)]):
+            assert self.process.poll() is None, self.lines
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.05)
+        return found[0]
+
+    def children(self) -> dict[str, int]:
+        """Its processes by what they are."""
+        found = {}
+        for pid, command in commands():
+            for name in ("worker", "gateway"):
+                if command[-1:] == [name] and parent(pid) == self.process.pid:
+                    found[name] = pid
+            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it gives itself
+                found["server"] = pid
+        return found
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)  # the pipe ends when the last process that holds it has ended
+        assert not self._reader.is_alive()
+        return status
+
+    def left(self) -> list[tuple[int, list[str]]]:
+        """Those that live on after it has ended; the killed ones get time to go."""
+        deadline = time.monotonic() + PATIENCE
+        while (found := self.living()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def living(self) -> list[tuple[int, list[str]]]:
+        """The processes that have its folder in their environment."""
+        mark = f"TMPDIR={self.home}".encode()
+        return [(pid, command) for pid, command in commands() if mark in read(pid, "environ").split(b"\0")]
+
+
+def commands() -> list[tuple[int, list[str]]]:
+    """Every process and its command line."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [(pid, read(pid, "cmdline").decode(errors="replace").rstrip("\0").split("\0")) for pid in pids]
+
+
+def read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""  # it has ended
+
+
+def parent(pid: int) -> int:
+    found = re.search(rb"^PPid:\s+(\d+)$", read(pid, "status"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
+    made: list[ServeProcess] = []
+
+    def start(*arguments: str) -> ServeProcess:
+        made.append(ServeProcess(tmp_path / f"home{len(made)}", *arguments))
+        return made[-1]
+
+    yield start
+    for process in made:
+        if process.process.poll() is None:
+            process.process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
+    serve: Callable[..., ServeProcess], model_folder: str, number: signal.Signals, status: int
+) -> None:
+    port = str(free_port())
+    serving = serve("--model", model_folder, "--port", port).wait_ready()
+    started = serving.children()
+    assert set(started) == {"server", "worker", "gateway"}
+    assert any(line.startswith("waiting: the worker") for line in serving.lines)
+    line = serving.wait_line("Try it: ").removeprefix("Try it: ")
+    assert f"http://127.0.0.1:{port}/v1/chat/completions" in shlex.split(line)
+    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
+    assert serving.end(number) == status
+    assert serving.left() == []
+    assert list(serving.home.glob("headrace-*")) == []  # neither logs nor the server's folder
+
+
+def test_no_password_stands_on_a_command_line(serve: Callable[..., ServeProcess], model_folder: str) -> None:
+    serving = serve("--model", model_folder, "--port", str(free_port()))
+    serving.wait_line("worker: process")
+    (worker,) = [
+        pid for pid, command in commands() if command[-1:] == ["worker"] and parent(pid) == serving.process.pid
+    ]
+    found = re.search(rb"HEADRACE_REDIS_URL=redis://:([0-9a-f]+)@", read(worker, "environ"))
+    assert found
+    assert all(found[1].decode() not in part for _, command in commands() for part in command)
+    assert all(found[1].decode() not in line for line in serving.lines)
+
+
+def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
+    serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
+    assert len(serving.living()) > 3  # itself and its children
+    serving.end(signal.SIGKILL)
+    assert serving.left() == []
+
+
+@pytest.mark.parametrize(
+    ("child", "reason"),
+    [
+        ("worker", "the worker ended with status -9"),
+        ("gateway", "the gateway ended with status -9"),
+        ("server", "the Redis server ended with status -9"),
+    ],
+)
+def test_a_child_that_dies_ends_the_whole_with_its_reason(
+    serve: Callable[..., ServeProcess], model_folder: str, child: str, reason: str
+) -> None:
+    serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
+    os.kill(serving.children()[child], signal.SIGKILL)
+    assert serving.wait() == 1
+    assert any(line.startswith(f"headrace: {reason}") for line in serving.lines), serving.lines
+    assert serving.left() == []
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_whole_with_its_reason(serve: Callable[..., ServeProcess]) -> None:
+    serving = serve("--model", "/nothing/here", "--port", str(free_port()))
+    assert serving.wait() == 1
+    assert "/nothing/here" in "\n".join(serving.lines)
+    assert serving.left() == []
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serving = serve("--port", str(port))  # the default model, which would be fetched first
+        assert serving.wait() == 1
+    (line,) = serving.lines
+    assert line == (
+        f"headrace: cannot listen on 127.0.0.1 port {port} (Address already in use): choose --host or --port"
+    )
+
+
+def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
+    serve: Callable[..., ServeProcess],
+) -> None:
+    serving = serve("--host", "0.0.0.0", "--port", str(free_port()))
+    assert serving.wait() == 1
+    (line,) = serving.lines
+    assert "gateway-key" in line
+
+
+def test_a_redis_that_was_there_before_is_used_and_left_running(
+    serve: Callable[..., ServeProcess], model_folder: str
+) -> None:
+    with make_server() as server:
+        serving = serve("--model", model_folder, "--port", str(free_port()), "--redis-url", server.url).wait_ready()
+        assert set(serving.children()) == {"worker", "gateway"}
+        assert serving.end(signal.SIGINT) == 0
+        server.check_alive()

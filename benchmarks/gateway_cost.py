@@ -61,9 +61,10 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
     figures: dict[str, Any] = {kind: {side: [] for side in _SIDES} for kind in kinds}
     requests = setup.requests()
     async with running_service(setup) as client, _gateway_of(client) as gateway:
+        (model,) = await client.models()
         sides = {
             "queue": lambda requests: through_queue(client, requests),
-            "gateway": lambda requests: through_gateway(gateway, client, requests),
+            "gateway": lambda requests: through_gateway(gateway, model, requests),
         }
         beside = _beside_engine(gateway.pid)
         with Console(stderr=True).status("") as status:
@@ -96,9 +97,8 @@ async def _gateway_of(client: Any) -> AsyncIterator[LocalGateway]:
         yield gateway
 
 
-async def through_gateway(gateway: LocalGateway, client: Any, requests: Sequence[BenchmarkRequest]) -> None:
+async def through_gateway(gateway: LocalGateway, model: str, requests: Sequence[BenchmarkRequest]) -> None:
     """All requests at once, each on a connection of its own, every stream read to its end."""
-    (model,) = await client.models()
 
     async def one(request: BenchmarkRequest) -> None:
         body = {"model": model, "prompt": request.prompt_token_ids, "stream": True, **request.sampling_params}

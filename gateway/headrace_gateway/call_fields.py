@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
-from headrace_broker import RegisteredModel
+from headrace_broker import RegisteredModel, SubmitRequest
 from headrace_gateway import field_tables
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.problems import Problems, shown
@@ -13,6 +13,7 @@ MAX_TOKENS: Final = 2**31 - 1
 LOWEST_PRIORITY: Final = 9
 FLEX_PRIORITY: Final = 7
 MAX_LOGPROBS: Final = 20
+MAX_CACHE_KEY_CHARS: Final = 200
 _TIERS: Final = ("auto", "default", "flex", "scale", "priority", "fast")
 _STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
@@ -90,6 +91,18 @@ def read_priority(given: Mapping[str, Any], problems: Problems) -> tuple[int | N
     if priority is None and tier == "flex":
         priority = FLEX_PRIORITY
     return priority, "flex" if tier == "flex" else "priority" if tier in ("priority", "fast") else "default"
+
+
+def read_cache_key(given: Mapping[str, Any], problems: Problems) -> SubmitRequest:
+    """`prompt_cache_key`: requests of one key are served by the worker that has their beginning, where one has."""
+    key = given.get("prompt_cache_key")
+    if key is None:
+        return {}
+    if not isinstance(key, str) or not 1 <= len(key) <= MAX_CACHE_KEY_CHARS or not key.isprintable():
+        message = f"prompt_cache_key must be 1 to {MAX_CACHE_KEY_CHARS} printable characters"
+        problems.add("prompt_cache_key", message)
+        return {}
+    return {"prefix_key": key}
 
 
 def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], problems: Problems) -> None:

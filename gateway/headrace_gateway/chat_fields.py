@@ -54,6 +54,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
         "messages": read_messages(given.get("messages"), problems, knows_developer=knows_developer),
         "sampling_params": sampling,
     }
+    request.update(call_fields.read_cache_key(given, problems))
     _add_template_options(request, given, tools, model, problems)
     if tools.shown and tools.choice == "auto" and model is not None and model.template.special_tags:
         sampling.setdefault("skip_special_tokens", False)  # the tags of calls are special tokens of this model

@@ -41,6 +41,7 @@ def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
     if echo and (logprobs is not None or any("prompt_token_ids" in prompt for prompt in prompts)):
         sampling.setdefault("prompt_logprobs", logprobs or 0)
     requests = [_checked({**prompt, "sampling_params": sampling}, problems) for prompt in prompts]
+    extra = call_fields.read_cache_key(given, problems)
     problems.raise_any()
     form = CompletionForm(
         n=sampling.get("n", 1),
@@ -57,7 +58,8 @@ def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
         service_tier=tier,
     )
     problems.raise_any()
-    extra: SubmitRequest = {"lora": lora} if lora else {}
+    if lora:
+        extra["lora"] = lora
     return Call(given["model"], tuple({**request, **extra} for request in requests), form, stream, priority)
 
 

@@ -36,7 +36,7 @@ SAMPLING: Final = {
 
 COMMON: Final = frozenset(
     {
-        *("model", "stream", "stream_options", "priority", "service_tier", "prompt_cache_key", "response_format"),
+        *("model", "stream", "stream_options", "priority", "service_tier", "response_format"),
         *("logprobs", "max_tokens", "return_token_ids", "return_tokens_as_token_ids"),
     }
 )
@@ -53,6 +53,7 @@ IGNORED: Final = {
     "user": "the tenant comes from the API key",
     "safety_identifier": "nothing is moderated here",
     "prediction": "it changes no text",
+    "prompt_cache_key": "requests that begin alike go to the same worker already",
     "prompt_cache_retention": "the prefix cache keeps what fits",
     "prompt_cache_options": "the prefix cache keeps what fits",
 }

@@ -9,7 +9,8 @@ from headrace_gateway.call import ToolChoice, ToolForm
 from headrace_gateway.problems import Problems, shown
 
 MAX_TOOLS: Final = 128
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME_PATTERN: Final = "[A-Za-z0-9_-]{1,64}"
+_NAME: Final = re.compile(NAME_PATTERN)
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 

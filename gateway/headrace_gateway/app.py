@@ -1,6 +1,7 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -53,9 +54,11 @@ def make_app(
 ) -> Starlette:
     """Make the application; its connections open when the server starts it and close with it.
 
-    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a URL that is none.
+    What else it must know of the queue, such as HEADRACE_MAX_QUEUED_REQUESTS, is read from the environment.
+
+    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a bad setting of the queue.
     """
-    broker = BrokerSettings(redis_url=settings.redis_url)
+    broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": settings.redis_url})
     metrics = GatewayMetrics() if metrics is None else metrics
     watch = RedisWatch(metrics) if watch is None else watch
     key_file = None

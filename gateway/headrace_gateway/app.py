@@ -27,6 +27,7 @@ from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.openapi import document
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
@@ -99,7 +100,7 @@ def make_app(
     public = (*probes.routes, *page_files.routes)
     middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes],
+        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes, *document.routes],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,

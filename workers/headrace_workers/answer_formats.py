@@ -3,6 +3,7 @@
 Clients that turn an answer's text into tool calls, such as the gateway, find the names in the registry of models.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -72,11 +73,22 @@ class AnswerFormats:
             reasoning_effort=reads_variable(template, "reasoning_effort"),
             special_tags=bool(special_tokens(tokenizer) & set(_TAGS.get(tool_parser or "", ()))),
         )
-        return {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser, "template": traits}
+        return {
+            "tokenizer": fingerprint_of(parts),
+            "tool_parser": tool_parser,
+            "reasoning_parser": reasoning_parser,
+            "template": traits,
+        }
 
     @staticmethod
     def _chosen(said: str, found: str | None) -> str | None:
         return found if said == AUTO else None if said == NONE else said
+
+
+def fingerprint_of(parts: TokenizerParts) -> str:
+    """The same for tokenizers that make the same token ids of a text and of a chat."""
+    content = repr((parts.tokenizer_json, parts.chat_template, parts.tool_chat_template))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def tool_format_of(template: str) -> str | None:

@@ -30,7 +30,8 @@ def check_names(given: Mapping[str, Any], served: frozenset[str], problems: Prob
         if name in field_tables.REFUSED:
             problems.unsupported(name, f"{name} is not served: {field_tables.REFUSED[name]}")
             continue
-        near = get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
+        # the search takes long: a body of nothing but unknown fields would hold up all others
+        near = [] if problems.are_many else get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
         hint = f": do you mean {near[0]}?" if near else ""
         problems.unsupported(name[:64], f"unknown field {name[:64]!r}{hint}")
 

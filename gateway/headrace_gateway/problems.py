@@ -17,6 +17,11 @@ class Problems:
     def __bool__(self) -> bool:
         return bool(self._found)
 
+    @property
+    def are_many(self) -> bool:
+        """Whether an answer would not show one more."""
+        return len(self._found) >= _SHOWN
+
     def add(self, param: str | None, message: str, code: str = "invalid_request") -> None:
         self._found.append((param, message, code))
 

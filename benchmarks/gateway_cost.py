@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,12 @@ from workload import BenchmarkRequest
 _ALONE = BenchmarkRequest([1, 2, 3, 4] * 8, 1)
 _REQUESTS_ALONE = 60
 _SIDES = ("queue", "gateway")
+_BESIDE_ENGINE = {
+    "gateway": "the gateway",
+    "reader": "this process, which reads",
+    "worker": "the worker beside its engine",
+    "redis": "Redis",
+}
 
 
 def main() -> None:
@@ -51,17 +57,16 @@ def main() -> None:
 
 
 async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        kind: {side: [] for side in _SIDES} for kind in ("tokens_per_second", "processor_seconds", "ttft_ms")
-    }
+    kinds = ("tokens_per_second", "processor_seconds", "ttft_ms", *_BESIDE_ENGINE)
+    figures: dict[str, Any] = {kind: {side: [] for side in _SIDES} for kind in kinds}
     requests = setup.requests()
     async with running_service(setup) as client, _gateway_of(client) as gateway:
+        (model,) = await client.models()
         sides = {
             "queue": lambda requests: through_queue(client, requests),
-            "gateway": lambda requests: through_gateway(gateway, client, requests),
+            "gateway": lambda requests: through_gateway(gateway, model, requests),
         }
-        children = psutil.Process().children()
-        beside = [psutil.Process(), *(child for child in children if "core.process" not in str(child.cmdline()))]
+        beside = _beside_engine(gateway.pid)
         with Console(stderr=True).status("") as status:
             for turn in range(turns + 1):  # the first one takes memory and is not counted
                 for name in sorted(sides, reverse=turn % 2 == 1):  # each goes first in turn
@@ -70,7 +75,9 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
                     await sides[name](requests)
                     seconds = time.perf_counter() - started
                     if turn:
-                        figures["processor_seconds"][name].append(_processor_seconds(beside) - used_before)
+                        used = {each: now - used_before[each] for each, now in _processor_seconds(beside).items()}
+                        for each, own in {**used, "processor_seconds": sum(used.values())}.items():
+                            figures[each][name].append(own)
                         figures["tokens_per_second"][name].append(sum(each.max_tokens for each in requests) / seconds)
             for _ in range(_REQUESTS_ALONE):
                 for name, through in sides.items():
@@ -90,9 +97,8 @@ async def _gateway_of(client: Any) -> AsyncIterator[LocalGateway]:
         yield gateway
 
 
-async def through_gateway(gateway: LocalGateway, client: Any, requests: Sequence[BenchmarkRequest]) -> None:
+async def through_gateway(gateway: LocalGateway, model: str, requests: Sequence[BenchmarkRequest]) -> None:
     """All requests at once, each on a connection of its own, every stream read to its end."""
-    (model,) = await client.models()
 
     async def one(request: BenchmarkRequest) -> None:
         body = {"model": model, "prompt": request.prompt_token_ids, "stream": True, **request.sampling_params}
@@ -126,8 +132,17 @@ async def events_of(host: str, port: int, path: str, body: dict[str, Any]) -> As
         writer.close()
 
 
-def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(used.user + used.system for used in (process.cpu_times() for process in processes))
+def _beside_engine(gateway_pid: int) -> dict[str, psutil.Process]:
+    """The processes beside the engine's: the worker's parent, Redis, the gateway and this one, which reads."""
+    children = psutil.Process().children()
+    (worker,) = (child for child in children if child.cmdline()[-1] == "worker")
+    (server,) = (child for child in children if child.pid not in (worker.pid, gateway_pid))
+    return {"gateway": psutil.Process(gateway_pid), "reader": psutil.Process(), "worker": worker, "redis": server}
+
+
+def _processor_seconds(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
+    used = {name: process.cpu_times() for name, process in processes.items()}
+    return {name: times.user + times.system for name, times in used.items()}
 
 
 def report(figures: dict[str, Any], title: str) -> None:
@@ -138,7 +153,7 @@ def report(figures: dict[str, Any], title: str) -> None:
     def row(what: str, kind: str, digits: int, difference: str) -> None:
         direct, gateway = figures[kind]["queue"], figures[kind]["gateway"]
         # of the pairs, measured one after the other: the medians of all drift with the machine
-        ratios = [there / here for here, there in zip(direct, gateway, strict=True)]
+        ratios = [there / here if here else 0.0 for here, there in zip(direct, gateway, strict=True)]
         added = statistics.median(there - here for here, there in zip(direct, gateway, strict=True))
         medians = [f"{statistics.median(each):.{digits}f}" for each in (direct, gateway)]
         table.add_row(what, *medians, difference.format(ratio=statistics.median(ratios), added=added))
@@ -148,6 +163,8 @@ def report(figures: dict[str, Any], title: str) -> None:
 
     row("output tokens/s", "tokens_per_second", 1, "{ratio:.3f} x")
     row("processor seconds beside the engine's", "processor_seconds", 2, "{added:+.2f}")
+    for kind, name in _BESIDE_ENGINE.items():
+        row(f"of these, {name}", kind, 2, "{added:+.2f}")
     row("one request alone, ms to its only token", "ttft_ms", 1, "{added:+.1f}")
     Console().print(table)
 

@@ -26,6 +26,7 @@ _OPTIONS: Final[dict[str, Any]] = {
     "protocol": 2,  # the shape of replies is then the same in every redis-py version and inside Lua
     "socket_connect_timeout": 5.0,
     "socket_timeout": 2 * BLOCK_SECONDS,
+    "driver_info": redis.DriverInfo(),  # one for all: each connection would look for redis-py's version on the disk
 }
 
 

@@ -31,6 +31,8 @@ class RegisteredModel:
     """When it was registered first, unix seconds."""
     weights: str = ""
     """Fingerprint of the checkpoint."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer and the chat template."""
     loras: tuple[str, ...] = ()
     """Adapters that its workers serve, by the names under which requests ask for them."""
     tool_parser: str | None = None
@@ -48,6 +50,7 @@ def register_model(
     worker: str,
     seen: float,
     weights: str = "",
+    tokenizer: str = "",
     loras: Sequence[str] = (),
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -61,6 +64,7 @@ def register_model(
         "worker": worker,
         "created": before.created if before is not None and before.created else seen,
         "weights": weights,
+        "tokenizer": tokenizer,
         "loras": list(loras),
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
@@ -101,6 +105,7 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
         str(data["worker"]),
         created=_unix_seconds(data.get("created") or data["seen"]),
         weights=_text(data.get("weights")) or "",
+        tokenizer=_text(data.get("tokenizer")) or "",
         loras=tuple(map(str, loras)) if isinstance(loras, list) else (),
         tool_parser=_text(data.get("tool_parser")),
         reasoning_parser=_text(data.get("reasoning_parser")),

@@ -73,6 +73,7 @@ class SubmitOptions(TypedDict, total=False):
     priority: int | None  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
     tenant: str | None
+    prefix_key: str | None  # instead of the prompt's beginning: requests of one key share blocks of a prefix cache
     abandon_after: float | None  # seconds, 1 to 3600: cancelled when nobody has listened for so long
     idempotency_key: str | None  # the same key, model and tenant within a day: the same request
     request_id: str | int | uuid.UUID | None  # a new one unless given
@@ -120,6 +121,10 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         if value is not None:
             problems += name_problems(header, value)
             headers[header] = value
+    prefix_key = options.get("prefix_key")
+    if prefix_key is not None:
+        problems += name_problems("prefix_key", prefix_key)
+        headers["prefix"] = _digest([model, headers.get("tenant"), str(prefix_key)])
     abandon_after = plain(options.get("abandon_after"))
     if abandon_after is not None:
         if not is_abandon_after(abandon_after):
@@ -165,8 +170,11 @@ def prefix_of(request: GenerateRequest, model: str) -> str:
         beginning = request.prompt_token_ids[:_PREFIX_TOKENS]
     else:
         beginning = (request.prompt or "")[:_PREFIX_CHARS]
-    parts = json.dumps([model, request.lora, beginning])
-    return hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()
+    return _digest([model, request.lora, beginning])
+
+
+def _digest(parts: Sequence[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
 def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:

@@ -112,7 +112,7 @@ class Readers:
         """Those that the last `commands` read for: others may have joined since, and what comes is not theirs."""
         self.wake: tuple[str, str] | None = None
         """A stream, and its last entry read, that ends a wait but brings no events."""
-        self._nothing_came = False
+        self._nothing_came = self._has_waited = False
         self._asking: list[_Reader] = []
         self._touching: list[_Reader] = []
         # No reader wants anything before these. What it hears puts that off; only a start may ask for touches at once.
@@ -129,6 +129,7 @@ class Readers:
     def commands(self) -> list[_Command]:
         """XREADs to send together. redis-py's own, or a name in text, looks through all that has come twice more."""
         block_ms = self.block_ms()
+        self._has_waited = block_ms is not None
         self._asked = dict(self._open)
         wake_key, wake_id = ([self.wake[0]], [self.wake[1]]) if self.wake else ([], [])
         last_ids = (reader.last_id for reader in self._open.values())
@@ -194,10 +195,10 @@ class Readers:
         readers = self._open.values()
         self._calls_by = -math.inf  # what is asked and said now changes these times
         self._touching = []
-        if any(reader.touch_is_due() for reader in readers):
-            self._touching = [reader for reader in readers if reader.abandon_after is not None]
-        # a wait that ended because touches are due says little of silence
-        all_silent = self._nothing_came and not self._touching
+        if any(reader.touch_is_due(now) for reader in readers):
+            self._touching = [reader for reader in readers if reader.touch_is_near(now)]
+        # a wait that ended because touches are due says little of silence, and a read that did not wait nothing
+        all_silent = self._nothing_came and self._has_waited and not self._touching
         self._asking = [reader for reader in readers if all_silent or reader.wants_look()]
         return bool(self._asking or self._touching)
 
@@ -269,8 +270,12 @@ class _Reader:
             self.abandon_after = abandon_after
             self._touch_at = math.inf if abandon_after is None else time.monotonic()
 
-    def touch_is_due(self) -> bool:
-        return time.monotonic() >= self._touch_at
+    def touch_is_due(self, now: float) -> bool:
+        return now >= self._touch_at
+
+    def touch_is_near(self, now: float) -> bool:
+        """Whether it goes together with the touches that are due now."""
+        return self.abandon_after is not None and now >= self._touch_at - touch_every(self.abandon_after) / 2
 
     def touch(self, pipe: Any) -> None:
         """Says that somebody listens."""

@@ -17,7 +17,7 @@ HeadraceEngineError
 
 import traceback
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 EngineDeathCause = Literal["crash", "out_of_memory", "recompilation"]
 
@@ -95,6 +95,10 @@ class EngineDeadError(HeadraceEngineError):
         super().__init__(message)
         self.cause = cause
         self.summary = message if summary is None else summary
+
+
+NOTHING_MAY_FOLLOW: Final = "no token is left that may follow: the request's rules forbid them all"
+"""Why a request ended whose own parameters contradict each other, which only its output shows."""
 
 
 def raised_at(error: BaseException) -> str:

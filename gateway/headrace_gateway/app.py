@@ -1,6 +1,7 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.openapi import document
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
@@ -52,9 +54,11 @@ def make_app(
 ) -> Starlette:
     """Make the application; its connections open when the server starts it and close with it.
 
-    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a URL that is none.
+    What else it must know of the queue, such as HEADRACE_MAX_QUEUED_REQUESTS, is read from the environment.
+
+    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a bad setting of the queue.
     """
-    broker = BrokerSettings(redis_url=settings.redis_url)
+    broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": settings.redis_url})
     metrics = GatewayMetrics() if metrics is None else metrics
     watch = RedisWatch(metrics) if watch is None else watch
     key_file = None
@@ -96,7 +100,7 @@ def make_app(
     public = (*probes.routes, *page_files.routes)
     middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes],
+        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes, *document.routes],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,

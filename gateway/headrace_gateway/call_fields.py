@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
-from headrace_broker import RegisteredModel
+from headrace_broker import RegisteredModel, SubmitRequest
 from headrace_gateway import field_tables
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.problems import Problems, shown
@@ -13,8 +13,10 @@ MAX_TOKENS: Final = 2**31 - 1
 LOWEST_PRIORITY: Final = 9
 FLEX_PRIORITY: Final = 7
 MAX_LOGPROBS: Final = 20
-_TIERS: Final = ("auto", "default", "flex", "scale", "priority", "fast")
-_STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+MAX_CACHE_KEY_CHARS: Final = 200
+MAX_N: Final = 64
+SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority", "fast")
+STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 
 def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,8 +32,7 @@ def check_names(given: Mapping[str, Any], served: frozenset[str], problems: Prob
         if name in field_tables.REFUSED:
             problems.unsupported(name, f"{name} is not served: {field_tables.REFUSED[name]}")
             continue
-        # the search takes long: a body of nothing but unknown fields would hold up all others
-        near = [] if problems.are_many else get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
+        near = get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
         hint = f": do you mean {near[0]}?" if near else ""
         problems.unsupported(name[:64], f"unknown field {name[:64]!r}{hint}")
 
@@ -41,10 +42,11 @@ def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: given[name] for name, ours in field_tables.SAMPLING.items() if name in given}
 
 
-def boolean(given: Mapping[str, Any], name: str, problems: Problems, *, default: bool = False) -> bool:
+def boolean(given: Mapping[str, Any], name: str, problems: Problems, *, default: bool = False, path: str = "") -> bool:
+    """The value; the default where it is absent or wrong."""
     value = given.get(name, default)
     if not isinstance(value, bool):
-        problems.add(name, f"{name} must be true or false, not {shown(value)}")
+        problems.add(path + name, f"{path}{name} must be true or false, not {shown(value)}")
         return default
     return value
 
@@ -70,12 +72,8 @@ def read_stream(given: Mapping[str, Any], problems: Problems) -> tuple[bool, boo
     if "stream_options" in given and not stream:
         problems.add("stream_options", "stream_options goes with stream: true only")
     chosen = without_nulls(options)
-    for name in chosen:
-        if name not in _STREAM_OPTIONS:
-            problems.unsupported(f"stream_options.{name[:64]}", f"stream_options holds the unknown field {name[:64]!r}")
-    usage = boolean(chosen, "include_usage", problems)
-    continuous = boolean(chosen, "continuous_usage_stats", problems)
-    boolean(chosen, "include_obfuscation", problems)
+    problems.unknown_fields("stream_options", chosen, STREAM_OPTIONS)
+    usage, continuous, _ = (boolean(chosen, name, problems, path="stream_options.") for name in STREAM_OPTIONS)
     return stream, usage, usage and continuous
 
 
@@ -85,12 +83,24 @@ def read_priority(given: Mapping[str, Any], problems: Problems) -> tuple[int | N
     tier = given.get("service_tier")
     if tier is None:
         return priority, None
-    if tier not in _TIERS:
-        problems.add("service_tier", f"service_tier must be one of {', '.join(_TIERS)}, not {shown(tier)}")
+    if tier not in SERVICE_TIERS:
+        problems.add("service_tier", f"service_tier must be one of {', '.join(SERVICE_TIERS)}, not {shown(tier)}")
         return priority, None
     if priority is None and tier == "flex":
         priority = FLEX_PRIORITY
     return priority, "flex" if tier == "flex" else "priority" if tier in ("priority", "fast") else "default"
+
+
+def read_cache_key(given: Mapping[str, Any], problems: Problems) -> SubmitRequest:
+    """`prompt_cache_key`: requests of one key are served by the worker that has their beginning, where one has."""
+    key = given.get("prompt_cache_key")
+    if key is None:
+        return {}
+    if not isinstance(key, str) or not 1 <= len(key) <= MAX_CACHE_KEY_CHARS or not key.isprintable():
+        message = f"prompt_cache_key must be 1 to {MAX_CACHE_KEY_CHARS} printable characters"
+        problems.add("prompt_cache_key", message)
+        return {}
+    return {"prefix_key": key}
 
 
 def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], problems: Problems) -> None:
@@ -103,6 +113,7 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
         message = "response_format must be an object with type text, json_object or json_schema"
         problems.add("response_format.type", message)
         return
+    problems.unknown_fields("response_format", form, ("type", "json_schema"))
     if kind == "text":
         return
     if "structured_outputs" in sampling:
@@ -112,10 +123,11 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
         sampling["structured_outputs"] = {"json_object": True}
         return
     described = form.get("json_schema")
-    schema = described.get("schema") if isinstance(described, Mapping) else None
-    if not isinstance(schema, Mapping):
+    if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
         problems.add("response_format.json_schema.schema", "response_format.json_schema.schema must be an object")
         return
+    schema = described["schema"]
+    problems.unknown_fields("response_format.json_schema", described, ("name", "description", "schema", "strict"))
     sampling["structured_outputs"] = {"json": schema}
 
 

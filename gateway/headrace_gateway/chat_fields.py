@@ -8,13 +8,13 @@ from headrace_gateway import call_fields, field_tables
 from headrace_gateway.call import Call, ChatForm
 from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, integer
 from headrace_gateway.errors import ForcedChoiceError
-from headrace_gateway.forced_choice import forced_choice
+from headrace_gateway.forced_choice import forced_choice, strict_calls
 from headrace_gateway.message_fields import read_messages
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from headrace_gateway.problems import Problems, shown
 from headrace_gateway.tool_fields import Tools, read_tools
 
-_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _RESERVED_KWARGS: Final = (
     "messages",
     "tools",
@@ -23,7 +23,12 @@ _RESERVED_KWARGS: Final = (
     "tokenize",
     "chat_template",
 )
-_MAX_METADATA: Final = 16
+_TEMPLATE_FIELDS: Final = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_SPECIAL_REASONING: Final = ("mistral", "openai")
+"""Reasoning parsers whose tags are special tokens."""
+MAX_METADATA: Final = 16
+MAX_METADATA_NAME: Final = 64
+MAX_METADATA_VALUE: Final = 512
 
 
 def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: str | None) -> Call:
@@ -44,43 +49,42 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     logprobs = _read_logprobs(given, problems)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    _check_refused(given, problems)
     tools = read_tools(given, problems)
+    _check_refused(given, tools, sampling, problems)
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
+    variables = _template_variables(given, model, problems)
     tool_parser, reasoning_parser = _parsers(model)
-    forced = _force(tools, model, sampling, problems, parallel=parallel)
+    if "structured_outputs" in sampling and not tools.shown:
+        reasoning_parser = None  # the output is what the grammar says, from its first character on
+    forced = _bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
+    if _reads_special_tokens(model, tools, reasoning_parser):
+        sampling.setdefault("skip_special_tokens", False)
     knows_developer = model is not None and model.template.developer
     request: SubmitRequest = {
         "messages": read_messages(given.get("messages"), problems, knows_developer=knows_developer),
         "sampling_params": sampling,
     }
-    _add_template_options(request, given, tools, model, problems)
-    if tools.shown and tools.choice == "auto" and model is not None and model.template.special_tags:
-        sampling.setdefault("skip_special_tokens", False)  # the tags of calls are special tokens of this model
-    form = (
-        ChatForm(
-            n=given.get("n", 1),
-            include_usage=usage,
-            continuous_usage=continuous,
-            logprobs=logprobs,
-            tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
-            reasoning_parser=None if "structured_outputs" in sampling and not tools.shown else reasoning_parser,
-            tools=tools.allowed,
-            tool_choice=tools.choice,
-            parallel_tool_calls=parallel,
-            include_reasoning=boolean(given, "include_reasoning", problems, default=True),
-            return_token_ids=boolean(given, "return_token_ids", problems),
-            tokens_as_ids=boolean(given, "return_tokens_as_token_ids", problems),
-            prompt_logprobs="prompt_logprobs" in sampling,
-            metadata=_read_metadata(given, problems),
-            service_tier=tier,
-        )
-        if not problems
-        else None
+    request.update(call_fields.read_cache_key(given, problems))
+    _add_template_options(request, given, tools, variables, model, problems)
+    form = ChatForm(
+        n=given.get("n", 1),
+        include_usage=usage,
+        continuous_usage=continuous,
+        logprobs=logprobs,
+        tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
+        reasoning_parser=reasoning_parser,
+        tools=tools.allowed,
+        tool_choice=tools.choice,
+        parallel_tool_calls=parallel,
+        include_reasoning=boolean(given, "include_reasoning", problems, default=True),
+        return_token_ids=boolean(given, "return_token_ids", problems),
+        tokens_as_ids=boolean(given, "return_tokens_as_token_ids", problems),
+        prompt_logprobs="prompt_logprobs" in sampling,
+        metadata=_read_metadata(given, problems),
+        service_tier=tier,
     )
-    _check(request, problems)
+    _check(request, given, problems)
     problems.raise_any()
-    assert form is not None
     if lora:
         request["lora"] = lora
     return Call(given["model"], (request,), form, stream, priority)
@@ -110,51 +114,88 @@ def _read_logprobs(given: Mapping[str, Any], problems: Problems) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _check_refused(given: Mapping[str, Any], problems: Problems) -> None:
-    if given.get("store"):
+def _check_refused(given: Mapping[str, Any], tools: Tools, sampling: Mapping[str, Any], problems: Problems) -> None:
+    if boolean(given, "store", problems):
         problems.unsupported("store", "store must be false or absent: answers are kept as long as their streams")
     if given.get("modalities", ["text"]) != ["text"]:
         problems.unsupported("modalities", 'modalities must be ["text"]: only text is served')
     if given.get("verbosity", "medium") != "medium":
         problems.unsupported("verbosity", "verbosity must be medium or absent: say it in the messages")
-    if "response_format" in given and "tools" in given and given.get("tool_choice", "auto") != "none":
+    if "response_format" in given and "structured_outputs" in sampling and tools.shown:
         problems.add("response_format", "response_format does not go with tools: a call could not be written")
 
 
-def _force(
-    tools: Tools, model: RegisteredModel | None, sampling: dict[str, Any], problems: Problems, *, parallel: bool
+def _bind_calls(
+    tools: Tools,
+    model: RegisteredModel | None,
+    variables: Mapping[str, Any],
+    sampling: dict[str, Any],
+    problems: Problems,
+    *,
+    parallel: bool,
 ) -> str | None:
-    """Set the grammar of a forced choice; returns the parser that reads it."""
-    if tools.choice not in ("required", "named"):
-        return None
+    """Set the grammar that calls must follow; returns the parser that reads a forced choice."""
+    must_call = tools.choice in ("required", "named")
     if "structured_outputs" in sampling:
-        problems.add("tool_choice", "tool_choice that forces a call does not go with structured_outputs")
+        if must_call:
+            problems.add("tool_choice", "tool_choice that forces a call does not go with structured_outputs")
         return None
+    tool_parser = model.tool_parser if model is not None else None
     try:
-        forced = forced_choice(
-            tools.allowed,
-            tool_parser=model.tool_parser if model else None,
-            reasoning_parser=model.reasoning_parser if model else None,
-            parallel=parallel and tools.choice == "required",
-        )
+        if must_call:
+            forced = forced_choice(
+                tools.allowed,
+                tool_parser=tool_parser,
+                reasoning_parser=model.reasoning_parser if model is not None else None,
+                prompt_tail="</think>" if _reasons_not(model, variables) else None,
+                parallel=parallel and tools.choice == "required",
+            )
+            sampling["structured_outputs"] = {"grammar": forced.grammar}
+            return forced.syntax
+        if tools.choice == "auto" and model is not None and not model.template.special_tags:
+            grammar = strict_calls(tools.allowed, tool_parser=tool_parser, parallel=parallel)
+            if grammar is not None:
+                sampling["structured_outputs"] = {"grammar": grammar}
     except ForcedChoiceError as error:
         problems.add("tools", str(error))
-        return None
-    sampling["structured_outputs"] = {"grammar": forced.grammar}
-    return forced.syntax
+    return None
+
+
+def _reasons_not(model: RegisteredModel | None, variables: Mapping[str, Any]) -> bool:
+    """Whether the request switches reasoning off: the template then closes it in the prompt."""
+    switch = model.template.thinking if model is not None else None
+    return switch is not None and variables.get(switch) is False
+
+
+def _reads_special_tokens(model: RegisteredModel | None, tools: Tools, reasoning_parser: str | None) -> bool:
+    """Whether the parsers need tags that are special tokens, which texts leave out by default."""
+    calls = tools.choice == "auto" and model is not None and model.template.special_tags
+    return calls or reasoning_parser in _SPECIAL_REASONING
 
 
 def _add_template_options(
-    request: SubmitRequest, given: Mapping[str, Any], tools: Tools, model: RegisteredModel | None, problems: Problems
+    request: SubmitRequest,
+    given: Mapping[str, Any],
+    tools: Tools,
+    variables: dict[str, Any],
+    model: RegisteredModel | None,
+    problems: Problems,
 ) -> None:
     template = model.template if model is not None else None
-    if tools.shown and template is not None and template.tools:
+    if tools.shown and (template is None or template.tools):
         request["tools"] = tools.shown
-    elif tools.shown and tools.choice == "auto" and template is not None:
+    elif tools.shown and tools.choice == "auto":
         message = "the chat template of this model knows no tools: use tool_choice required, or name a function"
         problems.add("tools", message, "unsupported")
-    elif tools.shown and template is None:
-        request["tools"] = tools.shown
+    if variables:
+        request["chat_template_kwargs"] = variables
+    for name in _TEMPLATE_FIELDS[1:]:
+        if name in given:
+            request[name] = boolean(given, name, problems)
+
+
+def _template_variables(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
+    """What the chat template gets besides the messages; the caller's own variables go before reasoning_effort."""
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         problems.add("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(variables)}")
@@ -162,20 +203,17 @@ def _add_template_options(
     for name in variables:
         if name in _RESERVED_KWARGS:
             problems.add(f"chat_template_kwargs.{name}", f"chat_template_kwargs must not hold {name}: it is a field")
-    variables = {**_effort(given, model, problems), **variables}
-    if variables:
-        request["chat_template_kwargs"] = variables
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if name in given:
-            request[name] = boolean(given, name, problems)  # type: ignore[literal-required]
+    return {**_effort(given, model, problems), **variables}
 
 
 def _effort(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
     effort = given.get("reasoning_effort")
     if effort is None:
         return {}
-    if effort not in _EFFORTS:
-        problems.add("reasoning_effort", f"reasoning_effort must be one of {', '.join(_EFFORTS)}, not {shown(effort)}")
+    if effort not in REASONING_EFFORTS:
+        problems.add(
+            "reasoning_effort", f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, not {shown(effort)}"
+        )
         return {}
     variables: dict[str, Any] = {}
     if model is not None and model.template.reasoning_effort:
@@ -192,21 +230,27 @@ def _read_metadata(given: Mapping[str, Any], problems: Problems) -> dict[str, st
     metadata = given.get("metadata")
     if metadata is None:
         return None
-    fine = isinstance(metadata, Mapping) and len(metadata) <= _MAX_METADATA
-    if fine and all(isinstance(value, str) and len(value) <= 512 and len(key) <= 64 for key, value in metadata.items()):
+    if isinstance(metadata, Mapping) and len(metadata) <= MAX_METADATA and all(map(_is_pair, metadata.items())):
         return dict(metadata)
-    message = f"metadata must hold at most {_MAX_METADATA} strings of 512 characters under names of 64"
+    limits = f"{MAX_METADATA_VALUE} characters under names of {MAX_METADATA_NAME}"
+    message = f"metadata must hold at most {MAX_METADATA} strings of {limits}"
     problems.add("metadata", message)
     return None
 
 
-def _check(request: SubmitRequest, problems: Problems) -> None:
+def _is_pair(pair: tuple[str, Any]) -> bool:
+    name, value = pair
+    return isinstance(value, str) and len(value) <= MAX_METADATA_VALUE and len(name) <= MAX_METADATA_NAME
+
+
+def _check(request: SubmitRequest, given: Mapping[str, Any], problems: Problems) -> None:
     """The queue's own rules, before anything is sent."""
-    if problems and not request.get("messages"):
-        return
+    names = {ours: name for name, ours in field_tables.SAMPLING.items()}
+    names |= {name: name for name in ("tools", *_TEMPLATE_FIELDS)}
+    names |= {"max_tokens": "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"}
+    if "structured_outputs" not in given:
+        names["structured_outputs"] = "response_format" if "response_format" in given else "tools"
     try:
         GenerateRequest.parse(request)
     except InvalidRequestError as error:
-        known = [*field_tables.SAMPLING, "max_tokens", "logprobs", "tools", "chat_template_kwargs"]
-        if not problems:
-            problems.of_broker(error.problems, [*known, "add_generation_prompt", "continue_final_message"])
+        problems.of_queue(error.problems, names)

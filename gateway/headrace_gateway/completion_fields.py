@@ -3,14 +3,18 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
+
 from headrace_broker import GenerateRequest, InvalidRequestError, SubmitRequest
 from headrace_gateway import call_fields, field_tables
 from headrace_gateway.call import Call, CompletionForm
-from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, integer
+from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_N, MAX_TOKENS, boolean, integer
 from headrace_gateway.problems import Problems, shown
 
 DEFAULT_MAX_TOKENS: Final = 16
 MAX_PROMPTS: Final = 128
+MAX_REPEATED_BYTES: Final = 8 * 2**20
+"""Every prompt is a request of its own in the queue, with all the sampling parameters."""
 
 
 def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
@@ -40,8 +44,8 @@ def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
         sampling["logprobs"] = logprobs
     if echo and (logprobs is not None or any("prompt_token_ids" in prompt for prompt in prompts)):
         sampling.setdefault("prompt_logprobs", logprobs or 0)
-    requests = [_checked({**prompt, "sampling_params": sampling}, problems) for prompt in prompts]
-    problems.raise_any()
+    cache_key = call_fields.read_cache_key(given, problems)
+    _check(prompts, sampling, given, problems)
     form = CompletionForm(
         n=sampling.get("n", 1),
         include_usage=usage,
@@ -57,14 +61,17 @@ def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
         service_tier=tier,
     )
     problems.raise_any()
-    extra: SubmitRequest = {"lora": lora} if lora else {}
-    return Call(given["model"], tuple({**request, **extra} for request in requests), form, stream, priority)
+    shared: SubmitRequest = {"sampling_params": sampling, **cache_key}
+    if lora:
+        shared["lora"] = lora
+    return Call(given["model"], tuple({**prompt, **shared} for prompt in prompts), form, stream, priority)
 
 
 def _check_refused(given: Mapping[str, Any], problems: Problems) -> None:
-    if given.get("suffix"):
+    if given.get("suffix", "") != "":
         problems.unsupported("suffix", "suffix is not served: the text after the prompt cannot be given")
-    if "best_of" in given and given["best_of"] != given.get("n", 1):
+    best_of = integer(given, "best_of", 1, MAX_N, problems)
+    if best_of is not None and best_of != given.get("n", 1):
         problems.unsupported("best_of", "best_of is not served: it must be absent or equal n")
 
 
@@ -92,12 +99,26 @@ def _prompts(prompt: Any, problems: Problems) -> list[SubmitRequest]:
     return requests
 
 
-def _checked(request: SubmitRequest, problems: Problems) -> SubmitRequest:
-    """The queue's own rules, before anything is sent."""
-    try:
-        GenerateRequest.parse(request)
-    except InvalidRequestError as error:
-        if not problems:  # every prompt has the same sampling parameters
-            names = [part if part != "prompt_token_ids" else "prompt" for part in (*field_tables.SAMPLING, "prompt")]
-            problems.of_broker(error.problems, [*names, "max_tokens", "logprobs"])
-    return request
+def _check(
+    prompts: list[SubmitRequest], sampling: dict[str, Any], given: Mapping[str, Any], problems: Problems
+) -> None:
+    """The queue's own rules, before anything is sent. The sampling parameters are the same for all prompts."""
+    if len(prompts) > 1 and (size := len(prompts) * len(msgspec.json.encode(sampling))) > MAX_REPEATED_BYTES:
+        message = f"prompt holds {len(prompts)} prompts, and each takes the sampling parameters along"
+        problems.add("prompt", f"{message}: at most {MAX_REPEATED_BYTES} bytes in all, not {size}")
+        return
+    names = {ours: name for name, ours in field_tables.SAMPLING.items()}
+    names |= {"max_tokens": "max_tokens", "logprobs": "logprobs"}
+    if "structured_outputs" not in given:
+        names["structured_outputs"] = "response_format"
+    found = []
+    for position, prompt in enumerate(prompts or [{"prompt": "none"}]):
+        where = f"prompt[{position}]" if len(prompts) > 1 else "prompt"
+        names[where] = where
+        try:
+            GenerateRequest.parse({**prompt, "sampling_params": sampling} if position == 0 else prompt)
+        except InvalidRequestError as error:
+            for problem in error.problems:
+                first, _, rest = problem.partition(" ")
+                found.append(f"{where} {rest}" if first in ("prompt", "prompt_token_ids") else problem)
+    problems.of_queue(found, names)

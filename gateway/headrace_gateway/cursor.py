@@ -5,7 +5,8 @@ from typing import Final, NamedTuple, Self
 
 from headrace_gateway.errors import invalid
 
-_FORM: Final = re.compile(r"([0-9]{1,19})-([0-9]{1,19})\.([0-9]{1,9})")
+PATTERN: Final = r"([0-9]{1,19})-([0-9]{1,19})\.([0-9]{1,9})"
+_FORM: Final = re.compile(PATTERN)
 
 
 class Cursor(NamedTuple):

@@ -36,8 +36,8 @@ SAMPLING: Final = {
 
 COMMON: Final = frozenset(
     {
-        *("model", "stream", "stream_options", "priority", "service_tier", "prompt_cache_key", "response_format"),
-        *("logprobs", "max_tokens", "return_token_ids", "return_tokens_as_token_ids"),
+        *("model", "stream", "stream_options", "priority", "service_tier", "response_format"),
+        *("logprobs", "max_tokens", "prompt_cache_key", "return_token_ids", "return_tokens_as_token_ids"),
     }
 )
 CHAT: Final = COMMON | frozenset(

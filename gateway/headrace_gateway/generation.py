@@ -14,7 +14,8 @@ from starlette.routing import Route
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_gateway.answer_reader import AnswerReader, PlacedChunk, open_reader
 from headrace_gateway.body import read_json
-from headrace_gateway.call import AnswerForm, Call
+from headrace_gateway.broker_errors import not_found
+from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm
 from headrace_gateway.call_fields import bounded_priority
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
@@ -116,10 +117,21 @@ def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str,
     return request
 
 
-async def read_again(request: Request) -> Response:
-    """`GET /v1/chat/completions/{id}` and `/v1/completions/{id}`: the answer, or its stream from a cursor on."""
+async def read_chat_again(request: Request) -> Response:
+    """`GET /v1/chat/completions/{id}`: the answer, or its stream from a cursor on."""
+    return await _read_again(request, ChatForm)
+
+
+async def read_completion_again(request: Request) -> Response:
+    """`GET /v1/completions/{id}`."""
+    return await _read_again(request, CompletionForm)
+
+
+async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
+    if not isinstance(envelope.form, kind):
+        raise not_found(f"no answer {envelope.id!r} of this kind is kept")
     last_event_id = request.headers.get("last-event-id")
     accepts_events = "text/event-stream" in request.headers.get("accept", "")
     if not (_flag(request, "stream") or last_event_id or accepts_events):
@@ -228,7 +240,7 @@ def _unfinished(envelope: Envelope) -> Response:
 
 routes: Final = [
     Route("/v1/chat/completions", create_chat, methods=["POST"]),
-    Route("/v1/chat/completions/{id}", read_again, methods=["GET"]),
+    Route("/v1/chat/completions/{id}", read_chat_again, methods=["GET"]),
     Route("/v1/completions", create_completion, methods=["POST"]),
-    Route("/v1/completions/{id}", read_again, methods=["GET"]),
+    Route("/v1/completions/{id}", read_completion_again, methods=["GET"]),
 ]

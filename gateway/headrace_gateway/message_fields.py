@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from headrace_gateway.problems import Problems, shown
 
-_ROLES: Final = ("developer", "system", "user", "assistant", "tool")
+ROLES: Final = ("developer", "system", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 _WITHOUT_EFFECT: Final = ("refusal", "annotations", "audio", "function_call")
 """Fields that answers of the API have, and that callers send back."""
@@ -31,9 +31,9 @@ def _read(position: int, message: Any, problems: Problems, knows_developer: bool
         return {}
     given = {name: value for name, value in message.items() if value is not None}
     role = given.get("role")
-    if role not in _ROLES:
+    if role not in ROLES:
         hint = ": use the role tool" if role == "function" else ""
-        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}, not {_named(role)}{hint}")
+        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {_named(role)}{hint}")
         return {}
     for name in given:
         if name in _WITHOUT_EFFECT and not given[name]:

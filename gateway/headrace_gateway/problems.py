@@ -1,11 +1,16 @@
 """Collect everything that is wrong with a request, so that one answer names it all."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
+from headrace_broker import value_rules
 from headrace_gateway.errors import ApiError
 
 _SHOWN: Final = 8
+_MOST: Final = 64
+"""A body of megabytes may hold a million mistakes; nobody reads them all."""
+_PLACE: Final = re.compile(r"(?:message|position) (\d+)")
 
 
 class Problems:
@@ -17,28 +22,39 @@ class Problems:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    @property
-    def are_many(self) -> bool:
-        """Whether an answer would not show one more."""
-        return len(self._found) >= _SHOWN
-
     def add(self, param: str | None, message: str, code: str = "invalid_request") -> None:
+        """Add one; raises ApiError where there are too many to go on."""
         self._found.append((param, message, code))
+        if len(self._found) >= _MOST:
+            self.raise_any()
 
     def unsupported(self, param: str, message: str) -> None:
         self.add(param, message, "unsupported_parameter")
 
-    def of_broker(self, problems: Iterable[str], params: Iterable[str]) -> None:
-        """Add the problems that the queue's own rules found; each names its field first.
+    def unknown_fields(self, path: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+        """Refuse what an object holds besides its known fields, by name."""
+        for name in given:
+            if name not in known:
+                self.unsupported(f"{path}.{name[:64]}", f"{path} holds the unknown field {name[:64]!r}")
+
+    def of_queue(self, problems: Iterable[str], names: Mapping[str, str]) -> None:
+        """Add what the queue's own rules found, except about fields that are known to be wrong.
 
         Args:
-            params: fields that a problem may begin with.
+            problems: sentences that begin with the queue's name of a field.
+            names: the API's names of these fields.
         """
-        names = frozenset(params)
+        told = {re.split(r"[.\[]", param)[0] for param, _, _ in self._found if param is not None}
         for problem in problems:
-            first = problem.partition(" ")[0]
-            about_messages = first == "messages" or " message " in problem
-            self.add(first if first in names else "messages" if about_messages else None, problem)
+            first, _, rest = problem.partition(" ")
+            param = names.get(first)
+            if param is not None:
+                problem = f"{param} {rest}"
+            elif first == "messages" or " message" in problem:
+                place = _PLACE.search(problem)
+                param = "messages" if place is None else f"messages[{place[1]}]"
+            if param is None or re.split(r"[.\[]", param)[0] not in told:
+                self.add(param, problem)
 
     def raise_any(self) -> None:
         """Raise ApiError 400 where anything was added."""
@@ -47,7 +63,7 @@ class Problems:
         param, _, code = self._found[0]
         sentences = [message for _, message, _ in self._found[:_SHOWN]]
         if len(self._found) > _SHOWN:
-            sentences.append(f"and {len(self._found) - _SHOWN} problems more")
+            sentences.append("and more")
         raise ApiError(400, "invalid_request_error", code, "; ".join(sentences), param=param)
 
 
@@ -58,7 +74,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
-        return str(value)[:40]
+        return value_rules.shown(value)
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     return "an array" if isinstance(value, list) else "an object"

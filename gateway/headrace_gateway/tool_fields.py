@@ -9,7 +9,8 @@ from headrace_gateway.call import ToolChoice, ToolForm
 from headrace_gateway.problems import Problems, shown
 
 MAX_TOOLS: Final = 128
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME_PATTERN: Final = "[A-Za-z0-9_-]{1,64}"
+_NAME: Final = re.compile(NAME_PATTERN)
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 
@@ -52,13 +53,13 @@ def _read_tool(position: int, tool: Any, problems: Problems) -> ToolForm | None:
         problems.add(f"{path}.type", f"{path} must be an object with type function and a function{told}", "unsupported")
         return None
     function = tool["function"]
+    problems.unknown_fields(path, tool, ("type", "function"))
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
     fine = True
-    for unknown in [key for key in function if key not in _FUNCTION_FIELDS]:
-        problems.unsupported(
-            f"{path}.function.{unknown[:64]}", f"{path}.function holds the unknown field {unknown[:64]!r}"
-        )
-        fine = False
+    problems.unknown_fields(f"{path}.function", function, _FUNCTION_FIELDS)
+    if not isinstance(function.get("description", ""), str | None):
+        message = f"{path}.function.description must be a string, not {shown(function['description'])}"
+        problems.add(f"{path}.function.description", message)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         message = f"{path}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
         problems.add(f"{path}.function.name", message)

@@ -3,6 +3,7 @@
 Clients that turn an answer's text into tool calls, such as the gateway, find the names in the registry of models.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -78,7 +79,12 @@ class AnswerFormats:
             reasoning_effort=reads_variable(template, "reasoning_effort"),
             special_tags=bool(special_tokens(tokenizer) & set(_TAGS.get(tool_parser or "", ()))),
         )
-        return {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser, "template": traits}
+        return {
+            "tokenizer": fingerprint_of(parts),
+            "tool_parser": tool_parser,
+            "reasoning_parser": reasoning_parser,
+            "template": traits,
+        }
 
     @staticmethod
     def _chosen(said: str, found: str | None) -> str | None:
@@ -88,6 +94,12 @@ class AnswerFormats:
 def go_together(tool_parser: str | None, reasoning_parser: str | None) -> bool:
     """Whether a client can read both: the messages of gpt-oss hold calls and reasoning."""
     return tool_parser != HARMONY or reasoning_parser in (None, HARMONY)
+
+
+def fingerprint_of(parts: TokenizerParts) -> str:
+    """The same for tokenizers that make the same token ids of a text and of a chat."""
+    content = repr((parts.tokenizer_json, parts.chat_template, parts.tool_chat_template))
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def tool_format_of(template: str) -> str | None:

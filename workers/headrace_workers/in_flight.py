@@ -19,6 +19,7 @@ from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
 from headrace_broker.results import ErrorInfo
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.errors import NOTHING_MAY_FOLLOW
 from headrace_engine.input_processor import request_of_choice
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
@@ -335,7 +336,8 @@ class InFlight:
     def _complete(self, job: Job, error: str | None = None) -> None:
         """All choices have ended."""
         if error is not None:
-            self._settlement.complete(job, "error", ErrorInfo("engine_error", error))
+            code = "invalid_request" if error == NOTHING_MAY_FOLLOW else "engine_error"
+            self._settlement.complete(job, "error", ErrorInfo(code, error))
             return
         self._jobs.pop(job.request_id, None)
         self._slots_used = None

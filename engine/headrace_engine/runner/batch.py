@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace_engine.errors import NOTHING_MAY_FOLLOW
 from headrace_engine.runner.attention.backend import AttentionMetadata
 from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StepBatch, TokenLogprobs
 from headrace_engine.runner.request_processors import ProcessorSet, RequestProcessors
@@ -348,7 +349,7 @@ def _why_no_token(request: RunningRequest) -> str:
     """The sentence for a request whose logits were all forbidden."""
     if request.processors is not None and request.processors.failure is not None:
         return request.processors.failure
-    return "no token is left that may follow: the request's rules forbid them all"
+    return NOTHING_MAY_FOLLOW
 
 
 def _wanted_targets(request: RunningRequest, start: int, count: int) -> range:

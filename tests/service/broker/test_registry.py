@@ -23,6 +23,7 @@ def test_a_model_is_read_as_it_was_registered(redis_client: "redis.Redis") -> No
         "max_model_len": 64,
         "worker": "w",
         "weights": "abc",
+        "tokenizer": "def",
         "loras": ("a", "b"),
         "tool_parser": "hermes",
         "reasoning_parser": "think",

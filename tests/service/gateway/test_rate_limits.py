@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 
+from headrace_broker import AsyncClient
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.registry import register_model
@@ -134,3 +135,24 @@ async def test_the_endpoint_refuses_what_is_too_much(
 )
 def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("variable", "code"),
+    [("MAX_QUEUED_REQUESTS", "queue_full"), ("MAX_QUEUED_REQUESTS_PER_TENANT", "quota_exceeded")],
+)
+async def test_a_full_queue_refuses_as_its_settings_say(
+    redis_server: EmbeddedServer,
+    redis_client: "redis.Redis",
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    code: str,
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=99, worker="w", seen=5.0)
+    monkeypatch.setenv(f"HEADRACE_{variable}", "1")
+    async with running_app(redis_server.url, hold_status=0.0) as (_, client):
+        async with AsyncClient(redis_server.url) as producer:
+            await producer.submit("hello", model="tiny")
+        response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
+    assert (response.status_code, response.json()["error"]["code"]) == (429, code)
+    assert int(response.headers["retry-after"]) >= 1

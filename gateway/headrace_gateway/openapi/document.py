@@ -1,0 +1,190 @@
+"""The API as an OpenAPI 3.1 document, served at `/openapi.json`.
+
+The bodies of requests are made from the tables by
+which requests are read, so the two cannot differ.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_gateway import cursor, field_tables
+from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
+from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.openapi import schemas
+from headrace_gateway.openapi.schemas import Schema, closed, integer, or_null
+
+PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
+
+_ERRORS: Final = {
+    400: "A field, a header or the JSON is wrong",
+    401: "The API key is missing or unknown",
+    403: "The request comes from a host or an origin that is not allowed",
+    404: "The model or the answer does not exist, or belongs to another key",
+    413: "The body is too large",
+    415: "The body is not application/json, or compressed",
+    422: "The Idempotency-Key was used with another request",
+    429: "A bound of the key, the tenant or the queue is reached",
+    499: "The request was cancelled",
+    500: "The engine failed",
+    503: "The queue cannot be reached",
+    504: "The request's deadline passed",
+}
+_WHEN_CREATED: Final = tuple(_ERRORS)
+_WHEN_READ: Final = tuple(status for status in _ERRORS if status not in (413, 415, 422))
+_WHEN_LISTED: Final = (401, 403, 503)
+_RETRY_AFTER: Final = {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+
+
+@cache
+def document() -> dict[str, Any]:
+    """Make the document."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Headrace",
+            "version": "v1",
+            "description": "OpenAI's API on a queue. Every stream can be rejoined at any replica.",
+        },
+        "security": [{}, {"bearer": []}, {"key": []}],
+        "paths": {
+            "/v1/models": {
+                "get": _operation("list_models", "List the models", _WHEN_LISTED, {"200": _json("Models")}),
+            },
+            "/v1/models/{id}": {
+                "get": _operation("find_model", "Describe a model", (*_WHEN_LISTED, 404), {"200": _json("Model")})
+                | {"parameters": [_parameter("path", "id", schemas.STRING)]},
+            },
+            "/v1/chat/completions": {"post": _create("create_chat_completion", "ChatCompletion")},
+            "/v1/chat/completions/{id}": {"get": _read("read_chat_completion", "ChatCompletion")},
+            "/v1/completions": {"post": _create("create_completion", "Completion")},
+            "/v1/completions/{id}": {"get": _read("read_completion", "Completion")},
+            "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
+            "/ready": {
+                "get": _operation(
+                    "ready", "Redis answers", (403,), {"200": _json("Probe"), "503": {**_json("Probe"), **_retry()}}
+                ),
+            },
+            "/openapi.json": {
+                "get": _operation("openapi", "This document", (401, 403), {"200": _content("The document", {})})
+            },
+        },
+        "components": {
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+            "schemas": {
+                "ChatCompletionRequest": _body(field_tables.CHAT, schemas.CHAT_FIELDS, "model", "messages"),
+                "CompletionRequest": _body(field_tables.COMPLETION, schemas.COMPLETION_FIELDS, "model", "prompt"),
+                "ChatCompletion": schemas.CHAT_COMPLETION,
+                "Completion": schemas.COMPLETION,
+                "Unfinished": schemas.UNFINISHED,
+                "Model": schemas.MODEL,
+                "Models": schemas.MODELS,
+                "Probe": schemas.PROBE,
+                "Error": schemas.ERROR,
+            },
+        },
+    }
+
+
+def _body(served: frozenset[str], own: Mapping[str, Schema], *required: str) -> Schema:
+    properties: Schema = {}
+    for name in sorted(served | field_tables.SAMPLING.keys()):
+        schema = own[name] if name in own else schemas.FIELDS[name]
+        properties[name] = schema if name in required else or_null(schema)
+    for name, reason in sorted(field_tables.IGNORED.items()):
+        properties[name] = {"description": f"Accepted without effect: {reason}."}
+    return closed(properties, *required)
+
+
+def _ref(schema: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{schema}"}
+
+
+def _content(description: str, schema: Schema) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _json(schema: str) -> dict[str, Any]:
+    return _content(schema, _ref(schema))
+
+
+def _retry() -> dict[str, Any]:
+    return {"headers": _RETRY_AFTER}
+
+
+def _operation(
+    name: str, summary: str, errors: tuple[int, ...], responses: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    told = {
+        str(status): _content(_ERRORS[status], _ref("Error")) | (_retry() if status in (429, 503) else {})
+        for status in sorted(errors)
+    }
+    return {"operationId": name, "summary": summary, "responses": {**responses, **told}}
+
+
+def _parameter(place: str, name: str, schema: Schema) -> dict[str, Any]:
+    return {"in": place, "name": name, "required": place == "path", "schema": schema}
+
+
+def _create(name: str, answer: str) -> dict[str, Any]:
+    operation = _operation(name, f"Create a {answer}", _WHEN_CREATED, {"200": _answer_or_stream(answer)})
+    return operation | {
+        "parameters": [
+            _parameter("header", "X-Headrace-Priority", integer(0, 9)),
+            _parameter("header", "X-Headrace-Expires", {"type": "number", "minimum": 1, "maximum": LONGEST_EXPIRES}),
+            _parameter(
+                "header",
+                "X-Headrace-Abandon-After",
+                {"type": "number", "minimum": 0, "maximum": LONGEST_ABANDON_AFTER},
+            ),
+            _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
+            _parameter("header", "Idempotency-Key", {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS}),
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(f"{answer}Request")}},
+        },
+    }
+
+
+def _read(name: str, answer: str) -> dict[str, Any]:
+    unfinished = {**_json("Unfinished"), **_retry()}
+    responses = {"200": _answer_or_stream(answer), "202": unfinished}
+    place: Schema = {"type": "string", "pattern": f"^{cursor.PATTERN}$"}
+    return _operation(name, f"Read a {answer} again, or rejoin its stream", _WHEN_READ, responses) | {
+        "parameters": [
+            _parameter("path", "id", schemas.STRING),
+            _parameter("query", "stream", schemas.BOOLEAN),
+            _parameter("query", "starting_after", place),
+            _parameter("header", "Last-Event-ID", {"type": "string", "pattern": f"^({cursor.PATTERN})?$"}),
+            _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
+        ]
+    }
+
+
+def _answer_or_stream(answer: str) -> dict[str, Any]:
+    found = _content(answer, _ref(answer))
+    found["content"]["text/event-stream"] = {"schema": {}}
+    return found
+
+
+async def show(_request: Request) -> Response:
+    """`GET /openapi.json`."""
+    return JsonResponse(document())
+
+
+routes: Final = [Route("/openapi.json", show, methods=["GET"])]
+
+
+def text() -> str:
+    """The document as docs/openapi.json holds it."""
+    return json.dumps(document(), indent=1, ensure_ascii=False) + "\n"

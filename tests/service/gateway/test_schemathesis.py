@@ -1,0 +1,52 @@
+"""schemathesis against the gateway's own OpenAPI document: no answer is a 500, and each is as the document says."""
+
+import copy
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from service.gateway.conftest import RunningGateway
+
+SEED = "7"
+EXAMPLES = "25"
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "allow_header_conformance",
+)
+"""Not positive_data_acceptance: rules between fields are no part of the document."""
+
+
+def document_of(gateway: RunningGateway) -> dict[str, Any]:
+    """The served document, for requests that reach the tiny model and end soon."""
+    with urllib.request.urlopen(f"{gateway.url}/openapi.json") as response:
+        document: dict[str, Any] = json.load(response)
+    narrowed = copy.deepcopy(document)
+    for name in ("ChatCompletionRequest", "CompletionRequest"):
+        schema = narrowed["components"]["schemas"][name]
+        schema["properties"]["model"] = {"const": gateway.model}
+        for field in ("max_tokens", "max_completion_tokens"):
+            if field in schema["properties"]:
+                schema["properties"][field] = {"type": "integer", "minimum": 1, "maximum": 3}
+        schema["required"].append("max_tokens")
+        schema["properties"]["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
+    return narrowed
+
+
+def test_no_request_of_the_document_fails_the_gateway(gateway: RunningGateway, tmp_path: Path) -> None:
+    path = tmp_path / "openapi.json"
+    path.write_text(json.dumps(document_of(gateway)))
+    command = [sys.executable, "-m", "schemathesis.cli", "run", str(path), "--url", gateway.url, "--seed", SEED]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", EXAMPLES, "--checks", ",".join(CHECKS)]
+    command += ["--continue-on-failure", "--no-shrink", "--generation-database", "none", "--request-timeout", "60"]
+    command += ["--suppress-health-check", "all", "--warnings", "off"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2000:] + gateway.replicas[0].log_text()[-2000:]
+    assert "0 selected" not in run.stdout

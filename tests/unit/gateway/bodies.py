@@ -1,0 +1,68 @@
+"""Bodies, models and what is wrong with them, for the tests of the readers of bodies."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from headrace_broker import RegisteredModel
+from headrace_broker.model_traits import TemplateTraits
+from headrace_gateway import field_tables
+from headrace_gateway.call import Call
+from headrace_gateway.errors import ApiError
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
+
+
+def model(**traits: Any) -> RegisteredModel:
+    """A model; traits of its chat template, and `tool_parser` or `reasoning_parser`."""
+    parsers = {name: traits.pop(name) for name in ("tool_parser", "reasoning_parser") if name in traits}
+    template = TemplateTraits(**{"exists": True, "tools": True, **traits})
+    return RegisteredModel("m", 100, 1.0, "w", template=template, **parsers)
+
+
+def outcome(read: Callable[..., Call], body: dict[str, Any], **context: Any) -> ApiError | None:
+    """The error that a body is answered with; None where it is accepted."""
+    try:
+        read(body, **context)
+    except ApiError as error:
+        return error
+    return None
+
+
+def refusal(read: Callable[..., Call], body: dict[str, Any], **context: Any) -> ApiError:
+    error = outcome(read, body, **context)
+    assert error is not None, "the body was accepted"
+    assert (error.status, error.kind) == (400, "invalid_request_error")
+    return error
+
+
+_NAMES = sorted(
+    field_tables.CHAT
+    | field_tables.COMPLETION
+    | set(field_tables.SAMPLING)
+    | set(field_tables.IGNORED)
+    | set(field_tables.REFUSED)
+)
+_WORDS = (
+    *("type", "function", "name", "parameters", "strict", "json_schema", "schema", "role", "content", "text", "user"),
+    *("assistant", "tool", "tool_calls", "refusal", "auto", "required", "allowed_tools", "mode", "tools", "json"),
+    *("grammar", "regex", "choice", "include_usage", "max_pattern_size", "min_count", "0", ""),
+)
+_TEXTS = st.one_of(st.sampled_from(_WORDS), st.text(max_size=8))
+_SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, 1, 2, -1, 10**400, -(10**400), 2**63, 0.5, 1e308]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    _TEXTS,
+)
+JSON = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_TEXTS, inner, max_size=4)),
+    max_leaves=12,
+)
+BODIES = st.dictionaries(st.one_of(st.sampled_from(_NAMES), st.text(max_size=8)), JSON, max_size=8)
+"""JSON objects whose names are mostly fields of the API."""

@@ -1,0 +1,64 @@
+"""The OpenAPI document: what docs/openapi.json holds, and whether it tells of everything that is served."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from jsonschema.validators import Draft202012Validator
+
+from headrace_gateway import field_tables, generation, models_endpoint, probes
+from headrace_gateway.chat_fields import read_chat
+from headrace_gateway.completion_fields import read_completion
+from headrace_gateway.openapi import document
+from unit.gateway.bodies import CHAT, COMPLETION, model, outcome
+from unit.gateway.test_chat_fields import SAMPLING_VALUES
+
+SCHEMAS: dict[str, Any] = document.document()["components"]["schemas"]
+
+
+def test_the_stored_document_is_that_of_the_code() -> None:
+    assert document.PATH.read_text() == document.text(), "write it anew: python -m headrace_gateway.openapi write"
+
+
+def test_every_schema_is_one() -> None:
+    for schema in SCHEMAS.values():
+        Draft202012Validator.check_schema(schema)
+
+
+def test_every_endpoint_of_the_api_is_told() -> None:
+    served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in (*generation.routes, *models_endpoint.routes, *probes.routes, *document.routes)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    told = {(path, method) for path, methods in document.document()["paths"].items() for method in methods}
+    assert told == served
+
+
+@pytest.mark.parametrize(
+    ("schema", "served"),
+    [("ChatCompletionRequest", field_tables.CHAT), ("CompletionRequest", field_tables.COMPLETION)],
+)
+def test_a_body_has_the_fields_of_the_tables(schema: str, served: frozenset[str]) -> None:
+    fields = served | set(field_tables.SAMPLING) | set(field_tables.IGNORED)
+    assert set(SCHEMAS[schema]["properties"]) == fields
+    assert SCHEMAS[schema]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("name", SAMPLING_VALUES)
+def test_the_document_and_the_readers_accept_the_same_values(name: str) -> None:
+    for value in (SAMPLING_VALUES[name], None, -3, 0, 1, 2.5, 10**30, "", "a", "1", [], [1], [""], {}, {"1": 1}, True):
+        bodies = ((read_chat, CHAT, "ChatCompletionRequest"), (read_completion, COMPLETION, "CompletionRequest"))
+        for read, least, schema in bodies:
+            context = {"model": model(), "lora": None} if read is read_chat else {"lora": None}
+            body = {**least, name: value}
+            accepted = outcome(read, body, **context) is None
+            valid = Draft202012Validator(SCHEMAS[schema]).is_valid(body)
+            if accepted:
+                assert valid, value  # rules between fields may refuse what the document allows, never the other way
+
+
+def test_an_unknown_field_is_not_in_the_document() -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**CHAT, "colour": 1}, SCHEMAS["ChatCompletionRequest"])

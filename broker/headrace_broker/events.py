@@ -107,7 +107,7 @@ def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
     try:
         attempt, _, offset = name.partition("-")
         return _event(name, int(attempt), int(offset), fields[b"type"], unpack(fields[b"data"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise MalformedEntryError(f"malformed stream entry {name}: {type(error).__name__}: {error}") from error
 
 

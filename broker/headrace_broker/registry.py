@@ -3,6 +3,7 @@
 An entry never expires: that no worker serves the model right now is normal, its queue just grows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +91,7 @@ def read_models(raw: Mapping[Any, Any]) -> dict[str, RegisteredModel]:
         name = key.decode(errors="replace")
         try:
             models[name] = _read_model(name, unpack(packed))
-        except (KeyError, TypeError, ValueError, MalformedEntryError):
+        except (KeyError, TypeError, ValueError, OverflowError, MalformedEntryError):
             continue
     return models
 
@@ -100,9 +101,9 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
     return RegisteredModel(
         name,
         int(data["max_model_len"]),
-        float(data["seen"]),
+        _unix_seconds(data["seen"]),
         str(data["worker"]),
-        created=float(data.get("created") or data["seen"]),
+        created=_unix_seconds(data.get("created") or data["seen"]),
         weights=_text(data.get("weights")) or "",
         tokenizer=_text(data.get("tokenizer")) or "",
         loras=tuple(map(str, loras)) if isinstance(loras, list) else (),
@@ -110,6 +111,13 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
         reasoning_parser=_text(data.get("reasoning_parser")),
         template=TemplateTraits.from_wire(data.get("template")),
     )
+
+
+def _unix_seconds(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError("not a time")
+    return seconds
 
 
 def _text(value: object) -> str | None:

@@ -7,13 +7,18 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
-from headrace_broker.errors import HeadraceBrokerError, StreamExpiredError, TooManySubscribersError
+from headrace_broker.errors import (
+    HeadraceBrokerError,
+    MalformedEntryError,
+    StreamExpiredError,
+    TooManySubscribersError,
+)
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import hub_key
 from headrace_broker.listeners import SHORTEST_SECONDS, touch, touch_every
@@ -210,6 +215,8 @@ class StreamHub:
             try:
                 await self._read()
                 away_since = None
+            except MalformedEntryError as error:
+                self._fail(error, self._subscriptions if error.request_id is None else [error.request_id])
             except (*REDIS_ERRORS, HeadraceBrokerError) as error:
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
@@ -217,9 +224,13 @@ class StreamHub:
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
                 away_since = None
-                for request_id, subscription in self._subscriptions.items():
-                    self._readers.remove(request_id)
-                    subscription.fail(error)
+                self._fail(error, self._subscriptions)
+
+    def _fail(self, error: Exception, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._readers.remove(request_id)
+            if request_id in self._subscriptions:
+                self._subscriptions[request_id].fail(error)
 
     async def _read(self) -> None:
         replies = await execute_async(self._client, self._readers.commands())

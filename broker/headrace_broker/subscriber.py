@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
 from headrace_broker.connections import BLOCK_SECONDS
-from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
+from headrace_broker.errors import MalformedEntryError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch, touch_every
@@ -251,7 +251,11 @@ class _Reader:
 
     def received(self, entries: Any) -> list[StreamEvent]:
         """The events in what an XREAD brought of this stream."""
-        events = [read_flat_entry(entry) for entry in entries]
+        try:
+            events = [read_flat_entry(entry) for entry in entries]
+        except MalformedEntryError as error:
+            error.request_id = self.request_id
+            raise
         if events:
             self.last_id = events[-1].entry_id
             self._heard_at = time.monotonic()

@@ -51,6 +51,7 @@ TOOL_FORMATS: Final = tuple(dict.fromkeys(name for name, _ in _TOOL_FORMATS))
 REASONING_FORMATS: Final = tuple(dict.fromkeys(name for name, _ in _REASONING_FORMATS))
 AUTO: Final = "auto"
 NONE: Final = "none"
+HARMONY: Final = "openai"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class AnswerFormats:
         template = parts.tool_chat_template or parts.chat_template or ""
         tool_parser = self._chosen(self.tool_parser, tool_format_of(template))
         reasoning_parser = self._chosen(self.reasoning_parser, reasoning_format_of(template))
+        if not go_together(tool_parser, reasoning_parser):  # one of them is the template's: the operator's counts
+            if self.tool_parser == AUTO:
+                tool_parser = None
+            else:
+                reasoning_parser = HARMONY
         traits = TemplateTraits(
             exists=bool(template),
             tools=reads_variable(template, "tools"),
@@ -83,6 +89,11 @@ class AnswerFormats:
     @staticmethod
     def _chosen(said: str, found: str | None) -> str | None:
         return found if said == AUTO else None if said == NONE else said
+
+
+def go_together(tool_parser: str | None, reasoning_parser: str | None) -> bool:
+    """Whether a client can read both: the messages of gpt-oss hold calls and reasoning."""
+    return tool_parser != HARMONY or reasoning_parser in (None, HARMONY)
 
 
 def fingerprint_of(parts: TokenizerParts) -> str:

@@ -15,7 +15,7 @@ from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers.adapters import Adapters
-from headrace_workers.answer_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
+from headrace_workers.answer_formats import AUTO, HARMONY, NONE, REASONING_FORMATS, TOOL_FORMATS, go_together
 from headrace_workers.errors import WorkerSettingsError
 
 
@@ -151,7 +151,9 @@ class WorkerSettings(BaseSettings):
     def _check_formats(cls, value: str, info: ValidationInfo) -> str:
         formats = TOOL_FORMATS if info.field_name == "tool_parser" else REASONING_FORMATS
         if value not in (AUTO, NONE, *formats):
-            raise ValueError(f"must be {AUTO}, {NONE} or one of {', '.join(formats)}, got {value!r}")
+            raise ValueError(f"must be {AUTO}, {NONE} or one of {', '.join(formats)}")
+        if value not in (AUTO, NONE) and not go_together(info.data.get("tool_parser"), value):
+            raise ValueError(f"must be {HARMONY}, {AUTO} or {NONE} where HEADRACE_TOOL_PARSER is {HARMONY}")
         return value
 
     @field_validator("tenants")

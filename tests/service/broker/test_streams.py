@@ -51,6 +51,16 @@ def test_a_request_runs_from_claim_to_end(writer: StreamWriter, redis_client: "r
     assert events[-1] == EndEvent("1-4", 1, 3, "stop", Usage(1, 0, 3), None)
 
 
+def test_a_start_tells_the_length_of_the_prompt_and_its_end(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+    writer.claim("r", "w", prompt_tokens=7, prompt_tail="<think>\n")
+    writer.claim("r", "w2", prompt_tokens=0, prompt_tail="")
+    writer.claim("r", "an older one")
+    writer.publish([end(3, 0)])
+    starts = [event for event in read_stream(redis_client, "r", timeout=5) if isinstance(event, StartEvent)]
+    assert [(start.prompt_tokens, start.prompt_tail) for start in starts] == [(7, "<think>\n"), (0, ""), (None, None)]
+    assert "think" not in repr(starts)
+
+
 def test_a_replay_after_a_lost_reply_changes_nothing_and_is_no_failure(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:

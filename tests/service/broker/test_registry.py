@@ -1,0 +1,70 @@
+"""The registry of models: what workers write, and what clients read of it, from every release."""
+
+import math
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker import RegisteredModel, TemplateTraits
+from headrace_broker.events import pack
+from headrace_broker.keys import MODELS_KEY
+from headrace_broker.registry import known_models, read_models, register_model
+
+pytestmark = pytest.mark.redis
+OLD = {"max_model_len": 64, "seen": 5.0, "worker": "w"}
+
+
+def test_a_model_is_read_as_it_was_registered(redis_client: "redis.Redis") -> None:
+    template = TemplateTraits(
+        exists=True, tools=True, developer=True, thinking="enable_thinking", reasoning_effort=True, special_tags=True
+    )
+    said: dict[str, Any] = {
+        "max_model_len": 64,
+        "worker": "w",
+        "weights": "abc",
+        "tokenizer": "def",
+        "loras": ("a", "b"),
+        "tool_parser": "hermes",
+        "reasoning_parser": "think",
+        "template": template,
+    }
+    for seen in (5.0, 6.0):
+        register_model(redis_client, "m", seen=seen, **said)
+    assert known_models(redis_client) == {"m": RegisteredModel("m", seen=6.0, created=5.0, **said)}
+
+
+def test_a_worker_that_says_no_more_than_older_ones_registers(redis_client: "redis.Redis") -> None:
+    redis_client.hset(MODELS_KEY, "m", pack(OLD))
+    register_model(redis_client, "m", max_model_len=32, worker="w2", seen=9.0)
+    assert known_models(redis_client) == {"m": RegisteredModel("m", 32, 9.0, "w2", created=5.0)}
+
+
+def test_an_entry_of_an_older_worker_has_defaults() -> None:
+    assert read_models({b"m": pack(OLD)}) == {"m": RegisteredModel("m", 64, 5.0, "w", created=5.0)}
+
+
+def test_what_a_newer_worker_says_beside_is_passed_over() -> None:
+    entry = {**OLD, "more": 1, "template": {"exists": True, "vision": True, "tools": "yes", "thinking": 3}}
+    assert read_models({b"m": pack(entry)})["m"].template == TemplateTraits(exists=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_model_len": math.inf},
+        {"max_model_len": "many"},
+        {"seen": math.nan},
+        {"seen": math.inf},
+        {"created": math.nan},
+        {"created": -math.inf},
+        {"seen": None},
+    ],
+)
+def test_an_entry_that_no_client_could_show_is_left_out(wrong: dict[str, Any]) -> None:
+    assert set(read_models({b"m": pack({**OLD, **wrong}), b"fine": pack(OLD)})) == {"fine"}
+
+
+@pytest.mark.parametrize("wrong", [{"loras": "a"}, {"tool_parser": 1}, {"weights": []}, {"template": []}])
+def test_a_field_of_the_wrong_type_counts_as_absent(wrong: dict[str, Any]) -> None:
+    assert read_models({b"m": pack({**OLD, **wrong})}) == {"m": RegisteredModel("m", 64, 5.0, "w", created=5.0)}

@@ -82,6 +82,29 @@ def loops_over_content(template: str) -> bool:
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
 
 
+@lru_cache(maxsize=64)
+def reads_variable(template: str, name: str) -> bool:
+    """Whether a template in Jinja reads a variable that it does not set itself."""
+    if name not in template:
+        return False
+    from jinja2 import Environment, TemplateError, meta
+
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))  # noqa: S701
+    except TemplateError:  # a template with tags of an extension that is unknown here
+        return True
+    return name in meta.find_undeclared_variables(tree)
+
+
+def _without_generation(template: str) -> str:
+    """transformers' own tag marks what the assistant wrote, and has no other effect."""
+    for dash_before in ("", "-"):
+        for dash_after in ("", "-"):
+            for tag in ("generation", "endgeneration"):
+                template = template.replace(f"{{%{dash_before} {tag} {dash_after}%}}", "")
+    return template
+
+
 def import_chat_templates() -> None:
     """Import what the first chat needs, which takes a second: for a moment when nothing waits for this process."""
     _chat_templates()

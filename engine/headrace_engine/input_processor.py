@@ -122,6 +122,11 @@ class InputProcessor:
             cache_salt = prompt["cache_salt"]
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model's chat template shows tools to the model."""
+        return self._tokenizer.shows_tools
+
     def process_chat(
         self,
         request_id: str,

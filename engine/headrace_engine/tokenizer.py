@@ -42,6 +42,12 @@ class ModelTokenizer:
         """What each token adds to a text."""
         return TokenPieces(self.backend)
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model's chat template shows tools to the model."""
+        template = self._tool_chat_template or self._chat_template
+        return template is not None and chat_template.reads_variable(template, "tools")
+
     def encode(self, text: str) -> list[int]:
         """Raises ContextLengthError: it is longer than `refuse_longer_than` allows."""
         self._check_length(text)

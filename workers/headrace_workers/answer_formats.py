@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from headrace_broker import TemplateTraits
+from headrace_engine.chat_template import reads_variable
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
 
@@ -112,28 +113,6 @@ def tool_format_of(template: str) -> str | None:
 def reasoning_format_of(template: str) -> str | None:
     """The format of the reasoning that this chat template knows."""
     return next((name for name, text in _REASONING_FORMATS if text in template), None)
-
-
-def reads_variable(template: str, name: str) -> bool:
-    """Whether a template in Jinja reads a variable that it does not set itself."""
-    if name not in template:
-        return False
-    from jinja2 import Environment, TemplateError, meta
-
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))  # noqa: S701
-    except TemplateError:  # a template with tags of an extension that is unknown here
-        return True
-    return name in meta.find_undeclared_variables(tree)
-
-
-def _without_generation(template: str) -> str:
-    """transformers' own tag marks what the assistant wrote, and has no other effect."""
-    for dash_before in ("", "-"):
-        for dash_after in ("", "-"):
-            for tag in ("generation", "endgeneration"):
-                template = template.replace(f"{{%{dash_before} {tag} {dash_after}%}}", "")
-    return template
 
 
 def special_tokens(tokenizer: ModelTokenizer) -> set[str]:

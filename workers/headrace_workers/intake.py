@@ -26,6 +26,7 @@ _LINKED = (
     "links, chains and chords are not run, as the worker would start them with its own rights: send the next task when"
     " the result is there"
 )
+_NO_TOOLS = "the chat template of this model shows it no tools: describe them in a message, or leave tools out"
 MALFORMED = "the message is malformed: its body is not what Celery's protocol 2 says"
 
 
@@ -151,6 +152,8 @@ class Intake:
         given.setdefault("seed", seed_of(request_id))
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
         if request.messages is not None:
+            if request.tools and not self._processor.shows_tools:
+                raise RefusedError("unsupported", _NO_TOOLS)
             processed = self._processor.process_chat(
                 request_id, request.messages, params, chat_options=ChatOptions(**request.chat_options)
             )

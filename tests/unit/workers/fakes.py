@@ -375,6 +375,9 @@ class FakeRedis:
         if self.error:
             raise self.error
 
+    def hget(self, _key: str, _field: str) -> bytes | None:
+        return None
+
     def hset(self, *_: Any) -> None:
         self.check()
 

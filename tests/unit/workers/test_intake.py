@@ -151,6 +151,17 @@ def test_the_options_of_a_chat_reach_the_models_template(intake: Intake) -> None
         door.process("r1", [[], {**chat, "chat_template_kwargs": {"messages": []}}, {}])
 
 
+def test_tools_that_the_models_template_would_drop_in_silence_are_refused() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
+    door = Intake(InputProcessor(MODEL, ModelTokenizer(parts)), ["tiny"])
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(RefusedError, match="shows it no tools") as refused:
+        door.process("r1", [[], {**chat, "tools": [{"name": "d"}]}, {}])
+    assert refused.value.error.code == "unsupported"
+    assert door.process("r1", [[], {**chat, "tools": []}, {}]).is_chat
+
+
 @pytest.mark.parametrize(
     "body", [None, 5, [], [[], {}], [[], 7, {}], [7, {}, {}], [[], {}, 9], "abc"], ids=lambda _: ""
 )

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -140,6 +141,17 @@ def test_metrics_have_a_port_of_their_own(redis_server: EmbeddedServer, tmp_path
         assert gateway.get("/metrics") == 404
     finally:
         gateway.close()
+
+
+def test_headers_without_end_are_refused(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    replica = GatewayProcess(redis_url=redis_server.url, log=tmp_path / "log").wait_ready()
+    try:
+        connection = socket.create_connection(("127.0.0.1", replica.port), PATIENCE)
+        with closing(connection), pytest.raises(ConnectionError):  # it stops listening long before the end
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a: b\r\n" * 2**23)
+        assert replica.get("/health") == 200
+    finally:
+        replica.close()
 
 
 def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(

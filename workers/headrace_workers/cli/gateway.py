@@ -98,6 +98,7 @@ def gateway(
             access_log=False,  # the gateway has a line of its own
             server_header=False,
             proxy_headers=False,
+            http="h11",  # httptools bounds no header: callers without a key could fill the memory
             ws="none",
             timeout_graceful_shutdown=max(1, round(settings.shutdown)),
         )

@@ -96,7 +96,8 @@ class _Prompt:
     def parts(self, event: ChunkEvent) -> Iterator[Chunk]:
         """What the entry adds to the choices."""
         if not self._has_begun:
-            needs_prompt = self._form.echo and (self._form.logprobs is not None or self._echo is None)
+            shows_scores = self._form.logprobs is not None or self._form.prompt_logprobs
+            needs_prompt = self._form.echo and (shows_scores or self._echo is None)
             if needs_prompt and event.prompt_logprobs is None:
                 self._early.append(event)
                 return
@@ -104,6 +105,8 @@ class _Prompt:
             yield from self._prompt_parts(event)
             for early in self._early:
                 yield from self._generated(early)
+        elif event.prompt_logprobs is not None and self._form.prompt_logprobs and not self._form.echo:
+            yield from self._prompt_parts(event)  # another choice came first
         yield from self._generated(event)
 
     def _prompt_parts(self, event: ChunkEvent) -> Iterator[Chunk]:

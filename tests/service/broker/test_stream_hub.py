@@ -1,51 +1,190 @@
-"""Many subscribers behind one connection: what befalls one of them is not for the others."""
+"""The hub on a real server: streams join and leave while it reads, and subscribers are slow, many or late."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import redis
 
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import MalformedEntryError
-from headrace_broker.events import EndEvent, pack
+from headrace_broker.errors import MalformedEntryError, StreamExpiredError, TooManySubscribersError
+from headrace_broker.events import ChunkEvent, EndEvent
 from headrace_broker.keys import stream_key
-from headrace_broker.results import Usage
-from headrace_broker.stream_hub import StreamHub, Subscription
+from headrace_broker.stream_hub import MAX_SUBSCRIBERS, StreamHub, Subscription
 from headrace_broker.streams import StreamWrite, StreamWriter
+from service.servers import make_server
 
 pytestmark = pytest.mark.redis
 
-
-async def last_event(subscription: Subscription) -> object:
-    async with asyncio.timeout(30):
-        while True:
-            for _, event in await subscription.take(None):
-                if isinstance(event, EndEvent):
-                    return event
+PATIENCE = 30.0
+"""Seconds that only a failure takes in full."""
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"type": "chunk", "data": b"\xc1"},
-        {"type": "chunk", "data": pack({"index": 0})},
-        {"type": "end", "data": pack({"finish_reason": "stop", "usage": 7, "error": "none"})},
-        {"other": "x"},
-    ],
-)
-async def test_an_entry_that_nobody_can_read_fails_its_own_stream_only(
-    redis_server: EmbeddedServer, redis_client: "redis.Redis", fields: dict[str, bytes | str]
-) -> None:
-    writer = StreamWriter(redis_client, 60)
-    for request_id in ("good", "bad"):
+@pytest.fixture
+def writer(redis_client: "redis.Redis") -> StreamWriter:
+    return StreamWriter(redis_client, 60)
+
+
+@asynccontextmanager
+async def running_hub(url: str, *, patience: float = PATIENCE) -> AsyncIterator[StreamHub]:
+    async with connect_async(url) as connection:
+        hub = StreamHub(connection, patience=patience)
+        try:
+            yield hub
+        finally:
+            await hub.aclose()
+
+
+def write(writer: StreamWriter, request_id: str, first: int, last: int, *, end: bool = False) -> None:
+    """Tokens from `first` to `last`; the first of all begins the stream."""
+    if first == 1:
         writer.claim(request_id, "w")
-    async with connect_async(redis_server.url) as connection:
-        hub = StreamHub(connection)
-        async with hub.subscribe({"good": "0-0"}) as good, hub.subscribe({"bad": "1-0"}) as bad:
-            redis_client.xadd(stream_key("bad"), fields, id="1-1")
-            with pytest.raises(MalformedEntryError):
-                await bad.take(30)
-            writer.publish([StreamWrite.end("good", 1, 0, finish_reason="stop", usage=Usage(1, 0, 0))])
-            assert isinstance(await last_event(good), EndEvent)
-        await hub.aclose()
+    numbers = range(first, last + 1)
+    writes = [StreamWrite.chunk(request_id, 1, n, index=0, token_ids=[n], text="t") for n in numbers]
+    writer.publish(writes + [StreamWrite.end(request_id, 1, last, finish_reason="stop")] * end)
+
+
+async def take_until(subscription: Subscription, offset: int, *, end: bool = False) -> list[int]:
+    """The offsets of the tokens that come until this one, or until the end."""
+    taken: list[int] = []
+    has_ended = False
+    while not (has_ended if end else taken and taken[-1] >= offset):
+        events = await subscription.take(PATIENCE)
+        assert events, f"nothing came behind {taken[-1:]}"
+        taken += [event.offset for _, event in events if isinstance(event, ChunkEvent)]
+        has_ended |= any(isinstance(event, EndEvent) for _, event in events)
+    return taken
+
+
+async def wait_blocked(client: "redis.Redis") -> None:
+    """Until the hub waits in Redis."""
+    async with asyncio.timeout(PATIENCE):
+        while not client.info("clients")["blocked_clients"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stream_joins_and_leaves_while_others_are_waited_for(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    async with running_hub(redis_server.url) as hub, hub.subscribe({"a": "0-0", "early": "0-0"}) as first:
+        await wait_blocked(redis_client)
+        write(writer, "b", 1, 3)
+        async with hub.subscribe({"b": "1-1"}) as second:
+            assert await take_until(second, 3) == [2, 3]
+            assert len(hub) == 3
+        assert len(hub) == 2
+        await wait_blocked(redis_client)
+        write(writer, "b", 4, 5)
+        async with hub.subscribe({"b": "1-4"}) as again:
+            assert await take_until(again, 5) == [5]
+            write(writer, "a", 1, 2, end=True)
+            assert await take_until(first, 2, end=True) == [1, 2]
+            assert first.request_ids == ["early"]
+
+
+async def test_many_streams_come_whole_each_to_its_subscriber(
+    redis_server: EmbeddedServer, writer: StreamWriter
+) -> None:
+    names = [f"r{number}" for number in range(100)]
+
+    async def follow(hub: StreamHub, name: str) -> list[int]:
+        async with hub.subscribe({name: "0-0"}) as subscription:
+            return await take_until(subscription, 20, end=True)
+
+    async with running_hub(redis_server.url) as hub:
+        following = [asyncio.create_task(follow(hub, name)) for name in names]
+        for name in names:
+            write(writer, name, 1, 10)
+            await asyncio.sleep(0)
+        for name in names:
+            write(writer, name, 11, 20, end=True)
+            await asyncio.sleep(0)
+        assert await asyncio.gather(*following) == [list(range(1, 21))] * 100
+        assert len(hub) == 0
+
+
+async def test_every_subscriber_of_one_stream_gets_it_up_to_a_bound(
+    redis_server: EmbeddedServer, writer: StreamWriter
+) -> None:
+    write(writer, "r", 1, 5)
+    async with running_hub(redis_server.url) as hub, AsyncExitStack() as opened:
+        subscriptions = [await opened.enter_async_context(hub.subscribe({"r": "0-0"})) for _ in range(MAX_SUBSCRIBERS)]
+        with pytest.raises(TooManySubscribersError):
+            await opened.enter_async_context(hub.subscribe({"r": "0-0"}))
+        write(writer, "r", 6, 8, end=True)
+        for subscription in subscriptions:
+            assert await take_until(subscription, 8, end=True) == list(range(1, 9))
+
+
+async def test_a_slow_subscriber_loses_nothing_and_holds_up_nobody(
+    redis_server: EmbeddedServer, writer: StreamWriter
+) -> None:
+    write(writer, "slow", 1, 1500)
+    async with (
+        running_hub(redis_server.url) as hub,
+        hub.subscribe({"slow": "0-0"}) as slow,
+        hub.subscribe({"quick": "0-0"}) as quick,
+    ):
+        write(writer, "quick", 1, 3)
+        assert await take_until(quick, 3) == [1, 2, 3]
+        write(writer, "slow", 1501, 3000, end=True)
+        write(writer, "quick", 4, 6, end=True)
+        assert await take_until(quick, 6, end=True) == [4, 5, 6]
+        assert len(slow._events) == 512
+        assert await take_until(slow, 3000, end=True) == list(range(1, 3001))
+
+
+async def test_a_stream_that_has_expired_is_told_and_the_others_go_on(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    write(writer, "gone", 1, 2, end=True)
+    redis_client.delete(stream_key("gone"))
+    async with (
+        running_hub(redis_server.url) as hub,
+        hub.subscribe({"gone": "0-0"}) as gone,
+        hub.subscribe({"late": "0-0"}) as late,
+    ):
+        ((name, event),) = await gone.take(PATIENCE)
+        assert (name, type(event)) == ("gone", StreamExpiredError)
+        assert gone.request_ids == []
+        write(writer, "late", 1, 2, end=True)
+        assert await take_until(late, 2, end=True) == [1, 2]
+
+
+async def test_an_entry_that_cannot_be_read_fails_its_own_subscriber_alone(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    redis_client.xadd(stream_key("bad"), {"type": "new", "data": b""}, id="1-1")
+    async with (
+        running_hub(redis_server.url) as hub,
+        hub.subscribe({"good": "0-0"}) as good,
+        hub.subscribe({"bad": "0-0"}) as bad,
+    ):
+        with pytest.raises(MalformedEntryError):
+            await bad.take(PATIENCE)
+        write(writer, "good", 1, 2, end=True)
+        assert await take_until(good, 2, end=True) == [1, 2]
+
+
+@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
+async def test_subscribers_are_told_that_redis_is_away_only_beyond_the_patience(patience: float) -> None:
+    with make_server(appendonly=True) as server, redis.Redis.from_url(server.url, protocol=2) as client:
+        write(StreamWriter(client, 60), "r", 1, 3)
+        async with running_hub(server.url, patience=patience) as hub:
+            async with hub.subscribe({"r": "0-0"}) as subscription:
+                assert await take_until(subscription, 3) == [1, 2, 3]
+                await wait_blocked(client)
+                taking = asyncio.create_task(subscription.take(PATIENCE))
+                await asyncio.to_thread(server.kill)
+                if patience == 0:
+                    with pytest.raises(redis.ConnectionError):
+                        await taking
+                await asyncio.to_thread(server.start)
+                write(StreamWriter(client, 60), "r", 4, 5, end=True)
+                if patience:
+                    events = await taking
+                    assert [event.offset for _, event in events if isinstance(event, ChunkEvent)] == [4, 5]
+            async with hub.subscribe({"r": "1-2"}) as again:
+                assert await take_until(again, 5, end=True) == [3, 4, 5]

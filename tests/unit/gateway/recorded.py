@@ -16,6 +16,7 @@ from headrace_gateway.envelope import Envelope
 ID = "chatcmpl-" + "0123456789abcdef" * 2
 PIECES = ["", " a", "é", "<th", "ink>", "</think>", "\n\n", '{"name": "f", ', '"arguments": {"a": "x"}}', "<tool_call>"]
 PIECES += ["</tool_call>", "<", "🙂", "plain text "]
+PROMPT = "p1p2p3p4p5"
 PROMPT_TOKENS = 5
 
 
@@ -32,6 +33,7 @@ def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEv
     entries: list[StreamEvent] = [_start(attempt)]
     left = {index: draw(st.integers(1, 5)) for index in range(n)}
     offset = 0
+    has_scores = False
     while left:
         if draw(st.integers(0, 9)) == 0:
             attempt += 1  # another worker goes on
@@ -46,8 +48,22 @@ def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEv
             reason = draw(st.sampled_from(["stop", "length"]))
         text = "".join(draw(st.lists(st.sampled_from(PIECES), max_size=3)))
         logprobs = [[_logprob(token)] for token in token_ids] if has_logprobs else None
+        scores = None
+        if index == 0 and not has_scores:  # a prompt's come with the first chunk of choice 0
+            scores = [None, *([Logprob(each, -0.5, 1, f"p{each}", f"p{each}".encode())] for each in range(2, 6))]
+            has_scores = True
         entries.append(
-            ChunkEvent(f"{attempt}-{offset}", attempt, offset, index, token_ids, text, logprobs, finish_reason=reason)
+            ChunkEvent(
+                f"{attempt}-{offset}",
+                attempt,
+                offset,
+                index,
+                token_ids,
+                text,
+                logprobs,
+                finish_reason=reason,
+                prompt_logprobs=scores,
+            )
         )
     entries.append(_end(draw(st.sampled_from([None, None, "engine_error", "cancelled"])), attempt, offset))
     return entries

@@ -15,7 +15,7 @@ from headrace_gateway.call import AnswerForm, ChatForm, CompletionForm, ToolForm
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.fold import fold
-from unit.gateway.recorded import PROMPT_TOKENS, entry_lists, read_answer
+from unit.gateway.recorded import PROMPT, PROMPT_TOKENS, entry_lists, read_answer
 
 PARSED: Any = {
     "tool_parser": "hermes",
@@ -32,8 +32,14 @@ def forms(draw: st.DrawFn) -> AnswerForm:
     options["logprobs"] = draw(st.sampled_from([None, 0, 2]))
     options["return_token_ids"] = draw(st.booleans())
     options["tokens_as_ids"] = draw(st.booleans())
+    options["prompt_logprobs"] = draw(st.booleans())
     if draw(st.booleans()):
-        return CompletionForm(**options)
+        return CompletionForm(
+            **options,
+            echo=draw(st.booleans()),
+            prompts=(draw(st.sampled_from([PROMPT, None])),),
+            drop_generated=draw(st.integers(0, 4)) == 0,
+        )
     return ChatForm(**options, **draw(st.sampled_from([{}, PARSED])))
 
 
@@ -97,12 +103,14 @@ async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[Ans
         assert len(chunk["choices"]) == 1 or chunk["usage"] is not None
     if not isinstance(form, ChatForm):
         return
-    parts = [part for chunk in written for part in chunk["choices"]]
+    # a prompt's scores may be all that an entry brings, and they go with the first chunk of theirs
+    parts = [part | {"scores": chunk.get("prompt_logprobs")} for chunk in written for part in chunk["choices"]]
     assert [part["index"] for part in parts[: form.n]] == list(range(form.n))
     assert all(part["delta"] == {"role": "assistant", "content": ""} for part in parts[: form.n])
     for part in parts[form.n :]:
         assert part["delta"] or part["finish_reason"]
-        assert part["delta"] != {"content": ""} or part.get("logprobs") or part.get("token_ids")
+        extras = [part.get(name) for name in ("logprobs", "token_ids", "scores")]
+        assert part["delta"] != {"content": ""} or any(extras)
         assert "role" not in part["delta"]
 
 
@@ -114,19 +122,27 @@ async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[Answer
     chunks = [json.loads(data) for data, _ in await read_answer(form, entries)]
     plain = fold(chunks, form)
     offset = max(entry.offset for entry in entries if isinstance(entry, ChunkEvent))
-    assert plain["usage"]["total_tokens"] == PROMPT_TOKENS + offset
+    is_dropped = isinstance(form, CompletionForm) and form.drop_generated
+    assert plain["usage"]["total_tokens"] == PROMPT_TOKENS + (0 if is_dropped else offset)
+    scores = [each["prompt_logprobs"] for each in (plain, *plain["choices"]) if "prompt_logprobs" in each]
+    assert [len(each) for each in scores] == [PROMPT_TOKENS] * form.prompt_logprobs
+    echoed = ""
+    if isinstance(form, CompletionForm) and form.echo:
+        echoed = form.prompts[0] or PROMPT[2:]  # no score tells the text of the first token
     for index, choice in enumerate(plain["choices"]):
         mine = [entry for entry in entries if isinstance(entry, ChunkEvent) and entry.index == index]
         tokens = [token for entry in mine for token in entry.token_ids]
+        if is_dropped:
+            mine, tokens = [], []
         assert choice.get("token_ids", tokens) == tokens
         text = "".join(entry.text for entry in mine)
         if isinstance(form, CompletionForm):
-            assert choice["text"] == text
+            assert choice["text"] == echoed + text
         elif form.tool_parser is None:
             assert choice["message"]["content"] == text
         if form.logprobs is not None:
-            shape = choice["logprobs"]["content" if isinstance(form, ChatForm) else "tokens"]
-            assert len(shape) == len(tokens)
+            shape = (choice["logprobs"] or {}).get("content" if isinstance(form, ChatForm) else "tokens", [])
+            assert len(shape) == len(tokens) + (PROMPT_TOKENS if echoed else 0)
     if isinstance(form, ChatForm):
         ChatCompletion.model_validate(plain, strict=True)
         state: Any = ChatCompletionStreamState()
@@ -138,6 +154,10 @@ async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[Answer
             assert [each["function"]["arguments"] for each in mine["message"].get("tool_calls", [])] == calls
             assert mine["finish_reason"] == theirs.finish_reason
     else:
+        for choice in plain["choices"] if echoed else ():
+            if choice["logprobs"] is not None:  # the one null that the SDK's types do not tell
+                assert choice["logprobs"]["token_logprobs"].pop(0) is None
+                assert choice["logprobs"]["top_logprobs"].pop(0) is None
         Completion.model_validate(plain, strict=True)
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
@@ -251,11 +252,8 @@ class _Reader:
 
     def received(self, entries: Any) -> list[StreamEvent]:
         """The events in what an XREAD brought of this stream."""
-        try:
+        with self._naming_itself():
             events = [read_flat_entry(entry) for entry in entries]
-        except MalformedEntryError as error:
-            error.request_id = self.request_id
-            raise
         if events:
             self.last_id = events[-1].entry_id
             self._heard_at = time.monotonic()
@@ -264,6 +262,15 @@ class _Reader:
                 self._has_looked = True
                 self._learn(events[0].abandon_after)
         return events
+
+    @contextmanager
+    def _naming_itself(self) -> Iterator[None]:
+        """An entry that cannot be read concerns this stream alone."""
+        try:
+            yield
+        except MalformedEntryError as error:
+            error.request_id = self.request_id
+            raise
 
     def _learn(self, abandon_after: float | None) -> None:
         if abandon_after != self.abandon_after:
@@ -303,7 +310,8 @@ class _Reader:
             self.ended = True
             return StreamExpiredError(self.request_id, self.last_id)
         if newest:
-            event = read_entry(*newest[0])
+            with self._naming_itself():
+                event = read_entry(*newest[0])
             # it may also have arrived just now, and then the next read brings it
             self.ended = isinstance(event, EndEvent) and _not_after(event.entry_id, self.last_id)
         if not self.ended and self._timeout is not None and time.monotonic() - self._heard_at >= self._timeout:

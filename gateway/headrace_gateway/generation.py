@@ -132,7 +132,12 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
     if not isinstance(envelope.form, kind):
         raise not_found(f"no answer {envelope.id!r} of this kind is kept")
+    style = read_headers(request.headers, gateway.settings).resume
     last_event_id = request.headers.get("last-event-id")
+    after = Cursor.parse(last_event_id, param="last-event-id") if last_event_id else None
+    starting_after = request.query_params.get("starting_after")
+    if starting_after is not None:
+        after = Cursor.parse(starting_after, param="starting_after")
     accepts_events = "text/event-stream" in request.headers.get("accept", "")
     if not (_flag(request, "stream") or last_event_id or accepts_events):
         wait = partial(_plain, gateway, key, envelope, gateway.settings.hold_status)
@@ -140,13 +145,6 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     if len(envelope.request_ids) > 1:
         message = "the stream of several prompts cannot be rejoined: read the whole answer without stream"
         raise invalid(message, code="unsupported", param="stream")
-    after: Cursor | None = None
-    starting_after = request.query_params.get("starting_after")
-    if starting_after is not None:
-        after = Cursor.parse(starting_after, param="starting_after")
-    elif last_event_id:
-        after = Cursor.parse(last_event_id, param="last-event-id")
-    style = read_headers(request.headers, gateway.settings).resume
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
     gateway.metrics.rejoined("start" if after is None else "cursor")

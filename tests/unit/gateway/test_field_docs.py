@@ -1,0 +1,39 @@
+"""docs/gateway.md lists every field: accepted, accepted without effect, refused."""
+
+from pathlib import Path
+
+from headrace_gateway import field_tables
+
+PAGE = Path(__file__).parents[3] / "docs" / "gateway.md"
+
+
+def _names(names: set[str] | frozenset[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def fields_of_the_tables() -> str:
+    """The part of the page, as it must be."""
+    both = field_tables.COMMON | field_tables.SAMPLING.keys()
+    rows = [
+        "| | fields |",
+        "|---|---|",
+        f"| both endpoints | {_names(both)} |",
+        f"| chats only | {_names(field_tables.CHAT - field_tables.COMMON)} |",
+        f"| completions only | {_names(field_tables.COMPLETION - field_tables.COMMON)} |",
+        "",
+        "| accepted without effect | |",
+        "|---|---|",
+        *(f"| `{name}` | {why} |" for name, why in sorted(field_tables.IGNORED.items())),
+        "",
+        "| refused | |",
+        "|---|---|",
+    ]
+    reasons: dict[str, set[str]] = {}
+    for name, instead in field_tables.REFUSED.items():
+        reasons.setdefault(instead, set()).add(name)
+    rows += sorted(f"| {_names(names)} | {instead} |" for instead, names in reasons.items())
+    return "\n".join(rows)
+
+
+def test_the_page_lists_the_fields_of_the_tables() -> None:
+    assert fields_of_the_tables() in PAGE.read_text(), "write this into docs/gateway.md:\n" + fields_of_the_tables()

@@ -112,6 +112,9 @@ class TooManySubscribersError(HeadraceBrokerError):
 class MalformedEntryError(HeadraceBrokerError, ValueError):
     """A stream entry, result or registry value does not have the shape of the wire contract."""
 
+    request_id: str | None = None
+    """Of the stream, where several are read at once."""
+
 
 class MalformedMessageError(HeadraceBrokerError, ValueError):
     """A message in a queue is none that a worker can use; the sentence quotes nothing of it but its content type."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
-from headrace_broker.errors import HeadraceBrokerError, StreamExpiredError, TooManySubscribersError
+from headrace_broker.errors import HeadraceBrokerError, MalformedEntryError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import hub_key
 from headrace_broker.listeners import SHORTEST_SECONDS, touch, touch_every
@@ -210,6 +210,12 @@ class StreamHub:
             try:
                 await self._read()
                 away_since = None
+            except MalformedEntryError as error:  # the others' entries of this read are read again
+                away_since = None
+                subscription = self._subscriptions.get(error.request_id or "")
+                if subscription is not None:
+                    self.leave(dict.fromkeys(subscription.request_ids))
+                    subscription.fail(error)
             except (*REDIS_ERRORS, HeadraceBrokerError) as error:
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
 from headrace_broker.connections import BLOCK_SECONDS
-from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
+from headrace_broker.errors import MalformedEntryError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch, touch_every
@@ -180,7 +180,12 @@ class Readers:
 
     def _received(self, key: bytes, entries: Any) -> Iterator[tuple[str, StreamEvent]]:
         reader = self._open[key]
-        for event in reader.received(entries):
+        try:
+            events = reader.received(entries)
+        except MalformedEntryError as error:
+            error.request_id = reader.request_id
+            raise
+        for event in events:
             if isinstance(event, StartEvent):
                 self._calls_by = -math.inf
             yield reader.request_id, event

@@ -9,7 +9,7 @@ import redis
 
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import StreamExpiredError, TooManySubscribersError
+from headrace_broker.errors import MalformedEntryError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.events import ChunkEvent, EndEvent
 from headrace_broker.keys import stream_key
 from headrace_broker.stream_hub import MAX_SUBSCRIBERS, StreamHub, Subscription
@@ -151,6 +151,21 @@ async def test_a_stream_that_has_expired_is_told_and_the_others_go_on(
         assert gone.request_ids == []
         write(writer, "late", 1, 2, end=True)
         assert await take_until(late, 2, end=True) == [1, 2]
+
+
+async def test_an_entry_that_cannot_be_read_fails_its_own_subscriber_alone(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    redis_client.xadd(stream_key("bad"), {"type": "new", "data": b""}, id="1-1")
+    async with (
+        running_hub(redis_server.url) as hub,
+        hub.subscribe({"good": "0-0"}) as good,
+        hub.subscribe({"bad": "0-0"}) as bad,
+    ):
+        with pytest.raises(MalformedEntryError):
+            await bad.take(PATIENCE)
+        write(writer, "good", 1, 2, end=True)
+        assert await take_until(good, 2, end=True) == [1, 2]
 
 
 @pytest.mark.parametrize("patience", [PATIENCE, 0.0])

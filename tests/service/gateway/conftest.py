@@ -37,7 +37,7 @@ class RunningGateway:
 @pytest.fixture(scope="module")
 def gateway(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    with make_server() as server:
+    with make_server(appendonly=True) as server:
         service = Service(server, model_folder, folder)
         replicas: list[GatewayProcess] = []
         try:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import redis
 
 from headrace_broker import QueueFullError
 from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.listeners import Listeners
 from headrace_broker.registry import register_model
 from service.gateway.conftest import RunningGateway
 from service.gateway.gateway_process import PATIENCE, GatewayProcess
-from service.gateway.in_process import running_app
+from service.gateway.in_process import bearer, running_app, write_keys
 from service.gateway.test_gateway_command import begin, end, take
 
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -94,6 +96,115 @@ def test_a_stream_goes_on_when_redis_has_been_away(gateway: RunningGateway) -> N
     finally:
         os.kill(pid, signal.SIGCONT)
     assert_whole(before + list(stream), gateway.replicas[1], answer_id)
+
+
+def test_a_stream_goes_on_when_redis_was_killed_and_came_back_with_its_file(gateway: RunningGateway) -> None:
+    stream = events(gateway.replicas[0], "POST", CHATS, RESUME, BODY)
+    before, answer_id, _ = take_some(stream, 20)
+    gateway.service.server.kill()
+    gateway.service.server.start()
+    assert_whole(before + list(stream), gateway.replicas[1], answer_id)
+
+
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SHORT: Any = {**BODY, "max_tokens": 12}
+FORCED: Any = {"ignore_eos": False, "tools": [TOOL], "tool_choice": "required"}
+CUT_BODIES: Any = {
+    "choices": (CHATS, {**SHORT, "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["e"], "ignore_eos": False}),
+    "forced call": (
+        CHATS,
+        {**SHORT, "max_tokens": 40, **FORCED},
+    ),
+    "completion": (
+        "/v1/completions",
+        {name: value for name, value in SHORT.items() if name != "messages"}
+        | {"prompt": "hello", "n": 2, "logprobs": 2, "echo": True, "stop": ["e"], "ignore_eos": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CUT_BODIES)
+def test_a_stream_that_is_cut_at_any_event_goes_on_with_the_same_bytes(gateway: RunningGateway, kind: str) -> None:
+    path, body = CUT_BODIES[kind]
+    whole = list(events(gateway.replicas[0], "POST", path, RESUME, body))
+    assert whole[-1] == b"data: [DONE]\n\n"
+    for cut in range(1, len(whole)):
+        _, answer_id, cursor = take_some(iter(whole[cut - 1 :]), 1)
+        again = f"{path}/{answer_id}?stream=true"
+        by_header = list(events(gateway.replicas[1], "GET", again, {"Last-Event-ID": cursor}))
+        by_query = list(events(gateway.replicas[1], "GET", f"{again}&starting_after={cursor}", RESUME))
+        assert by_header == by_query == whole[cut:]
+
+
+async def test_only_the_key_that_sent_a_request_rejoins_it_and_only_at_an_event_of_its_own(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    keys = write_keys(tmp_path / "keys", "mine", "other")
+    mine, other = bearer(keys["mine"]), bearer(keys["other"])
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 9}
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        sending = asyncio.create_task(client.post("/v1/completions", json=body, headers=mine))
+        request_id = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, request_id)
+        end(redis_client, request_id)
+        assert (await sending).status_code == 200
+        path = f"/v1/completions/{request_id}"
+        assert (await client.get(path, headers=mine)).json() == (await sending).json()
+        for query in ("", "?stream=true", "?stream=true&starting_after=1-4.0"):
+            assert (await client.get(path + query, headers=other)).status_code == 404
+        assert (await client.get(path.replace("/completions", "/chat/completions"), headers=mine)).status_code == 404
+        for cursor in ("x", "1-4", "1-2.0"):
+            refused = await client.get(f"{path}?stream=true&starting_after={cursor}", headers=mine)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_cursor")
+        behind = await client.get(f"{path}?stream=true&starting_after=9-9.0", headers=mine)
+        assert behind.content == b"data: [DONE]\n\n"
+
+
+async def test_two_who_send_one_idempotency_key_at_once_get_one_answer(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    headers = {"Idempotency-Key": "k"}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 9, "stream": True}
+    async with running_app(redis_server.url) as (_, first), running_app(redis_server.url) as (_, second):
+        sending = [
+            asyncio.create_task(each.post("/v1/completions", json=body, headers=headers)) for each in (first, second)
+        ]
+        request_id = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, request_id)
+        end(redis_client, request_id)
+        answers = await asyncio.gather(*sending)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].content == answers[1].content
+    assert request_id.encode() in answers[0].content
+    assert redis_client.keys("headrace:gw:req:*") == [f"headrace:gw:req:{request_id}".encode()]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_request_whose_client_has_left_ends(gateway: RunningGateway, is_stream: bool) -> None:
+    client, replica = gateway.service.client, gateway.replicas[0]
+    before = set(client.keys("headrace:listener:*"))
+    body = {**BODY, "stream": is_stream}
+    if not is_stream:
+        del body["stream_options"]
+    headers = RESUME | {"X-Headrace-Abandon-After": "1"}
+    engine = gateway.service.workers[-1].engine_pid()
+    os.kill(engine, signal.SIGSTOP)  # else a fast machine has the answer before anybody is missed
+    try:
+        with closing(http.client.HTTPConnection("127.0.0.1", replica.port, timeout=PATIENCE)) as connection:
+            connection.request("POST", CHATS, json.dumps(body), headers)
+            while not (news := set(client.keys("headrace:listener:*")) - before):
+                pass
+            if is_stream:
+                assert connection.getresponse().status == 200
+        request_id = news.pop().decode().removeprefix("headrace:listener:")
+        gateway.service.wait_until(lambda: Listeners(client).silence({request_id: 1})[request_id] > 3)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    log = gateway.service.wait_ended([request_id])[request_id]
+    assert log.end is not None
+    assert log.end["finish_reason"] == "cancelled"
 
 
 async def test_a_repeat_of_a_request_that_a_full_queue_refused_is_answered(

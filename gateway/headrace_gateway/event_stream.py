@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -12,6 +13,7 @@ from headrace_gateway.answer_reader import AnswerReader, PlacedChunk
 from headrace_gateway.errors import ApiError
 from headrace_gateway.headers import ResumeStyle
 
+_CANCEL_AGAIN_SECONDS = 0.1
 _REPLAYED_AT_ONCE = 512
 """Chunks of a long answer that are written before others get their turn."""
 
@@ -49,9 +51,7 @@ class EventStream(Response):
             if writing.done():
                 await writing
         finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
+            await _end(writing, leaving)
             await self._resources.aclose()
 
     async def _write(self, send: Send) -> None:
@@ -87,6 +87,15 @@ async def _wait_disconnect(receive: Receive) -> None:
             return
 
 
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks until they are done: Python 3.11 can lose a cancellation that comes together with Redis's reply."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=_CANCEL_AGAIN_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def unless_disconnected(receive: Receive, work: Callable[[], Awaitable[Response]]) -> Response:
     """Do the work while the client is there; an empty response that nobody reads once it is gone."""
     working = asyncio.ensure_future(work())
@@ -95,6 +104,4 @@ async def unless_disconnected(receive: Receive, work: Callable[[], Awaitable[Res
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else Response(status_code=499)
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await _end(working, leaving)

@@ -65,7 +65,7 @@ def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_o
     assert after["headrace_requests_in_flight"] == 0
 
 
-def test_chats_with_tools_and_parts_of_text_are_answered_and_null_is_the_default(service: Service) -> None:
+def test_chats_with_calls_and_parts_of_text_are_answered_and_null_is_the_default(service: Service) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "grind", "arguments": '{"grain": "rye"}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "flour"}, {"type": "text", "text": "please"}]},
@@ -73,7 +73,7 @@ def test_chats_with_tools_and_parts_of_text_are_answered_and_null_is_the_default
         {"role": "tool", "tool_call_id": "1", "content": "done"},
     ]
     params = {"temperature": None, "top_p": None, "max_tokens": None, "seed": 1, "ignore_eos": True}
-    whole = service.send({"messages": messages, "tools": [{"name": "grind"}], "sampling_params": params})
+    whole = service.send({"messages": messages, "sampling_params": params})
     plain = service.send(
         {"messages": [{**messages[0], "content": "flour\nplease"}, *messages[1:]], "sampling_params": params}
     )
@@ -81,6 +81,9 @@ def test_chats_with_tools_and_parts_of_text_are_answered_and_null_is_the_default
     assert [answer["error"] for answer in answers] == [None, None]
     assert [len(answer["outputs"][0]["token_ids"]) for answer in answers] == [16, 16]
     assert answers[0]["outputs"][0]["token_ids"] == answers[1]["outputs"][0]["token_ids"]
+    refused = service.send({"messages": messages, "tools": [{"name": "grind"}], "sampling_params": params})
+    error = refused.get(timeout=60)["error"]  # this model's template would drop them in silence
+    assert error["code"] == "unsupported"
 
 
 def test_a_name_that_a_message_gives_its_task_is_not_logged(service: Service) -> None:

@@ -75,6 +75,18 @@ class DeadLetter:
         """See `envelope.content_digest`; of no message where it cannot be read."""
         return content_digest(self._envelope) if self._envelope else ""
 
+    def summary(self) -> dict[str, Any]:
+        """What is known of it beside its message, for people and programs."""
+        return {
+            "letter_id": self.letter_id,
+            "request_id": self.request_id,
+            "reason": self.reason,
+            "queue": self.queue,
+            "deliveries": self.deliveries,
+            "at": self.at,
+            "bytes": len(self.body),
+        }
+
     @property
     def described(self) -> str:
         """What the message is, for a log that must not say what it says."""

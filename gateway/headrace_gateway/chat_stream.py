@@ -29,14 +29,7 @@ class ChatStream:
     def __init__(self, envelope: Envelope) -> None:
         assert isinstance(envelope.form, ChatForm)
         self._form: Final = envelope.form
-        self._base: Final[Chunk] = {
-            "id": envelope.id,
-            "object": "chat.completion.chunk",
-            "created": envelope.created,
-            "model": envelope.model,
-        }
-        if self._form.service_tier is not None:
-            self._base["service_tier"] = self._form.service_tier
+        self._base: Final[Chunk] = envelope.chunk_head("chat.completion.chunk")
         self._choices: list[_Choice] = []
         self._prompt_tokens: int | None = None
         self._prompt_tail: str | None = None

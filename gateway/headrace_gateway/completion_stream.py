@@ -22,14 +22,7 @@ class CompletionStream:
     def __init__(self, envelope: Envelope) -> None:
         assert isinstance(envelope.form, CompletionForm)
         self._form: Final = envelope.form
-        self._base: Final[Chunk] = {
-            "id": envelope.id,
-            "object": "text_completion",
-            "created": envelope.created,
-            "model": envelope.model,
-        }
-        if self._form.service_tier is not None:
-            self._base["service_tier"] = self._form.service_tier
+        self._base: Final[Chunk] = envelope.chunk_head("text_completion")
         self._prompts: Final = {
             request_id: _Prompt(position, self._form) for position, request_id in enumerate(envelope.request_ids)
         }

@@ -4,7 +4,7 @@ It is written to Redis before the request is submitted, and read by whatever rep
 """
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -37,6 +37,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     expires: int
     """Seconds after `created` at which the queue gives the request up."""
     version: int = VERSION
+
+    def chunk_head(self, kind: str) -> dict[str, Any]:
+        """What every chunk of the answer has: `kind` is OpenAI's `object`."""
+        head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head if self.form.service_tier is None else {**head, "service_tier": self.form.service_tier}
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -78,7 +83,7 @@ class EnvelopeStore:
         return envelope
 
     async def find(self, answer_id: str) -> Envelope | None:
-        """The envelope, whoever owns it: for administrators, who see that the answer is there and not what it says.
+        """The envelope of any key: for administrators, who see that the answer is there and not what it says.
 
         Raises ApiError 503 where only a newer replica can read it.
         """

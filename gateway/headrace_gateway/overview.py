@@ -96,13 +96,7 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
     """What is known of a dead letter beside its message."""
     tenant, enqueued_at = letter.headers.get("tenant"), letter.headers.get("enqueued_at")
     return {
-        "letter_id": letter.letter_id,
-        "request_id": letter.request_id,
-        "reason": letter.reason,
-        "queue": letter.queue,
-        "deliveries": letter.deliveries,
-        "at": letter.at,
-        "bytes": len(letter.body),
+        **letter.summary(),
         # anybody may have written the message, and any value into its headers
         "tenant": None if tenant is None or name_problems("tenant", tenant) else tenant,
         "enqueued_at": enqueued_at if isinstance(enqueued_at, float) else None,

@@ -1,8 +1,8 @@
 """`RateLimits`: requests and tokens a minute of each API key, shared by all replicas through Redis.
 
 Both are token buckets that hold what a minute brings. A request takes one from the first when it is admitted. Its
-tokens are known later: they are charged when they have been read, so the second bucket may be in debt, and admits
-nothing until it has been refilled. An answer is charged once, however often and wherever it is read.
+tokens are known later: they are charged when they have been read, so the second bucket may fall below zero, and
+admits nothing until it has been refilled. An answer is charged once, however often and wherever it is read.
 """
 
 import logging

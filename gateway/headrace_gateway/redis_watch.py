@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _INTERVAL_SECONDS: Final = 1.0
 _PATIENCE_SECONDS: Final = 2.0
 _STUCK_SECONDS: Final = 60.0
+_RESTART_SECONDS: Final = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,16 @@ class RedisWatch:
         self._metrics: Final = metrics
         self._is_up: bool | None = None
         self._looked_at = time.monotonic()
+        self._down_since: float | None = None
 
     def not_ready(self) -> str | None:
         """Why requests cannot be served, None where they can."""
         return None if self._is_up else "Redis does not answer"
+
+    @property
+    def is_down(self) -> bool:
+        """Whether Redis has not answered for longer than a restart takes: commands have patience with that."""
+        return self._down_since is not None and time.monotonic() - self._down_since > _RESTART_SECONDS
 
     def not_alive(self) -> str | None:
         """Why the process should be restarted, None where it should not: its event loop does not turn."""
@@ -71,5 +78,6 @@ class RedisWatch:
                 logger.info("Redis answers")
             else:
                 logger.warning("Redis does not answer: %s", why)
+            self._down_since = None if is_up else time.monotonic()
         self._is_up = is_up
         self._metrics.redis_answers(up=is_up)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
@@ -23,7 +24,7 @@ class ProcessStartError(HeadraceWorkerError):
     """The process ended, or was not ready in time; the message has the end of its log."""
 
 
-class LocalProcess:
+class LocalProcess(ABC):
     """A context manager that holds one `headrace COMMAND` with settings of its own.
 
     The process leads its own group, so a Ctrl-C reaches only the process that holds it, and dies with the thread that
@@ -85,8 +86,9 @@ class LocalProcess:
         if status is not None:
             raise ProcessStartError(f"the {self._command} ended with status {status}:\n{self.log_tail()}")
 
+    @abstractmethod
     def _not_ready(self) -> str | None:
-        raise NotImplementedError
+        """Why it cannot serve yet; None once it can."""
 
     def stop(self, timeout: float = 20.0) -> int:
         """SIGTERM, and SIGKILL after `timeout` seconds; returns the exit status."""

@@ -1,4 +1,4 @@
--- Token buckets: each holds what a minute brings, is refilled evenly, and may be in debt.
+-- Token buckets: each holds what a minute brings, is refilled evenly, and may fall below zero.
 -- A field of the hash: the level and the time in seconds at which it was written.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6

@@ -1,7 +1,10 @@
 """Who may ask the gateway for what, and what every answer carries."""
 
+import asyncio
 import logging
+import os
 import re
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from headrace_broker.registry import register_model
 from headrace_gateway import GatewaySettings, GatewaySettingsError, make_app
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from service.gateway.in_process import bearer, running_app, write_keys
+from service.servers import make_server
 
 PUBLIC = {"/health", "/ready", "/", "/page/{name}"}
 JSON = {"Content-Type": "application/json"}
@@ -223,3 +227,24 @@ async def test_without_redis_it_lives_and_is_not_ready(tmp_path: Path) -> None:
         assert (response.status_code, error_of(response)["code"]) == (503, "queue_unavailable")
         assert response.headers["retry-after"] == "1"
         assert "127.0.0.1" not in response.text
+
+
+async def test_while_redis_says_nothing_generations_are_refused_at_once() -> None:
+    with make_server() as frozen:
+        async with running_app(frozen.url) as (app, client):
+            assert frozen.pid is not None
+            os.kill(frozen.pid, signal.SIGSTOP)
+            try:
+                while not app.state.redis_watch.is_down:
+                    await asyncio.sleep(0.01)
+                response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+                again = await client.get("/v1/completions/cmpl-" + "0" * 32)
+            finally:
+                os.kill(frozen.pid, signal.SIGCONT)
+            assert (response.status_code, error_of(response)["code"]) == (503, "queue_unavailable")
+            assert response.headers["retry-after"] == "1"
+            assert again.status_code == 503
+            while app.state.redis_watch.is_down:
+                await asyncio.sleep(0.01)
+            response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+            assert error_of(response)["code"] == "model_not_found"  # it was asked

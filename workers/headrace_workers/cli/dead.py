@@ -116,12 +116,6 @@ def _matches(letter: DeadLetter, model: str | None, reason: str | None) -> bool:
 def _summary(letter: DeadLetter) -> dict[str, Any]:
     headers = letter.headers
     return {
-        "letter_id": letter.letter_id,
-        "request_id": letter.request_id,
-        "reason": letter.reason,
-        "queue": letter.queue,
-        "deliveries": letter.deliveries,
-        "at": letter.at,
-        "bytes": len(letter.body),
+        **letter.summary(),
         **{name: headers[name] for name in ("enqueued_at", "tenant", "expires") if headers.get(name) is not None},
     }

@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
+COMPLY := .venv-comply
 
-.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-gpu fuzz schemas tool-oracle chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-gpu fuzz schemas tool-oracle comply chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -85,6 +86,11 @@ tool-oracle: $(STAMP) ## 469 recorded outputs of models through the parsers of t
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check canitoolcall==0.1.1
 	@$(BIN)/python benchmarks/tool_oracle.py
 
+comply: $(STAMP) ## llm-comply, a suite for OpenAI's API, on a gateway and a worker, with a table of what passed
+	@test -x $(COMPLY)/bin/python || $(PYTHON) -m venv $(COMPLY)
+	@$(COMPLY)/bin/python -m pip install --quiet --disable-pip-version-check llm-comply==0.5.0
+	@$(BIN)/python benchmarks/openai_compliance.py $(COMPLY)/bin/llm-comply
+
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos
 
@@ -110,4 +116,4 @@ check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all q
 	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .hypothesis

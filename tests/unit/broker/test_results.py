@@ -82,6 +82,12 @@ def test_a_start_names_its_worker() -> None:
     assert read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w"})}) == StartEvent("3-0", 3, "w")
 
 
+@pytest.mark.parametrize(("data", "draws"), [({"draws": "vllm-0.32-v2"}, "vllm-0.32-v2"), ({"draws": ["x"]}, None)])
+def test_a_start_names_the_draws_where_they_are_a_name(data: dict[str, object], draws: str | None) -> None:
+    entry = read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w", **data})})
+    assert entry == StartEvent("3-0", 3, "w", draws=draws)
+
+
 @pytest.mark.parametrize(
     ("entry_id", "fields"),
     [

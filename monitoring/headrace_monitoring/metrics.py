@@ -57,7 +57,7 @@ class StepStats(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention")
+MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention", "engine", "engine_version")
 
 
 class Metrics:
@@ -359,10 +359,12 @@ class Metrics:
         for gauge in (*self._engine.requests.values(), *self._engine.kv_blocks.values(), self._engine.kv_usage):
             gauge.set(0)
 
-    def model_loaded(self, *, architecture: str, dtype: str, device: str, attention: str) -> None:
-        """What the engine said about the model when it was ready."""
+    def model_loaded(
+        self, *, architecture: str, dtype: str, device: str, attention: str, engine: str, engine_version: str
+    ) -> None:
+        """What the engine said about the model, and itself, when it was ready."""
         self._model_info.clear()
-        self._model_info.labels(self._model, architecture, dtype, device, attention).set(1)
+        self._model_info.labels(self._model, architecture, dtype, device, attention, engine, engine_version).set(1)
 
     def engine_restarted(self, reason: str) -> None:
         _child(self._engine.restarts, reason).inc()

@@ -19,7 +19,7 @@ from kombu.serialization import dumps
 from headrace_workers import preparation_lane
 from headrace_workers.preparation_lane import PreparationLane
 from unit.engine.letters import load_tokenizer
-from unit.workers.fakes import MODEL
+from unit.workers.fakes import CAPABILITIES, MODEL
 
 pytestmark = pytest.mark.torch
 
@@ -51,6 +51,8 @@ class Lane:
                 "served_names": ["tiny"],
                 "tokenizer": {**asdict(load_tokenizer(None)), "chat_template": template},
                 "model_info": asdict(MODEL),
+                "engine": "fake",
+                "capabilities": CAPABILITIES.to_wire(),
                 "is_quick": is_quick,
             }
         )

@@ -50,7 +50,7 @@ class LLMEngine:
         self._input_processor = create_input_processor(config, self._core, self.tokenizer)
         self.model_info = self._input_processor.model_info
         self._output_processor = OutputProcessor(self.tokenizer)
-        self._metrics = EngineMetrics(config.model.model)
+        self._metrics = EngineMetrics(config.model.model, self._core.capabilities.stats)
         self._arrivals = 0
         self._loras: set[LoRARequest] = set()
         """Adapters that are known to be good."""

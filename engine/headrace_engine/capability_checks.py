@@ -34,11 +34,7 @@ class CapabilityChecks:
         for what, count, most in (
             ("allowed_token_ids has {} entries", len(params.allowed_token_ids or ()), limits.max_allowed_token_ids),
             ("logit_bias has {} entries", len(params.logit_bias or ()), limits.max_logit_bias),
-            (
-                "stop_token_ids and the model's end tokens are {} tokens beside min_tokens",
-                len(end_tokens),
-                limits.max_stop_token_ids,
-            ),
+            ("stop_token_ids and end tokens are {} beside min_tokens", len(end_tokens), limits.max_stop_token_ids),
             ("bad_words makes {} token sequences", len(bad_words), limits.max_bad_words),
             ("bad_words has {} tokens", sum(map(len, bad_words)), limits.max_bad_words_tokens),
         ):

@@ -69,8 +69,7 @@ def problems(
         (
             {"stop_token_ids": list(range(2, 130)), "min_tokens": 1},  # the end tokens are among them
             {"stop_token_ids": list(range(10, 137)), "min_tokens": 1},
-            "stop_token_ids and the model's end tokens are 129 tokens beside min_tokens, "
-            "the engine vllm takes at most 128",
+            "stop_token_ids and end tokens are 129 beside min_tokens, the engine vllm takes at most 128",
         ),
         (
             {"bad_words": ["a"], "bad_words_token_ids": [[5]] * 128},

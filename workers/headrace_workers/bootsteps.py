@@ -67,7 +67,7 @@ class EngineStep(bootsteps.StartStopStep):
         )
         if config.engine != OWN_ENGINE:  # what it tells is known when it is ready
             self.metrics.steps_tell_only(())
-        self._health = WorkerHealth()
+        self._health = WorkerHealth(step_timeout=settings.step_timeout())
         self._server = HealthServer(
             exposition=self.metrics.exposition,
             not_ready=self._health.not_ready,

@@ -129,10 +129,9 @@ def test_what_the_engine_lacks_is_refused_by_name(make_lane: Callable[..., Lane]
     asked = [{"logit_bias": {"10": 1}, "temperature": 2}, {"logit_bias": {"10": 1, "11": 1}, "temperature": 3}]
     good, bad = lane.wait(*[lane.submit({"prompt": "abc", "sampling_params": params}) for params in asked])
     assert good[0] == "prepared"
-    assert bad == [
-        "refused",
-        "invalid_request",
-        "logit_bias has 2 entries, the engine fake takes at most 1; "
+    assert bad[:2] == ["refused", "invalid_request"]
+    assert bad[2].split("; ") == [
+        "logit_bias has 2 entries, the engine fake takes at most 1",
         "temperature is 3, the engine fake takes 0, or 0.01 to 2",
     ]
 

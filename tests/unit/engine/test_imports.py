@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+OURS = ("llguidance", "headrace_engine.core.engine_core", "headrace_engine.grammar")
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "celery", "redis", "prometheus_client")
 
 
@@ -25,6 +26,14 @@ def test_importing_the_core_imports_no_tensor_library_and_no_queue(module: str) 
     program = f"import sys, {module}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["headrace_engine.core.serving", "headrace_engine.core.child"])
+def test_serving_any_core_imports_nothing_of_our_own_engine(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()).isdisjoint((*OURS, *HEAVY))
 
 
 def test_the_public_names_are_found_without_importing_the_rest() -> None:

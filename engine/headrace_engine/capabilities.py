@@ -63,7 +63,7 @@ class EngineCapabilities:
             raise ConfigError(f"the engine's capabilities are wrong: {'; '.join(problems)}")
 
     @classmethod
-    def of_everything(cls, *, draws: str | None = None, stats: tuple[str, ...] = ()) -> "EngineCapabilities":
+    def of_everything(cls, *, draws: str = "any", stats: tuple[str, ...] = ()) -> "EngineCapabilities":
         """Every feature, and no limit."""
         return cls(
             draws=draws,

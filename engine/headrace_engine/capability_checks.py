@@ -47,6 +47,8 @@ class CapabilityChecks:
 
     def _missing_features(self, params: SamplingParams) -> Iterator[str]:
         can = self._capabilities
+        if params.seed is not None and not params.is_greedy and can.draws is None:
+            yield f"seed is {params.seed}, but {self._engine} cannot repeat what it draws: leave it out"
         if params.prompt_logprobs is not None and not can.prompt_logprobs:
             yield f"prompt_logprobs is {params.prompt_logprobs}, which {self._engine} does not support"
         if params.min_tokens > 0 and not can.min_tokens:

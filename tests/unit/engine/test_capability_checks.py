@@ -166,8 +166,15 @@ def test_priorities_salts_and_adapters_are_refused_where_the_engine_has_none() -
         none.check_features(0, "", adapter)
 
 
+def test_a_seed_is_refused_where_it_would_repeat_nothing() -> None:
+    refusal = "seed is 3, but the engine vllm cannot repeat what it draws: leave it out"
+    assert problems(EngineCapabilities(), seed=3) == [refusal]
+    assert problems(EngineCapabilities(), seed=3, temperature=0) == []
+    assert problems(EngineCapabilities(draws="vllm-0.32-v2"), seed=3) == []
+
+
 def test_a_plain_request_passes_the_door_of_an_engine_that_can_nothing() -> None:
-    assert problems(EngineCapabilities(), temperature=0.7, top_p=0.9, seed=3, n=2, stop=["x"], max_tokens=9) == []
+    assert problems(EngineCapabilities(), temperature=0.7, top_p=0.9, n=2, stop=["x"], max_tokens=9) == []
 
 
 def test_options_that_the_loaded_engine_does_not_serve_are_named() -> None:

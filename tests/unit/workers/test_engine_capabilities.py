@@ -65,6 +65,15 @@ def test_a_request_beyond_a_limit_of_the_engine_is_answered_and_never_reaches_it
     assert len(desk.engine.sent) == 1
 
 
+def test_a_message_without_a_seed_is_served_where_seeds_repeat_nothing() -> None:
+    desk = Desk(engine="vllm", capabilities=without(draws=None))
+    desk.accept(FakeCeleryRequest("r1", SAMPLED))
+    desk.accept(FakeCeleryRequest("r2", {**SAMPLED, "sampling_params": {"seed": 7}}))
+    assert [request.request_id[:2] for request in desk.engine.sent] == ["r1"]
+    desk.settle()
+    assert "seed is 7, but the engine vllm cannot repeat" in desk.results["r2"]["error"]["message"]
+
+
 def test_a_message_keeps_its_place_in_the_queue_where_the_engine_knows_no_priorities() -> None:
     for engine, expected in ((CAPABILITIES, 7), (without(priority=False), 0)):
         desk = Desk(capabilities=engine)

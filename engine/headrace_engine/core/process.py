@@ -63,8 +63,6 @@ class EngineCoreProcess:
             )
         except OSError:
             self._connection.close()
-            if self._links is not None:
-                self._links.remove()
             raise
         finally:
             os.close(child_read)

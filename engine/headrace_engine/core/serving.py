@@ -6,6 +6,7 @@ An engine's child module makes its core and calls `run`. Imports no engine.
 import contextlib
 import ctypes
 import logging
+import os
 import queue
 import signal
 import sys
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 from headrace_engine import errors
@@ -81,6 +83,7 @@ def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) 
         signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _keep_from_own_children(read_fd, write_fd)
     connection = Connection(read_fd, write_fd, waits=True)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
@@ -104,6 +107,13 @@ def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) 
             connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
         return 1
     return 0
+
+
+def _keep_from_own_children(*descriptors: int) -> None:
+    """Let no process that this one starts hold the pipes open: the parent would not see that this one has ended."""
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+        os.register_at_fork(after_in_child=partial(os.close, descriptor))
 
 
 def _config(frame: list[Any]) -> EngineConfig | None:

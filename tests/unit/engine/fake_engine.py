@@ -7,6 +7,7 @@ runs where nothing is installed.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -111,7 +112,13 @@ class FakeCore:
         elif method == "imported":
             answer.set_result({name: sys.modules[name].__file__ for name in args if name in sys.modules})
         elif method == "start_rank":
-            answer.set_result(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL).pid)
+            answer.set_result(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, close_fds=False).pid)
+        elif method == "fork_rank":
+            pid = os.fork()
+            if not pid:
+                while True:
+                    signal.pause()
+            answer.set_result(pid)
         else:
             os._exit(int(args[0]))
         return answer

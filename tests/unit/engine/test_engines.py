@@ -256,16 +256,12 @@ def test_a_child_without_its_parts_says_in_one_sentence_what_installs_them(
     assert "Traceback" not in caplog.text + capfd.readouterr().err
 
 
-def end_of(pid: int) -> int:
-    """A descriptor that is readable when this process has ended."""
-    return os.pidfd_open(pid)
-
-
+@pytest.mark.parametrize("rank_start", ["start_rank", "fork_rank"])
 @pytest.mark.parametrize("end", ["kill", "shutdown", "crash"])
-def test_what_a_child_has_started_ends_with_it(start: Start, end: str) -> None:
+def test_what_a_child_has_started_ends_with_it(start: Start, end: str, rank_start: str) -> None:
     core = start()
     core.wait_ready(20)
-    rank = end_of(ask(core, "start_rank"))
+    rank = os.pidfd_open(ask(core, rank_start))  # readable when the process has ended
     assert not select.select([rank], [], [], 0)[0]
     if end == "kill":
         core.kill()

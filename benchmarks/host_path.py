@@ -22,6 +22,7 @@ from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_engine import default_model
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
@@ -143,7 +144,7 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
         writer = StreamWriter(client, ttl_seconds=60)
         in_flight = InFlight(client, Settlement(writer, metrics, _forget_result, tracing), metrics, tracing)
         in_flight.supervisor = _NoEngine()  # type: ignore[assignment]
-        in_flight.use_tokenizer(tokenizer)
+        in_flight.use_model(tokenizer, EngineCapabilities.of_everything())
         for number in range(chunks):
             in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None)
         choice_ids = [choice.request_id for job in in_flight for choice in job.request.choices]

@@ -40,6 +40,9 @@ class StartEvent:
     """Length of the prompt; None where the worker did not say."""
     prompt_tail: str | None = field(default=None, repr=False)
     """The end of a rendered chat, which tells whether the template has opened the model's reasoning."""
+    draws: str | None = None
+    """Name under which equal seeds draw equal tokens; empty where a seed's draws cannot be repeated, None where the
+    worker did not say."""
 
 
 @dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
@@ -142,6 +145,7 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             model=ModelIdentity.from_wire(data),
             prompt_tokens=data.get("prompt_tokens"),
             prompt_tail=data.get("prompt_tail"),
+            draws=draws if isinstance(draws := data.get("draws"), str) else None,
         )
     if kind == b"end":
         return EndEvent(

@@ -176,6 +176,18 @@ def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIde
     return None
 
 
+def draws_of(entries: Iterable[StreamEvent]) -> set[str]:
+    """The names of the draws behind the tokens among these entries, as far as their workers said."""
+    names: set[str] = set()
+    current: str | None = None
+    for entry in entries:
+        if isinstance(entry, StartEvent):
+            current = entry.draws
+        elif isinstance(entry, ChunkEvent) and entry.token_ids and current is not None:
+            names.add(current)
+    return names
+
+
 class StreamWriter:
     """Writes the streams of a worker's requests.
 
@@ -201,6 +213,7 @@ class StreamWriter:
         model: ModelIdentity | None = None,
         prompt_tokens: int | None = None,
         prompt_tail: str | None = None,
+        draws: str | None = None,
     ) -> Claim:
         """Takes the request over from whoever had it. A stream that has ended is left as it is.
 
@@ -220,6 +233,8 @@ class StreamWriter:
             start["prompt_tokens"] = prompt_tokens
         if prompt_tail is not None:
             start["prompt_tail"] = prompt_tail
+        if draws is not None:
+            start["draws"] = draws
         keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
         args: list[str | int | bytes] = [pack(start), self._ttl_seconds, content or ""]
         attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)

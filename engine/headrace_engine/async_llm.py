@@ -52,7 +52,7 @@ class AsyncLLMEngine:
         self._config = config
         self._core = start_core(config, in_process=core_in_process)
         tokenizer = fetch_tokenizer(config, self._core)
-        self._input_processor = create_input_processor(config, self._core.model_info, tokenizer)
+        self._input_processor = create_input_processor(config, self._core, tokenizer)
         self.model_info = self._input_processor.model_info
         self.tokenizer = tokenizer
         self._whole_tokenizer: Any = None

@@ -47,7 +47,10 @@ class EngineCapabilities:
     """Adapters can be loaded and removed while the engine runs."""
     logits_processors: bool = False
     stats: tuple[str, ...] = ()
-    """Fields of `StepStats` that mean something; the others stay absent from /metrics."""
+    """Fields of `StepStats` that mean something; the others stay absent from /metrics. `phase_seconds.schedule` is that
+    phase alone."""
+    version: str = ""
+    """Of the engine's package, for people; empty where it has none of its own."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -58,6 +61,25 @@ class EngineCapabilities:
             problems.append(f"structured_outputs holds {unknown}, allowed are {', '.join(STRUCTURED_OUTPUTS)}")
         if problems:
             raise ConfigError(f"the engine's capabilities are wrong: {'; '.join(problems)}")
+
+    @classmethod
+    def of_everything(cls, *, draws: str = "any", stats: tuple[str, ...] = ()) -> "EngineCapabilities":
+        """Every feature, and no limit."""
+        return cls(
+            draws=draws,
+            exact_resume="all",
+            prompt_logprobs=True,
+            structured_outputs=STRUCTURED_OUTPUTS,
+            repetition_detection=True,
+            min_tokens=True,
+            bad_words=True,
+            priority=True,
+            cache_salt=True,
+            lora=True,
+            lora_hot_load=True,
+            logits_processors=True,
+            stats=stats,
+        )
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,7 +6,7 @@ The service has metrics of its own, which the worker makes of the same numbers.
 import math
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -71,9 +71,14 @@ class _Observations:
 
 
 class EngineMetrics:
-    """Adds up what each step tells."""
+    """Adds up what each step tells.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        told: names of `StepStats` that mean something; metrics of others are left out.
+    """
+
+    def __init__(self, model: str, told: Collection[str]) -> None:
+        self._told = told
         self._labels = {"model_name": model, "engine": "0"}
         self._last = StepStats()
         self._counts: Tally[str] = Tally()
@@ -114,19 +119,24 @@ class EngineMetrics:
         last = StepStats() if idle else self._last
         used = last.kv_blocks_used / last.kv_blocks_total if last.kv_blocks_total else 0.0
         metrics: list[Metric] = [
-            Gauge("vllm:num_requests_running", self._labels, last.running),
-            Gauge("vllm:num_requests_waiting", self._labels, last.waiting),
-            Gauge("vllm:kv_cache_usage_perc", self._labels, used),
+            Gauge(f"vllm:{name}", self._labels, level)
+            for name, level, source in (
+                ("num_requests_running", last.running, "running"),
+                ("num_requests_waiting", last.waiting, "waiting"),
+                ("kv_cache_usage_perc", used, "kv_blocks_used"),
+            )
+            if source in self._told
         ]
         metrics += [
             Counter(f"vllm:{name}", self._labels, self._counts[name])
-            for name in (
-                "prompt_tokens",
-                "generation_tokens",
-                "num_preemptions",
-                "prefix_cache_queries",
-                "prefix_cache_hits",
+            for name, source in (
+                ("prompt_tokens", None),
+                ("generation_tokens", None),
+                ("num_preemptions", "preemptions"),
+                ("prefix_cache_queries", "prefix_queried_tokens"),
+                ("prefix_cache_hits", "prefix_hit_tokens"),
             )
+            if source is None or source in self._told
         ]
         metrics += [
             Counter("vllm:request_success", {**self._labels, "finished_reason": reason}, count)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
 from headrace_engine.bad_words import tokenize_bad_words
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.chat import ChatMessage as ChatMessage
 from headrace_engine.chat import ChatOptions, read_messages
+from headrace_engine.engines import OWN_ENGINE
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker
@@ -77,6 +79,8 @@ class InputProcessor:
         max_logprobs: most log-probabilities a request may ask for at one position; -1 means no limit.
         logits_processors: those of the core; they say what `extra_args` may hold.
         seed: makes requests without a seed of their own draw the same in each run; None: they draw anew.
+        engine: name of the engine that loaded the model, for its refusals.
+        capabilities: those of the engine; None: it has all that a request may need.
     """
 
     def __init__(
@@ -87,11 +91,15 @@ class InputProcessor:
         max_logprobs: int = 20,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
         seed: int | None = None,
+        engine: str = OWN_ENGINE,
+        capabilities: EngineCapabilities | None = None,
     ) -> None:
         self._seed = seed
         self.model_info = self._model_info = model_info.with_end_token(tokenizer.eos_token_id)
         self._tokenizer = tokenizer
-        self._checks = RequestChecks(self._model_info, max_logprobs, logits_processors)
+        if capabilities is None:
+            capabilities = EngineCapabilities.of_everything()
+        self._checks = RequestChecks(self._model_info, max_logprobs, logits_processors, engine, capabilities)
         self._admissions = itertools.count(1)
         self._grammar_checker = GrammarChecker(self._tokenizer_definition)
 
@@ -196,6 +204,7 @@ class InputProcessor:
         cache_salt: str,
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
+        self._checks.check_features(priority, cache_salt, lora_request)
         self._checks.check_prompt(token_ids)
         if isinstance(self._tokenizer, NoTokenizer):
             params = replace(params, detokenize=False)

@@ -47,10 +47,10 @@ class LLMEngine:
         self._config = config
         self._core = start_core(config, in_process=core_in_process)
         self.tokenizer = fetch_tokenizer(config, self._core)
-        self._input_processor = create_input_processor(config, self._core.model_info, self.tokenizer)
+        self._input_processor = create_input_processor(config, self._core, self.tokenizer)
         self.model_info = self._input_processor.model_info
         self._output_processor = OutputProcessor(self.tokenizer)
-        self._metrics = EngineMetrics(config.model.model)
+        self._metrics = EngineMetrics(config.model.model, self._core.capabilities.stats)
         self._arrivals = 0
         self._loras: set[LoRARequest] = set()
         """Adapters that are known to be good."""
@@ -326,15 +326,17 @@ def read_whole_tokenizer(config: EngineConfig) -> Any:
     return import_module("headrace_engine.tokenizer_loader").read_tokenizer_of(config.model)
 
 
-def create_input_processor(config: EngineConfig, model_info: ModelInfo, tokenizer: ModelTokenizer) -> InputProcessor:
+def create_input_processor(config: EngineConfig, core: CoreClient, tokenizer: ModelTokenizer) -> InputProcessor:
     """The door that fits a core made from this config; it refuses a text that is far too long without tokenising it."""
-    tokenizer.refuse_longer_than(model_info.max_model_len)
+    tokenizer.refuse_longer_than(core.model_info.max_model_len)
     return InputProcessor(
-        model_info,
+        core.model_info,
         tokenizer,
         max_logprobs=config.model.max_logprobs,
         logits_processors=load_logits_processors(config.model.logits_processors),
         seed=config.model.seed,
+        engine=config.engine,
+        capabilities=core.capabilities,
     )
 
 

@@ -1,9 +1,12 @@
-"""What a request may ask of one particular model: its vocabulary, its context, its logits processors."""
+"""What a request may ask of one particular model and engine: vocabulary, context, logits processors, capabilities."""
 
 from collections.abc import Iterable, Sequence
 
-from headrace_engine.errors import ContextLengthError, InvalidRequestError
+from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.capability_checks import CapabilityChecks
+from headrace_engine.errors import ContextLengthError, InvalidRequestError, LoRAError
 from headrace_engine.logits_processor import LogitsProcessor
+from headrace_engine.lora_request import LoRARequest
 from headrace_engine.plain_values import shown
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
@@ -13,9 +16,17 @@ class RequestChecks:
     """Raises InvalidRequestError with every problem found."""
 
     def __init__(
-        self, model_info: ModelInfo, max_logprobs: int, logits_processors: Sequence[type[LogitsProcessor]]
+        self,
+        model_info: ModelInfo,
+        max_logprobs: int,
+        logits_processors: Sequence[type[LogitsProcessor]],
+        engine: str,
+        capabilities: EngineCapabilities,
     ) -> None:
         self._info = model_info
+        self._engine = engine
+        self._capabilities = capabilities
+        self._capability_checks = CapabilityChecks(engine, capabilities, model_info.eos_token_ids)
         self._max_logprobs = max_logprobs
         self._logits_processors = logits_processors
         self._extra_args = {name for processor in logits_processors for name in processor.extra_args}
@@ -42,9 +53,31 @@ class RequestChecks:
             *self._logprobs_problems("logprobs", params.logprobs),
             *self._logprobs_problems("prompt_logprobs", params.prompt_logprobs),
             *self._extra_args_problems(params),
+            *self._capability_checks.problems(params, bad_words_token_ids),
         ]
         if params.allowed_token_ids is not None:
             problems += self._nothing_allowed_problems(params.allowed_token_ids, params, bad_words_token_ids)
+        if problems:
+            raise InvalidRequestError(problems)
+
+    def check_features(self, priority: int, cache_salt: str, lora_request: LoRARequest | None) -> None:
+        """What a request asks for beside its parameters.
+
+        Raises:
+            LoRAError: the engine serves no adapters.
+            InvalidRequestError: it knows no priorities, or no salts.
+        """
+        can = self._capabilities
+        if lora_request is not None and not can.lora:
+            raise LoRAError(
+                f"lora_request is {lora_request.lora_name!r}, but the engine {self._engine} serves no LoRA adapters:"
+                " enable_lora is not set"
+            )
+        problems = []
+        if priority != 0 and not can.priority:
+            problems.append(f"priority is {priority}, which the engine {self._engine} does not support: leave it at 0")
+        if cache_salt and not can.cache_salt:
+            problems.append(f"cache_salt is set, which the engine {self._engine} does not support")
         if problems:
             raise InvalidRequestError(problems)
 

@@ -124,14 +124,18 @@ class QueueFamilies:
 
 
 class RequestFamilies:
-    """What happened to requests, as their subscribers see it."""
+    """What happened to requests, as their subscribers see it. `steps` makes what an engine's steps tell."""
 
-    def __init__(self, make: FamilyFactory) -> None:
+    def __init__(self, make: FamilyFactory, steps: FamilyFactory) -> None:
         self.finished = make.counters(
             "requests_total", "Requests whose stream ended, by outcome.", "outcome", labels.OUTCOMES
         )
         self.streams_gone = make.counter(
             "streams_gone_total", "Streams that were deleted, or lost by Redis, under a running request."
+        )
+        self.resumed_across_draws = make.counter(
+            "resumed_across_draws_total",
+            "Sampled requests that this worker continued with other draws than those that they were begun with.",
         )
         self.in_flight = make.gauge("requests_in_flight", "Requests this worker started and has not finished.")
         self.time_to_first_token = make.histogram(
@@ -174,10 +178,10 @@ class RequestFamilies:
             "Mean time of a request between two of its tokens; outcomes stop and length only.",
             buckets.INTER_TOKEN_LATENCY,
         )
-        self.engine_queue = make.histogram(
+        self.engine_queue = steps.histogram(
             "engine_queue_seconds", "Time of a request in the engine before its first step.", buckets.ENGINE_STAGE
         )
-        self.engine_prefill = make.histogram(
+        self.engine_prefill = steps.histogram(
             "engine_prefill_seconds",
             "Time of a request from its first step until its first token.",
             buckets.ENGINE_STAGE,
@@ -217,9 +221,9 @@ class TenantFamilies:
 
 
 class EngineFamilies:
-    """The step loop and its memory, told by the engine once a step."""
+    """The step loop and its memory, told by the engine once a step. `steps` makes what not every engine tells."""
 
-    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
+    def __init__(self, make: FamilyFactory, steps: FamilyFactory, sets: labels.LabelSets) -> None:
         self.up = make.gauge("engine_up", "1 while the engine process runs and answers.")
         self.restarts = make.counters(
             "engine_restarts_total",
@@ -227,55 +231,55 @@ class EngineFamilies:
             "reason",
             (*sets.restart_reasons, labels.OTHER),
         )
-        self.requests = make.gauges(
+        self.requests = steps.gauges(
             "engine_requests", "Requests inside the engine by state.", "state", labels.ENGINE_REQUEST_STATES
         )
-        self.lora_requests = make.gauge_grid(
+        self.lora_requests = steps.gauge_grid(
             "engine_lora_requests",
             "Requests inside the engine that run with a LoRA adapter, by adapter and state.",
             {"adapter": (*sets.adapters, labels.OTHER), "state": labels.ENGINE_REQUEST_STATES},
         )
-        self.step_seconds = make.histograms(
+        self.step_seconds = steps.histograms(
             "engine_step_seconds", "Duration of a step.", buckets.STEP_SECONDS, "kind", labels.STEP_KINDS
         )
-        self.step_tokens = make.histogram("engine_step_tokens", "Tokens computed in a step.", buckets.STEP_TOKENS)
-        self.step_requests = make.histogram(
+        self.step_tokens = steps.histogram("engine_step_tokens", "Tokens computed in a step.", buckets.STEP_TOKENS)
+        self.step_requests = steps.histogram(
             "engine_step_requests", "Requests that took part in a step.", buckets.STEP_REQUESTS
         )
-        self.phase_seconds = make.counters(
+        self.phase_seconds = steps.counters(
             "engine_phase_seconds_total", "Time the step loop spent in each phase.", "phase", labels.STEP_PHASES
         )
         self.last_step = make.gauge(
             "engine_last_step_timestamp_seconds", "Unix time of the last step, or of the engine's start before it."
         )
-        self.preemptions = make.counter(
+        self.preemptions = steps.counter(
             "engine_preemptions_total", "Requests that gave up their KV blocks to another one."
         )
-        self.kv_usage = make.gauge("kv_cache_usage_ratio", "Share of the KV blocks that requests hold, 0 to 1.")
-        self.kv_blocks = make.gauges("kv_cache_blocks", "KV blocks by state.", "state", labels.BLOCK_STATES)
-        self.prefix_queried = make.counter(
+        self.kv_usage = steps.gauge("kv_cache_usage_ratio", "Share of the KV blocks that requests hold, 0 to 1.")
+        self.kv_blocks = steps.gauges("kv_cache_blocks", "KV blocks by state.", "state", labels.BLOCK_STATES)
+        self.prefix_queried = steps.counter(
             "prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."
         )
-        self.prefix_hit = make.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
-        self.padded_tokens = make.counter(
+        self.prefix_hit = steps.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
+        self.padded_tokens = steps.counter(
             "engine_padded_tokens_total", "Tokens computed only to fill a static shape of the device."
         )
-        self.compiled_graphs = make.gauge(
+        self.compiled_graphs = steps.gauge(
             "engine_compiled_graphs", "Graphs the engine has compiled for static shapes; constant while it serves."
         )
-        self.fallback_operators = make.gauge(
+        self.fallback_operators = steps.gauge(
             "engine_fallback_operators", "Operators that were computed on the CPU instead of the device; 0 is right."
         )
-        self.warm_up_seconds = make.gauge(
+        self.warm_up_seconds = steps.gauge(
             "engine_warm_up_seconds", "Time the engine took to compile its graphs before the first request."
         )
-        self.drafted = make.counters(
+        self.drafted = steps.counters(
             "draft_tokens_total",
             "Tokens that speculative decoding guessed and the model verified, by their place in the draft.",
             "position",
             labels.DRAFT_POSITIONS,
         )
-        self.accepted = make.counters(
+        self.accepted = steps.counters(
             "draft_accepted_tokens_total",
             "Guessed tokens that were what the model drew, by their place in the draft.",
             "position",

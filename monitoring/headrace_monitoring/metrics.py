@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from headrace_monitoring.families import (
     WorkerFamilies,
 )
 from headrace_monitoring.labels import ENGINE_REQUEST_STATES, NO_TENANT, OTHER, LabelSets, Outcome, WorkerState
+from headrace_monitoring.step_families import StepFamilies
 
 Child = TypeVar("Child")
 
@@ -56,7 +57,7 @@ class StepStats(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention")
+MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention", "engine", "engine_version")
 
 
 class Metrics:
@@ -90,8 +91,11 @@ class Metrics:
         self.registry.register(self._deferred)
         make = FamilyFactory(self.registry, model=model)
         self._queue = QueueFamilies(FamilyFactory(self.registry, model=model, queue=queue), self._sets)
-        self._requests = RequestFamilies(make)
-        self._engine = EngineFamilies(make, self._sets)
+        self._steps = StepFamilies()
+        steps = FamilyFactory(self._steps.registry, model=model)
+        self._requests = RequestFamilies(make, steps)
+        self._engine = EngineFamilies(make, steps, self._sets)
+        self.registry.register(self._steps)
         self._worker = WorkerFamilies(make, self._sets)
         self._tenants = TenantFamilies(make, self._sets)
         self.totals = Totals()
@@ -181,6 +185,10 @@ class Metrics:
     def request_started(self) -> None:
         """A request went to the engine. One of `request_finished` and `request_handed_back` must follow."""
         self._requests.in_flight.inc()
+
+    def request_resumed_across_draws(self) -> None:
+        """A sampled request goes on, and its tokens are not those that its first worker would have drawn."""
+        self._requests.resumed_across_draws.inc()
 
     def request_admitted(self, engine_queue_seconds: float, *, trace_id: str | None = None) -> None:
         """The engine began the first step of a request."""
@@ -327,6 +335,10 @@ class Metrics:
             for position, count in enumerate(counts, start=1):
                 children[str(position)].inc(count)
 
+    def steps_tell_only(self, numbers: Collection[str]) -> None:
+        """The engine's steps tell these numbers, by the keys of `step`; the series of others are absent from now on."""
+        self._steps.tell_only(numbers)
+
     def _lora_requests(self, by_adapter: Mapping[str, Sequence[int]]) -> None:
         levels = dict.fromkeys(self._engine.lora_requests, 0)
         for adapter, counts in by_adapter.items():
@@ -347,10 +359,12 @@ class Metrics:
         for gauge in (*self._engine.requests.values(), *self._engine.kv_blocks.values(), self._engine.kv_usage):
             gauge.set(0)
 
-    def model_loaded(self, *, architecture: str, dtype: str, device: str, attention: str) -> None:
-        """What the engine said about the model when it was ready."""
+    def model_loaded(
+        self, *, architecture: str, dtype: str, device: str, attention: str, engine: str, engine_version: str
+    ) -> None:
+        """What the engine said about the model, and itself, when it was ready."""
         self._model_info.clear()
-        self._model_info.labels(self._model, architecture, dtype, device, attention).set(1)
+        self._model_info.labels(self._model, architecture, dtype, device, attention, engine, engine_version).set(1)
 
     def engine_restarted(self, reason: str) -> None:
         _child(self._engine.restarts, reason).inc()

@@ -19,6 +19,7 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_engine.engines import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
@@ -65,7 +66,9 @@ class EngineStep(bootsteps.StartStopStep):
             version=version("headrace"),
             label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
         )
-        self._health = WorkerHealth()
+        if config.engine != OWN_ENGINE:  # what it tells is known when it is ready
+            self.metrics.steps_tell_only(())
+        self._health = WorkerHealth(step_timeout=settings.step_timeout())
         self._server = HealthServer(
             exposition=self.metrics.exposition,
             not_ready=self._health.not_ready,
@@ -96,7 +99,8 @@ class EngineStep(bootsteps.StartStopStep):
                 "trust_remote_code": config.model.trust_remote_code,
                 "logits_processors": list(config.model.logits_processors),
             },
-            share_prefix_cache=settings.share_prefix_cache,
+            engine=config.engine,
+            share_prefix_cache=settings.share_prefix_cache or not settings.enable_prefix_caching,
             answer_formats=AnswerFormats(settings.tool_parser, settings.reasoning_parser),
             max_num_seqs=config.scheduler.max_num_seqs,
             max_delay_seconds=settings.max_delay_seconds,

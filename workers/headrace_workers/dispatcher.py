@@ -21,8 +21,10 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import StreamWriter, begun_with
+from headrace_broker.streams import StreamWriter, begun_with, draws_of
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
+from headrace_engine.engines import OWN_ENGINE
 from headrace_engine.input_processor import CheckedPrompt, InputProcessor, ProcessedRequest
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.contracts import ModelInfo
@@ -48,6 +50,7 @@ from headrace_workers.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+_SHOWN_NUMBERS = ("running", "waiting", "kv_blocks_used", "kv_blocks_total")
 
 
 class Dispatcher:
@@ -56,6 +59,7 @@ class Dispatcher:
     Args:
         client: Redis for streams and registry.
         served_names: the model's names, each of which is a queue; the first one is its own.
+        engine: name of the engine.
         tokenizer: gives the model's, once an engine was ready.
         tokenizer_parts: gives what it was made of.
         lanes: where messages are prepared, the quick one and the slow one.
@@ -88,6 +92,7 @@ class Dispatcher:
         health: WorkerHealth,
         store_result: StoreResult,
         on_given_up: Callable[[str], None],
+        engine: str = OWN_ENGINE,
         share_prefix_cache: bool = False,
         answer_formats: AnswerFormats | None = None,
         publish_interval: float = 0.0,
@@ -102,7 +107,8 @@ class Dispatcher:
         self._worker_name = worker_name
         self._load_tokenizer = tokenizer
         self._tokenizer_parts = tokenizer_parts
-        self._preparation_settings = {**preparation_settings, "served_names": list(served_names)}
+        self._preparation_settings = {**preparation_settings, "served_names": list(served_names), "engine": engine}
+        self._engine = engine
         self._share_prefix_cache = share_prefix_cache
         self._answer_formats = answer_formats or AnswerFormats()
         self._formats: dict[str, Any] = {}
@@ -125,6 +131,7 @@ class Dispatcher:
         self._processor: InputProcessor | None = None
         self._loop_watch = LoopWatch()
         self._model_info: ModelInfo
+        self._capabilities: EngineCapabilities
         self._engine_waiting = 0
         self._draining = False
         self._paused = False
@@ -285,6 +292,7 @@ class Dispatcher:
             model=model,
             prompt_tokens=len(prepared.token_ids),
             prompt_tail=prepared.prompt_tail,
+            draws=self._capabilities.draws or "",
         )
         self._metrics.redis_command("claim", time.perf_counter() - started)
         if claim.has_replaced:
@@ -298,6 +306,7 @@ class Dispatcher:
             return
         job = job_of(incoming, request, claim, celery_request, run_task)
         job.model, job.begun_with = model, begun_with(claim.entries, model)
+        job.drawn_with = draws_of(claim.entries)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
         self._in_flight.start(job, incoming.deadline)
 
@@ -314,7 +323,7 @@ class Dispatcher:
             incoming.request_id,
             CheckedPrompt(None, prepared.token_ids, prepared.bad_words_token_ids),
             SamplingParams.from_dict(prepared.params),
-            incoming.priority,
+            incoming.priority if self._capabilities.priority else 0,  # the queue's order is kept all the same
             incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
             "" if shares else f"tenant {incoming.tenant}",
             adapter,
@@ -362,18 +371,27 @@ class Dispatcher:
 
     # -- from the engine ------------------------------------------------------------------------------------------
 
-    def on_engine_ready(self, model_info: ModelInfo) -> None:
+    def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         if self._processor is None:
-            tokenizer = self._load_tokenizer()
-            self._processor = InputProcessor(model_info, tokenizer)
-            self._in_flight.use_tokenizer(tokenizer)
-            self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
-            parts, info = asdict(self._tokenizer_parts()), asdict(model_info)
-            settings = {**self._preparation_settings, "tokenizer": parts, "model_info": info}
-            plain = None if settings["logits_processors"] else PlainRequests(self._processor, self._served_names)
-            self._preparation.configure(settings, plain)
+            if not (capabilities.cache_salt or self._share_prefix_cache):
+                self._end_worker(
+                    f"the engine {self._engine} cannot keep the tenants' prefix caches apart: set"
+                    " HEADRACE_SHARE_PREFIX_CACHE=true or HEADRACE_ENABLE_PREFIX_CACHING=false"
+                )
+                return
+            self._begin_with(model_info, capabilities)
         elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):
-            self._end_as_model_changed(self._model_info, model_info)
+            # What runs was begun with the files that the engine process before has read.
+            self._end_worker(
+                "the model's files were replaced while the worker ran: its engine has loaded weights"
+                f" {model_info.weights} after {self._model_info.weights}; start the worker again"
+            )
+            return
+        elif capabilities != self._capabilities:
+            self._end_worker(
+                f"the engine {self._engine} was replaced while the worker ran, and its capabilities are not those of"
+                " the one before; start the worker again"
+            )
             return
         self._model_info = model_info
         self._metrics.model_loaded(
@@ -381,6 +399,8 @@ class Dispatcher:
             dtype=model_info.dtype,
             device=model_info.device,
             attention=model_info.attention,
+            engine=self._engine,
+            engine_version=capabilities.version,
         )
         self._engine_waiting = 0
         self._metrics.engine_up(True)
@@ -388,14 +408,28 @@ class Dispatcher:
         self.register_model()
         self._in_flight.send_chosen()
 
-    def _end_as_model_changed(self, before: ModelInfo, now: ModelInfo) -> None:
-        """The new engine process has read other files than the one before, and what runs was begun with those."""
+    def _begin_with(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
+        """Open the doors to the first engine process; those after it must be like it."""
+        tokenizer = self._load_tokenizer()
+        self._processor = InputProcessor(model_info, tokenizer, engine=self._engine, capabilities=capabilities)
+        self._capabilities = capabilities
+        self._in_flight.use_model(tokenizer, capabilities)
+        self._metrics.steps_tell_only(capabilities.stats)
+        self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
+        settings = {
+            **self._preparation_settings,
+            "tokenizer": asdict(self._tokenizer_parts()),
+            "model_info": asdict(model_info),
+            "capabilities": capabilities.to_wire(),
+        }
+        plain = None if settings["logits_processors"] else PlainRequests(self._processor, self._served_names)
+        self._preparation.configure(settings, plain)
+
+    def _end_worker(self, reason: str) -> None:
+        """The engine that is ready is not one that this worker can go on with."""
         self.drain()
         self.hand_back()
-        self._on_given_up(
-            f"the model's files were replaced while the worker ran: its engine has loaded weights"
-            f" {now.weights} after {before.weights}; start the worker again"
-        )
+        self._on_given_up(reason)
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
         # A request that waits for its adapter's turn says nothing about slots and memory, of which there may be enough.
@@ -473,7 +507,6 @@ class Dispatcher:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers and states for an operator."""
-        last = self._last_step
         return {
             "model": self._served_names[0],
             "state": self._health.not_ready() or "ready",
@@ -484,17 +517,21 @@ class Dispatcher:
             "slots_used": self._in_flight.slots_used,
             "slots": self._max_num_seqs,
             "engine": {
+                "name": self._engine,
                 "pid": self._supervisor.pid,
                 "ready": self._supervisor.is_ready,
-                "running": last.running if last is not None else 0,
-                "waiting": last.waiting if last is not None else 0,
-                "kv_blocks_used": last.kv_blocks_used if last is not None else 0,
-                "kv_blocks_total": last.kv_blocks_total if last is not None else 0,
+                **{name: self._last_number(name) for name in _SHOWN_NUMBERS},
                 "isolating": self._in_flight.is_isolating,
             },
             "totals": asdict(self._metrics.totals),
             "slowest_requests": [job.summary() for job in nsmallest(5, self._in_flight, key=_receipt)],
         }
+
+    def _last_number(self, name: str) -> Any:
+        """Of the last step; None where the engine does not tell it."""
+        if self._processor is not None and name not in self._capabilities.stats:
+            return None
+        return self._last_step[name] if self._last_step is not None else 0
 
     def drain(self) -> None:
         """Take nothing more; what runs goes on."""

@@ -18,6 +18,7 @@ import structlog
 from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
 from headrace_broker.results import ErrorInfo
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.errors import NOTHING_MAY_FOLLOW
 from headrace_engine.input_processor import request_of_choice
@@ -68,6 +69,10 @@ class InFlight:
         self._catch_up: Any = None
         """The timer of `_publish_overdue`."""
         self._output_processor: OutputProcessor | None = None
+        self._draws = ""
+        """Name of the engine's draws; empty where it has none that can be repeated."""
+        self._exact_draws: str | None = None
+        """Name of the draws with which the engine goes on exactly, behind tokens drawn with them."""
         self._followed: Counter[tuple[int, float]] = Counter()
         """A step's chunks behind earlier ones, by their tokens and the seconds between, which most have in common."""
         self._hub: Any = None
@@ -124,6 +129,7 @@ class InFlight:
         elif job.num_unfinished and self._listeners.is_abandoned(job):
             self.end(job, self._settlement.abandon)
         elif job.num_unfinished:
+            self._note_other_draws(job, job.drawn_with)
             self._follow(job)
             if self._quarantine.admits(job):
                 self.supervisor.send(job.core_requests())
@@ -181,9 +187,11 @@ class InFlight:
 
     # -- the engine's life ----------------------------------------------------------------------------------------
 
-    def use_tokenizer(self, tokenizer: ModelTokenizer) -> None:
-        """The model's; before anything is started."""
+    def use_model(self, tokenizer: ModelTokenizer, capabilities: EngineCapabilities) -> None:
+        """What computes the requests; before anything is started."""
         self._output_processor = OutputProcessor(tokenizer)
+        self._draws = capabilities.draws or ""
+        self._exact_draws = capabilities.draws if capabilities.exact_resume == "all" else None
 
     def engine_lost(self, reason: str, *, was_ready: bool) -> None:
         """All requests wait for the next engine process, but for the one that is to blame."""
@@ -204,9 +212,23 @@ class InFlight:
 
     def _send_again(self, job: Job, output_processor: OutputProcessor) -> None:
         todo = job.core_requests()
+        if job.num_tokens:
+            self._note_other_draws(job, {self._draws})
         output_processor.abort(job.request_id)  # what was held back will be generated again
         self._follow(job)
         self.supervisor.send(todo)
+
+    def _note_other_draws(self, job: Job, drawn_with: set[str]) -> None:
+        """Count a sampled request whose next tokens are not those that an undisturbed run would have drawn."""
+        others = set() if job.request.params.is_greedy else drawn_with - {self._exact_draws}
+        if others:
+            self._metrics.request_resumed_across_draws()
+            logger.info(
+                "request goes on with other draws",
+                **job.log_fields,
+                begun_with=", ".join(sorted(others)),
+                draws=self._draws,
+            )
 
     def _follow(self, job: Job) -> None:
         assert self._output_processor is not None

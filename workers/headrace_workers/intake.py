@@ -148,8 +148,6 @@ class Intake:
 
     def _tokenize(self, request_id: str, request: GenerateRequest) -> Prepared:
         given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
-        # Without a seed of its own a request draws by its id, so that another worker draws the same numbers.
-        given.setdefault("seed", seed_of(request_id))
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
         if request.messages is not None:
             if request.tools and not self._processor.shows_tools:
@@ -161,6 +159,9 @@ class Intake:
             prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
             assert prompt is not None
             processed = self._processor.process(request_id, prompt, params)
+        if params.seed is None:
+            # It draws by its id, so that another worker draws the same numbers.
+            params.seed = seed_of(request_id)
         if params.allowed_token_ids is not None:  # a list may name each token many times
             params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
         return Prepared(

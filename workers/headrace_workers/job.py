@@ -81,6 +81,8 @@ class Job:
     """Which weights this attempt computes with."""
     begun_with: ModelIdentity | None = None
     """Others, with which an earlier attempt has computed tokens; None where there were none."""
+    drawn_with: set[str] = field(default_factory=set)
+    """Names of the draws behind the tokens of earlier attempts, as far as their workers said."""
     engine_losses: int = 0
     """How many engine processes, of any worker, died with this request in them."""
     timers: list[Any] = field(default_factory=list)

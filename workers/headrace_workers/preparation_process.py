@@ -29,6 +29,7 @@ import msgpack
 
 from headrace_broker.content import loads
 from headrace_broker.errors import MalformedMessageError
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.chat_template import import_chat_templates
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.input_processor import InputProcessor
@@ -141,6 +142,8 @@ def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], No
         model_info,
         tokenizer,
         logits_processors=load_logits_processors(settings["logits_processors"]),
+        engine=settings["engine"],
+        capabilities=EngineCapabilities.from_wire(settings["capabilities"]),
         is_quick=settings["is_quick"],
         tell=tell,
     )

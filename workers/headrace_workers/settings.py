@@ -21,6 +21,7 @@ from headrace_workers.errors import WorkerSettingsError
 
 STALL_SECONDS = 60.0
 """Of an engine that names no limit of its own."""
+STEP_TIMEOUT_SECONDS = 120.0
 
 
 def _split(value: object) -> object:
@@ -260,6 +261,10 @@ class WorkerSettings(BaseSettings):
             return self.stall_seconds
         own = find_engine(self.engine).stall_seconds
         return STALL_SECONDS if own is None else own
+
+    def step_timeout(self) -> float:
+        """Seconds without a step after which a worker with requests is not alive: its own remedy comes first."""
+        return max(STEP_TIMEOUT_SECONDS, 2 * self.stall_limit())
 
     def _speculative_config(self) -> dict[str, Any] | None:
         config = self.speculative_config

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.core.process import EngineCoreProcess
@@ -31,7 +32,7 @@ DeathCause = Literal["crash", "stall", "out_of_memory", "recompilation"]
 class EngineEvents(Protocol):
     """Who is told what happens to the engine; all calls come on the event loop's thread."""
 
-    def on_engine_ready(self, model_info: ModelInfo) -> None: ...
+    def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None: ...
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None: ...
 
@@ -207,8 +208,9 @@ class EngineSupervisor:
     def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
         if process.is_ready and not self._ready and self._has_tokenizer():
             self._ready = True
-            logger.info("engine ready after %.1f s", time.monotonic() - self._started_at)
-            self._events.on_engine_ready(process.model_info)
+            engine = f"{self._config.engine} {process.capabilities.version}".rstrip()
+            logger.info("engine ready after %.1f s: %s", time.monotonic() - self._started_at, engine)
+            self._events.on_engine_ready(process.model_info, process.capabilities)
         for step in steps:
             self._deaths_in_a_row = 0
             self._events.on_engine_outputs(step)

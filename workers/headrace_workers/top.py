@@ -100,8 +100,13 @@ def _worker(name: str, answer: Mapping[str, Any], sample: Sample, before: Sample
         "slots": answer["slots"],
         "running": engine["running"],
         "waiting": engine["waiting"],
-        "kv_cache_usage_ratio": engine["kv_blocks_used"] / max(engine["kv_blocks_total"], 1),
+        "kv_cache_usage_ratio": _ratio(engine["kv_blocks_used"], engine["kv_blocks_total"]),
         "tokens_per_second": tokens_per_second,
         "mean_time_to_first_token_seconds": time_to_first_token,
         "slowest_requests": answer["slowest_requests"],
     }
+
+
+def _ratio(used: int | None, total: int | None) -> float | None:
+    """None where the engine does not tell both."""
+    return None if used is None or total is None else used / max(total, 1)

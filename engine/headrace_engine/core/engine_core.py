@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, cast
 
-from headrace_engine.capabilities import STRUCTURED_OUTPUTS, EngineCapabilities
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.grammar_preparation import GrammarPreparation
 from headrace_engine.core.kv_cache_manager import KVCacheManager
@@ -27,6 +27,7 @@ from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, 
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 from headrace_engine.runner.contracts import (
+    DRAWS,
     Capabilities,
     KVSpec,
     LaunchedStep,
@@ -96,21 +97,9 @@ class EngineCore:
     @property
     def capabilities(self) -> EngineCapabilities:
         """Everything: what this engine does not have with a model or a device, it refuses at its start."""
-        return EngineCapabilities(
-            draws="headrace-1",
-            exact_resume="all",
-            prompt_logprobs=True,
-            structured_outputs=STRUCTURED_OUTPUTS,
-            repetition_detection=True,
-            min_tokens=True,
-            bad_words=True,
-            priority=True,
-            cache_salt=True,
-            lora=self.loras is not None,
-            lora_hot_load=self.loras is not None,
-            logits_processors=True,
-            stats=STEP_STATS,
-        )
+        has_loras = self.loras is not None
+        everything = EngineCapabilities.of_everything(draws=DRAWS, stats=STEP_STATS)
+        return replace(everything, lora=has_loras, lora_hot_load=has_loras)
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. One that is refused, or complete already, is answered by the next step."""

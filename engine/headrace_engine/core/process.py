@@ -22,6 +22,7 @@ from typing import Any
 
 from headrace_engine import errors, interpreter
 from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.capability_checks import config_problems
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.frames import PROTOCOL, Connection, protocol_problem
 from headrace_engine.core.outputs import EngineCoreOutputs
@@ -44,6 +45,7 @@ class EngineCoreProcess:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._engine = find_engine(config.engine)
         self._python = config.engine_python or sys.executable
         environment = {**os.environ, **self._engine.environment(config)}
@@ -201,6 +203,10 @@ class EngineCoreProcess:
             self._reported = ConfigError(problem)
             return
         self._capabilities = EngineCapabilities.from_wire(capabilities)
+        problems = config_problems(self._config, self._capabilities)
+        if problems:
+            self._reported = ConfigError("; ".join(problems))
+            return
         self._model_info = ModelInfo(**info)
 
     def _failed(self, sentence: str, name: str) -> HeadraceEngineError:

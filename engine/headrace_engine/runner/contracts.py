@@ -7,11 +7,17 @@ scheduler is tested against it in milliseconds.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.sampling_params import SamplingParams
 
+DRAWS: Final = "headrace-1"
+"""Name of the way in which every runner draws: the same logits, seed and position give the same token under it.
+
+Raise the number with any change, in `rng.py`, `sampler.py` or `token_rules.py`, after which they give another token.
+Then requests that a new worker continues for an old one are counted, and nobody takes their tokens for a mistake.
+"""
 TokenLogprobs = list[tuple[int, float, int]]
 """For one generated token: (token id, log-probability, rank from 1), the sampled token first."""
 

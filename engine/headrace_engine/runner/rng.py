@@ -1,7 +1,8 @@
 """Random draws as a pure function of (seed, position): no state, no order of calls, no global generator.
 
 The sampler gets its randomness from here and nowhere else, so the same request draws the same numbers whatever its
-batch-mates, its chunks, its preemptions, and the worker that continues it after a crash.
+batch-mates, its chunks, its preemptions, and the worker that continues it after a crash. A change of what is drawn
+raises `contracts.DRAWS`.
 """
 
 import numpy as np

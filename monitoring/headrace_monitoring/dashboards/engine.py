@@ -127,6 +127,7 @@ def _memory() -> list[Panel]:
 
 def _model() -> list[Panel]:
     padded = rate("engine_padded_tokens_total")
+    loaded = ("model", "architecture", "dtype", "device", "attention", "engine", "engine_version")
     return [
         share(
             "Draft acceptance",
@@ -163,13 +164,13 @@ def _model() -> list[Panel]:
             [("headrace_engine_warm_up_seconds{@}", "{{instance}}")],
         ),
         graph(
-            "Workers by model and device",
-            "The model as the engine loaded it: architecture, precision, device, attention.",
+            "Workers by model, device and engine",
+            "The model as the engine loaded it: architecture, precision, device, attention, engine and its version.",
             "none",
             [
                 (
-                    "sum by (model, architecture, dtype, device, attention) (headrace_model_info{@})",
-                    "{{model}} {{architecture}} {{dtype}} {{device}} {{attention}}",
+                    f"sum by ({', '.join(loaded)}) (headrace_model_info{{@}})",
+                    " ".join(f"{{{{{label}}}}}" for label in loaded),
                 )
             ],
             stacked=True,

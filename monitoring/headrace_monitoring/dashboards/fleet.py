@@ -102,6 +102,12 @@ def _deliveries() -> list[Panel]:
             [(increase("streams_gone_total", "instance"), "{{instance}}")],
         ),
         graph(
+            "Resumed across draws (1 h)",
+            "Sampled requests continued by an engine that draws otherwise: their tokens are as random, but others.",
+            "none",
+            [(increase("resumed_across_draws_total", "instance"), "{{instance}}")],
+        ),
+        graph(
             "Leases that ran out",
             "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
             "none",

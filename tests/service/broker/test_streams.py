@@ -8,7 +8,7 @@ from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.scripts import lua
-from headrace_broker.streams import ENDED_SECONDS, Ending, StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams import ENDED_SECONDS, Ending, StreamWrite, StreamWriter, WriteOutcome, draws_of
 from headrace_broker.submission import cancel_call
 from headrace_broker.subscriber import read_stream, read_streams
 
@@ -59,6 +59,22 @@ def test_a_start_tells_the_length_of_the_prompt_and_its_end(writer: StreamWriter
     starts = [event for event in read_stream(redis_client, "r", timeout=5) if isinstance(event, StartEvent)]
     assert [(start.prompt_tokens, start.prompt_tail) for start in starts] == [(7, "<think>\n"), (0, ""), (None, None)]
     assert "think" not in repr(starts)
+
+
+def test_a_start_names_the_draws_or_says_that_there_are_none_to_repeat(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "an older one")
+    writer.publish([chunk(1, 1)])
+    writer.claim("r", "w", draws="headrace-1")
+    writer.publish([chunk(2, 2)])
+    writer.claim("r", "w", draws="a name without a token behind it")
+    writer.claim("r", "w", draws="")
+    writer.publish([chunk(4, 3)])
+    entries = writer.claim("r", "w").entries
+    starts = [event for event in entries if isinstance(event, StartEvent)]
+    assert [start.draws for start in starts] == [None, "headrace-1", "a name without a token behind it", ""]
+    assert draws_of(entries) == {"headrace-1", ""}
 
 
 def test_a_replay_after_a_lost_reply_changes_nothing_and_is_no_failure(

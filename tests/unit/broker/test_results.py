@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, pack, read_entry, unpack
 from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, Usage
-from headrace_broker.streams import StreamWrite
+from headrace_broker.streams import StreamWrite, draws_of
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 COUNTS = st.integers(0, 2**31)
@@ -80,6 +80,18 @@ def test_what_cannot_be_packed_leaves_nothing_in_the_next_entry() -> None:
 
 def test_a_start_names_its_worker() -> None:
     assert read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w"})}) == StartEvent("3-0", 3, "w")
+
+
+@pytest.mark.parametrize(("data", "draws"), [({"draws": "vllm-0.32-v2"}, "vllm-0.32-v2"), ({"draws": ["x"]}, None)])
+def test_a_start_names_the_draws_where_they_are_a_name(data: dict[str, object], draws: str | None) -> None:
+    entry = read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w", **data})})
+    assert entry == StartEvent("3-0", 3, "w", draws=draws)
+
+
+def test_a_chunk_without_a_token_was_drawn_by_nobody() -> None:
+    empty = ChunkEvent("2-1", 2, 1, 0, [], "the end of a text")
+    entries = [StartEvent("1-0", 1, "w", draws="a"), ChunkEvent("1-1", 1, 1, 0, [7], "x")]
+    assert draws_of([*entries, StartEvent("2-0", 2, "w", draws="b"), empty]) == {"a"}
 
 
 @pytest.mark.parametrize(

@@ -302,8 +302,10 @@ def test_fifty_tenants_cost_a_scrape_under_half_the_calls_of_the_standard_writer
 
 
 def test_the_model_is_described_as_the_engine_loaded_it(metrics: Metrics) -> None:
-    metrics.model_loaded(architecture="Llama", dtype="bfloat16", device="cpu", attention="native")
-    assert Scrape(metrics).value("headrace_model_info", architecture="Llama", dtype="bfloat16", device="cpu") == 1
+    loaded = {"architecture": "Llama", "dtype": "bfloat16", "device": "cpu", "attention": "native"}
+    metrics.model_loaded(**loaded, engine="vllm", engine_version="0.32.0")
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_model_info", **loaded, engine="vllm", engine_version="0.32.0") == 1
 
 
 def test_lost_leases_are_counted(metrics: Metrics) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.request import FinishReason
@@ -16,7 +17,16 @@ from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.preparation_process import GrammarMemory, Preparer
 from unit.monitoring.scrape import Scrape
-from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeHub, FakeRedis, FakeSupervisor, FakeTokenizer, step
+from unit.workers.fakes import (
+    CAPABILITIES,
+    MODEL,
+    FakeCeleryRequest,
+    FakeHub,
+    FakeRedis,
+    FakeSupervisor,
+    FakeTokenizer,
+    step,
+)
 
 
 class InlineLane:
@@ -40,6 +50,8 @@ class InlineLane:
             MODEL,
             FakeTokenizer(),
             logits_processors=load_logits_processors(settings["logits_processors"]),
+            engine=settings["engine"],
+            capabilities=EngineCapabilities.from_wire(settings["capabilities"]),
             is_quick=settings["is_quick"],
             tell=lambda grammar, problem: self.on_verdict(grammar, problem),
         )
@@ -73,6 +85,8 @@ class Desk:
         publish_interval: float = 0.0,
         share_prefix_cache: bool = False,
         adapters: Adapters | None = None,
+        engine: str = "fake",
+        capabilities: EngineCapabilities = CAPABILITIES,
         *,
         prepares_plain_requests: bool = False,
     ) -> None:
@@ -100,11 +114,12 @@ class Desk:
             health=WorkerHealth(),
             store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
             on_given_up=self.given_up.append,
+            engine=engine,
             publish_interval=publish_interval,
         )
         self.dispatcher.use_engine(self.engine)  # type: ignore[arg-type]
         self.dispatcher.attach(self.hub)
-        self.dispatcher.on_engine_ready(MODEL)
+        self.dispatcher.on_engine_ready(MODEL, capabilities)
         self.plain = self.dispatcher._preparation._plain
         if not prepares_plain_requests:  # then all go through the lanes, where a test can hold them
             self.dispatcher._preparation._plain = None

@@ -19,7 +19,8 @@ from tokenizers.models import WordLevel
 
 from headrace_broker.keys import PROBE_KEY
 from headrace_broker.scripts import lua
-from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.token_pieces import TokenPieces
@@ -35,6 +36,8 @@ MODEL = ModelInfo(
     attention="fake",
     num_parameters=0,
 )
+
+CAPABILITIES = EngineCapabilities.of_everything(draws="fake-1", stats=STEP_STATS)
 
 
 class FakeTokenizer:
@@ -114,6 +117,7 @@ class FakeProcess:
         self.pid = 1000 + self.number
         self.is_ready = False
         self.model_info = MODEL
+        self.capabilities = CAPABILITIES
         self.news: list[EngineCoreOutputs | Exception] = []
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []

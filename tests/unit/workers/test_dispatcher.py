@@ -14,7 +14,7 @@ from headrace_broker.dead_letters import DeadLetter
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
-from unit.workers.fakes import AWAY, MODEL, OUT_OF_MEMORY, FakeCeleryRequest, step
+from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, OUT_OF_MEMORY, FakeCeleryRequest, step
 
 pytestmark = pytest.mark.torch
 
@@ -133,7 +133,7 @@ def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: De
     desk.generate(13)
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(MODEL)
+    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
     [sent] = desk.engine.sent
     assert sent.output_token_ids == [13]
     desk.generate(14, finish=FinishReason.LENGTH)
@@ -338,7 +338,7 @@ def test_a_delayed_message_whose_time_comes_while_the_engine_restarts_waits_in_t
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     assert desk.accept(FakeCeleryRequest(eta=datetime.now(UTC))).fate == ["handed back"]
     desk.engine.is_ready = True
-    desk.dispatcher.on_engine_ready(MODEL)
+    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
     desk.assert_idle()
 
 
@@ -436,7 +436,7 @@ def test_tokens_that_an_engine_took_with_it_before_they_were_shown_are_not_shown
     assert desk.text("r1") == "d"
     desk.engine.sent.clear()
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
-    desk.dispatcher.on_engine_ready(MODEL)
+    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
     assert desk.engine.sent[0].output_token_ids == [13]
     desk.generate(14)
     desk.generate(15, finish=FinishReason.LENGTH)

@@ -12,7 +12,7 @@ from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.streams import begun_with
 from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
-from unit.workers.fakes import MODEL, FakeCeleryRequest
+from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
 
 pytestmark = pytest.mark.torch
 
@@ -104,14 +104,14 @@ def test_another_adapter_under_the_same_name_is_another_model() -> None:
 
 def test_an_engine_that_comes_back_with_other_weights_continues_nothing_and_ends_the_worker() -> None:
     desk = Desk()
-    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"))
-    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"))
+    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
+    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
     assert desk.given_up == []
     request = desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(replace(MODEL, weights="bb"))
+    desk.dispatcher.on_engine_ready(replace(MODEL, weights="bb"), CAPABILITIES)
     assert desk.engine.sent == []
     assert request.fate == ["accepted", "handed back"]
     assert "loaded weights bb after aa" in desk.given_up[0]

@@ -7,7 +7,7 @@ import pytest
 from headrace_engine.request import FinishReason
 from headrace_workers.quarantine import PROBATION_TOKENS
 from unit.workers.desk import Desk
-from unit.workers.fakes import AWAY, MODEL, FakeCeleryRequest
+from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, FakeCeleryRequest
 
 pytestmark = pytest.mark.torch
 
@@ -21,7 +21,7 @@ def lose_engine(desk: Desk) -> list[str]:
     """The engine dies, and the next one is ready. Returns the requests that it was sent."""
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(MODEL)
+    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
     return sent(desk)
 
 

@@ -18,7 +18,7 @@ from headrace_workers.adapters import Adapters
 from headrace_workers.file_lookups import FileLookups
 from headrace_workers.preparation_process import QUICK_BODY_BYTES
 from unit.workers.desk import Desk
-from unit.workers.fakes import AWAY, FakeCeleryRequest, FakeHub
+from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, FakeHub
 
 pytestmark = pytest.mark.torch
 
@@ -258,7 +258,7 @@ def test_a_request_that_is_prepared_while_the_engine_is_gone_waits_for_the_next(
     held.dispatcher.on_engine_lost("boom", "crash", was_ready=True)
     held.quick.answer()
     held.engine.is_ready, held.engine.sent = True, []
-    held.dispatcher.on_engine_ready(held.dispatcher._model_info)
+    held.dispatcher.on_engine_ready(held.dispatcher._model_info, CAPABILITIES)
     assert sent(held) == ["r1"]
 
 

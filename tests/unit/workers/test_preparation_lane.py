@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
@@ -16,10 +16,11 @@ import pytest
 from kombu.asynchronous import Hub
 from kombu.serialization import dumps
 
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_workers import preparation_lane
 from headrace_workers.preparation_lane import PreparationLane
 from unit.engine.letters import load_tokenizer
-from unit.workers.fakes import MODEL
+from unit.workers.fakes import CAPABILITIES, MODEL
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +34,14 @@ LARGE_TEMPLATE = "{% if messages[0].content == 'ab' %}{{ 'a' * 2000000000 }}{% e
 class Lane:
     """A lane in a real event loop, and what it has answered."""
 
-    def __init__(self, template: str | None = None, *, is_quick: bool = False, cpu_seconds: float = 0.5) -> None:
+    def __init__(
+        self,
+        template: str | None = None,
+        *,
+        is_quick: bool = False,
+        cpu_seconds: float = 0.5,
+        capabilities: EngineCapabilities = CAPABILITIES,
+    ) -> None:
         self.hub = Hub()
         self.numbers = itertools.count(1)
         self.answers: dict[int, list[Any]] = {}
@@ -51,6 +59,8 @@ class Lane:
                 "served_names": ["tiny"],
                 "tokenizer": {**asdict(load_tokenizer(None)), "chat_template": template},
                 "model_info": asdict(MODEL),
+                "engine": "fake",
+                "capabilities": capabilities.to_wire(),
                 "is_quick": is_quick,
             }
         )
@@ -112,6 +122,18 @@ def test_what_is_wrong_is_answered(make_lane: Callable[..., Lane]) -> None:
     refused, undecodable = lane.wait(first, second)
     assert refused[:2] == ["refused", "invalid_request"]
     assert undecodable[0] == "undecodable"
+
+
+def test_what_the_engine_lacks_is_refused_by_name(make_lane: Callable[..., Lane]) -> None:
+    lane = make_lane(capabilities=replace(CAPABILITIES, max_logit_bias=1, temperature_range=(0.01, 2.0)))
+    asked = [{"logit_bias": {"10": 1}, "temperature": 2}, {"logit_bias": {"10": 1, "11": 1}, "temperature": 3}]
+    good, bad = lane.wait(*[lane.submit({"prompt": "abc", "sampling_params": params}) for params in asked])
+    assert good[0] == "prepared"
+    assert bad[:2] == ["refused", "invalid_request"]
+    assert bad[2].split("; ") == [
+        "logit_bias has 2 entries, the engine fake takes at most 1",
+        "temperature is 3, the engine fake takes 0, or 0.01 to 2",
+    ]
 
 
 def test_nothing_but_data_is_ever_decoded(make_lane: Callable[..., Lane]) -> None:

@@ -12,7 +12,7 @@ from clock import Clock
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
-from unit.workers.fakes import MODEL, FakeCeleryRequest, step
+from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest, step
 
 pytestmark = pytest.mark.torch
 
@@ -133,7 +133,7 @@ def test_a_lost_engine_has_lost_nothing_that_was_held_back(desk: Desk, clock: Cl
     desk.engine.sent.clear()
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     assert chunks(desk) == ["d", "ef"]
-    desk.dispatcher.on_engine_ready(MODEL)
+    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
     assert desk.engine.sent[0].output_token_ids == [13, 14, 15]
     clock.now += 10
     desk.hub.advance()

@@ -129,6 +129,15 @@ def test_an_engine_has_its_own_time_for_a_step_unless_the_operator_says_otherwis
     assert WorkerSettings.from_env().stall_limit() == 5
 
 
+def test_a_worker_is_alive_for_longer_than_its_engine_may_take_for_a_step(setting: pytest.MonkeyPatch) -> None:
+    fake_engine.offer(setting, "unit.engine.fake_engine:ENGINE")
+    assert WorkerSettings.from_env().step_timeout() == 120
+    setting.setenv("HEADRACE_ENGINE", "fake")
+    assert WorkerSettings.from_env().step_timeout() == 600
+    setting.setenv("HEADRACE_STALL_SECONDS", "5")
+    assert WorkerSettings.from_env().step_timeout() == 120
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import EngineArgs
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
@@ -28,7 +29,7 @@ class Events:
         self.reasons: list[str] = []
         self.error: Exception | None = None
 
-    def on_engine_ready(self, model_info: ModelInfo) -> None:
+    def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         self.told.append("ready")
         if self.error:
             raise self.error

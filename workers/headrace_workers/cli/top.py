@@ -73,15 +73,14 @@ def draw(found: Mapping[str, Any]) -> Group:
         queues.add_row(Text(queue["model"]), *counts, _seconds(queue["oldest_age_seconds"]))
     workers = _table("Workers", "worker", "model", "state", "slots", "running", "waiting", "KV", "tokens/s", "TTFT")
     for worker in found["workers"]:
-        rate = worker["tokens_per_second"]
+        rate, usage = worker["tokens_per_second"], worker["kv_cache_usage_ratio"]
         workers.add_row(
             Text(worker["name"]),
             Text(worker["model"]),
             Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
             f"{worker['slots_used']}/{worker['slots']}",
-            str(worker["running"]),
-            str(worker["waiting"]),
-            f"{worker['kv_cache_usage_ratio']:.0%}",
+            *(_DASH if worker[name] is None else str(worker[name]) for name in ("running", "waiting")),
+            _DASH if usage is None else f"{usage:.0%}",
             _DASH if rate is None else f"{rate:.1f}",
             _seconds(worker["mean_time_to_first_token_seconds"]),
         )

@@ -1,0 +1,81 @@
+"""Whether an engine has what its options and its requests ask for: one sentence for each capability that is missing."""
+
+from collections.abc import Iterator, Sequence
+
+from headrace_engine.capabilities import STRUCTURED_OUTPUTS, EngineCapabilities
+from headrace_engine.config import EngineConfig
+from headrace_engine.sampling_params import SamplingParams
+
+
+class CapabilityChecks:
+    """Compares requests with the capabilities of one engine.
+
+    Args:
+        engine: its name, for the sentences.
+        eos_token_ids: tokens that end every output of the model; `min_tokens` holds them back like stop tokens.
+    """
+
+    def __init__(self, engine: str, capabilities: EngineCapabilities, eos_token_ids: Sequence[int]) -> None:
+        self._engine = f"the engine {engine}"
+        self._capabilities = capabilities
+        self._eos_token_ids = eos_token_ids
+
+    def problems(self, params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """What the engine lacks for these parameters; `bad_words_token_ids` are the sequences made of `bad_words`."""
+        return [
+            *self._beyond_limits(params, bad_words_token_ids),
+            *self._missing_features(params),
+            *self._missing_form(params),
+        ]
+
+    def _beyond_limits(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> Iterator[str]:
+        limits = self._capabilities
+        end_tokens = {*params.stop_token_ids, *self._eos_token_ids} if params.min_tokens > 0 else ()
+        for what, count, most in (
+            ("allowed_token_ids has {} entries", len(params.allowed_token_ids or ()), limits.max_allowed_token_ids),
+            ("logit_bias has {} entries", len(params.logit_bias or ()), limits.max_logit_bias),
+            ("stop_token_ids and end tokens are {} beside min_tokens", len(end_tokens), limits.max_stop_token_ids),
+            ("bad_words makes {} token sequences", len(bad_words), limits.max_bad_words),
+            ("bad_words has {} tokens", sum(map(len, bad_words)), limits.max_bad_words_tokens),
+        ):
+            if most is not None and count > most:
+                yield f"{what.format(count)}, {self._engine} takes at most {most}"
+        if limits.temperature_range is not None and not params.is_greedy:
+            low, high = limits.temperature_range
+            if not low <= params.temperature <= high:
+                yield f"temperature is {params.temperature:g}, {self._engine} takes 0, or {low:g} to {high:g}"
+
+    def _missing_features(self, params: SamplingParams) -> Iterator[str]:
+        can = self._capabilities
+        if params.seed is not None and not params.is_greedy and can.draws is None:
+            yield f"seed is {params.seed}, but {self._engine} cannot repeat what it draws: leave it out"
+        if params.prompt_logprobs is not None and not can.prompt_logprobs:
+            yield f"prompt_logprobs is {params.prompt_logprobs}, which {self._engine} does not support"
+        if params.min_tokens > 0 and not can.min_tokens:
+            yield f"min_tokens is {params.min_tokens}, which {self._engine} does not support"
+        if params.bad_words and not can.bad_words:
+            yield f"bad_words has {len(params.bad_words)} entries, which {self._engine} does not support"
+        repetition = params.repetition_detection
+        if repetition is not None and repetition.max_pattern_size > 0 and not can.repetition_detection:
+            size = repetition.max_pattern_size
+            yield f"repetition_detection.max_pattern_size is {size}, which {self._engine} does not support"
+
+    def _missing_form(self, params: SamplingParams) -> Iterator[str]:
+        if params.structured_outputs is None:
+            return
+        for kind in STRUCTURED_OUTPUTS:
+            if getattr(params.structured_outputs, kind, None) is None or kind in self._capabilities.structured_outputs:
+                continue
+            served = ", ".join(self._capabilities.structured_outputs) or "none"
+            yield f"structured_outputs asks for {kind}, {self._engine} supports {served}"
+
+
+def config_problems(config: EngineConfig, capabilities: EngineCapabilities) -> list[str]:
+    """Options that the engine took, and does not serve with this model on this device."""
+    problems = []
+    if config.lora is not None and not capabilities.lora:
+        problems.append(f"enable_lora is set, but the engine {config.engine} serves no LoRA adapters here")
+    if config.model.logits_processors and not capabilities.logits_processors:
+        names = ", ".join(config.model.logits_processors)
+        problems.append(f"logits_processors is {names}, but the engine {config.engine} takes none of Headrace's")
+    return problems

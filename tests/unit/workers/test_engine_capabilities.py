@@ -1,0 +1,221 @@
+"""What a worker does with its engine's capabilities: refusals, draws, metrics, credit, and engines that it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
+from headrace_engine.request import FinishReason
+from headrace_monitoring.step_families import SOURCES
+from headrace_workers.cli.top import draw
+from headrace_workers.top import Sample, report
+from unit.monitoring.scrape import Scrape
+from unit.workers.desk import Desk
+from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
+
+pytestmark = pytest.mark.torch
+
+SAMPLED = {"prompt": "abc", "sampling_params": {"max_tokens": 4, "temperature": 1.0}}
+GREEDY = {"prompt": "abc", "sampling_params": {"max_tokens": 4, "temperature": 0}}
+RESUMED = "headrace_resumed_across_draws_total"
+
+
+def without(**lacking: Any) -> EngineCapabilities:
+    return replace(CAPABILITIES, **lacking)
+
+
+def begun(draws: str | None, tokens: int = 1, **last: Any) -> list[tuple[int, int, str, dict[str, Any]]]:
+    """A stream that another worker has begun; it said nothing of its draws where they are None."""
+    named = {} if draws is None else {"draws": draws}
+    chunks = [{"index": 0, "token_ids": [13], "text": "d", "logprobs": None} for _ in range(tokens)]
+    if chunks:
+        chunks[-1] |= last
+    entries = [(1, offset, "chunk", chunk) for offset, chunk in enumerate(chunks, start=1)]
+    return [(1, 0, "start", {"worker": "another", **named}), *entries]
+
+
+def resume(
+    earlier: list[tuple[int, int, str, dict[str, Any]]], kwargs: Any = SAMPLED, engine: Any = CAPABILITIES
+) -> Desk:
+    desk = Desk(capabilities=engine)
+    desk.redis.streams["headrace:stream:r1"] = earlier
+    desk.accept(FakeCeleryRequest(kwargs=kwargs))
+    return desk
+
+
+# -- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_beyond_a_limit_of_the_engine_is_answered_and_never_reaches_it() -> None:
+    desk = Desk(engine="vllm", capabilities=without(max_allowed_token_ids=3, prompt_logprobs=False))
+    params = {"max_tokens": 4, "allowed_token_ids": [10, 11, 12, 13], "prompt_logprobs": 1}
+    desk.accept(FakeCeleryRequest(kwargs={"prompt": "abc", "sampling_params": params}))
+    desk.assert_idle()
+    assert desk.results["r1"]["error"] == {
+        "code": "invalid_request",
+        "message": "allowed_token_ids has 4 entries, the engine vllm takes at most 3; "
+        "prompt_logprobs is 1, which the engine vllm does not support",
+    }
+    assert desk.engine.sent == []
+    desk.accept(FakeCeleryRequest("r2", {"prompt": "abc", "sampling_params": {"allowed_token_ids": [10, 11, 12]}}))
+    assert len(desk.engine.sent) == 1
+
+
+def test_a_message_without_a_seed_is_served_where_seeds_repeat_nothing() -> None:
+    desk = Desk(engine="vllm", capabilities=without(draws=None))
+    desk.accept(FakeCeleryRequest("r1", SAMPLED))
+    desk.accept(FakeCeleryRequest("r2", {**SAMPLED, "sampling_params": {"seed": 7}}))
+    assert [request.request_id[:2] for request in desk.engine.sent] == ["r1"]
+    desk.settle()
+    assert "seed is 7, but the engine vllm cannot repeat" in desk.results["r2"]["error"]["message"]
+
+
+def test_a_message_keeps_its_place_in_the_queue_where_the_engine_knows_no_priorities() -> None:
+    for engine, expected in ((CAPABILITIES, 7), (without(priority=False), 0)):
+        desk = Desk(capabilities=engine)
+        desk.accept(FakeCeleryRequest(priority=7))
+        assert [request.priority for request in desk.engine.sent] == [expected]
+
+
+# -- draws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("draws", "written"), [("fake-1", "fake-1"), (None, "")])
+def test_a_start_names_the_draws_of_the_engine(draws: str | None, written: str) -> None:
+    desk = Desk(capabilities=without(draws=draws))
+    desk.accept(FakeCeleryRequest())
+    [(_, _, kind, data)] = desk.redis.entries("r1")
+    assert (kind, data["draws"]) == ("start", written)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "engine"),
+    [
+        (begun("vllm-0.31-v2"), CAPABILITIES),
+        (begun(""), CAPABILITIES),
+        (begun("fake-1"), without(draws=None)),
+        (begun(""), without(draws=None)),
+        (begun("fake-1"), without(exact_resume="greedy")),
+    ],
+)
+def test_a_sampled_request_that_goes_on_with_other_draws_is_counted_and_logged(
+    earlier: Any, engine: EngineCapabilities, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk = resume(earlier, engine=engine)
+    assert desk.value(RESUMED) == 1
+    assert len(desk.engine.sent) == 1
+    assert "request goes on with other draws" in capsys.readouterr().out
+    assert resume(earlier, GREEDY, engine).value(RESUMED) == 0
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        [],
+        begun("fake-1"),
+        begun(None),  # of an older worker
+        begun("vllm-0.31-v2", tokens=0),
+        begun("vllm-0.31-v2", finish_reason="stop"),  # nothing is left to be drawn
+    ],
+)
+def test_a_sampled_request_of_which_nothing_was_drawn_otherwise_is_not_counted(earlier: Any) -> None:
+    assert resume(earlier).value(RESUMED) == 0
+
+
+def test_an_engine_that_cannot_go_on_exactly_is_counted_after_its_own_death_too() -> None:
+    for engine, counted in ((CAPABILITIES, 0), (without(exact_resume="greedy"), 1), (without(draws=None), 1)):
+        desk = Desk(capabilities=engine)
+        desk.accept(FakeCeleryRequest("r1", SAMPLED))
+        desk.accept(FakeCeleryRequest("r2", GREEDY))
+        desk.generate(13, 13)
+        desk.accept(FakeCeleryRequest("r3", SAMPLED))  # without a token there is nothing to go on from
+        desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+        desk.engine.sent.clear()
+        desk.dispatcher.on_engine_ready(MODEL, engine)
+        assert len(desk.engine.sent) == 3
+        assert desk.value(RESUMED) == counted
+
+
+# -- engines that the worker leaves -----------------------------------------------------------------------------------
+
+
+def test_an_engine_that_comes_back_as_another_continues_nothing_and_ends_the_worker() -> None:
+    desk = Desk(engine="vllm")
+    request = desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.engine.sent.clear()
+    desk.dispatcher.on_engine_ready(MODEL, without(draws="vllm-0.33-v2"))
+    assert desk.engine.sent == []
+    assert request.fate == ["accepted", "handed back"]
+    assert "the engine vllm was replaced while the worker ran" in desk.given_up[0]
+    assert desk.dispatcher.credit() == 0
+
+
+def test_an_engine_that_cannot_keep_tenants_apart_needs_a_shared_cache() -> None:
+    desk = Desk(engine="other", capabilities=without(cache_salt=False))
+    assert (
+        "the engine other cannot keep the tenants' prefix caches apart: set HEADRACE_SHARE_PREFIX_CACHE=true"
+        in (desk.given_up[0])
+    )
+    assert desk.dispatcher.credit() == 0
+    shared = Desk(capabilities=without(cache_salt=False), share_prefix_cache=True)
+    shared.accept(FakeCeleryRequest(tenant="acme"))
+    assert shared.given_up == []
+    assert [request.cache_salt for request in shared.engine.sent] == [""]
+
+
+# -- what the engine tells --------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_does_not_tell_is_neither_in_metrics_nor_in_the_table_of_workers() -> None:
+    desk = Desk(engine="vllm", capabilities=without(stats=("running", "waiting"), version="0.32.0"))
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    scrape = Scrape(desk.metrics)
+    assert {name for name in SOURCES if any(found.startswith(name) for found in scrape.names)} == {
+        "headrace_engine_requests"
+    }
+    assert scrape.value("headrace_model_info", engine="vllm", engine_version="0.32.0") == 1
+    engine = desk.dispatcher.stats()["engine"]
+    assert (engine["name"], engine["waiting"], engine["kv_blocks_used"]) == ("vllm", 0, None)
+    found = report(Sample(0.0, {}, {"w": desk.dispatcher.stats()}), None)
+    assert found["workers"][0]["kv_cache_usage_ratio"] is None
+    draw(found)
+
+
+def test_our_own_engine_shows_its_use_of_memory_in_the_table_of_workers() -> None:
+    desk = Desk()
+    desk.dispatcher.on_engine_outputs(
+        EngineCoreOutputs(outputs=[], stats=StepStats(kv_blocks_used=3, kv_blocks_total=4))
+    )
+    found = report(Sample(0.0, {}, {"w": desk.dispatcher.stats()}), None)
+    assert found["workers"][0]["kv_cache_usage_ratio"] == 0.75
+
+
+# -- credit -----------------------------------------------------------------------------------------------------------
+
+
+def test_credit_needs_nothing_but_free_slots_of_an_engine_that_tells_nothing() -> None:
+    desk = Desk(capabilities=without(stats=()), max_num_seqs=2)
+    desk.accept(FakeCeleryRequest("r1"))
+    desk.accept(FakeCeleryRequest("r2"))
+    assert desk.dispatcher.credit() == 0
+    desk.generate(13, 13)
+    assert desk.dispatcher.credit() == 0
+    desk.generate(14, 14, finish=FinishReason.LENGTH)
+    assert desk.dispatcher.credit() == 2
+
+
+def test_requests_for_which_an_engine_has_no_memory_keep_others_in_the_queue() -> None:
+    desk = Desk(capabilities=without(stats=("running", "waiting")), max_num_seqs=8)
+    for name in ("r1", "r2", "r3"):
+        desk.accept(FakeCeleryRequest(name))
+    desk.generate(13, 13, 13, waiting=1)  # one of them was preempted, or was never admitted
+    assert desk.dispatcher.credit() == 0
+    desk.generate(14, 14, 14, finish=FinishReason.LENGTH)
+    assert desk.dispatcher.credit() == 8

@@ -7,7 +7,8 @@ XLA := .venv-xla
 COMPLY := .venv-comply
 CLIENTS := .venv-clients
 
-.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle clients comply chaos hostile load venv clean
+
+.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -105,6 +106,9 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/node ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 	@touch $@
+
+conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MODEL=... ARGS="--engine-python ..." for another one
+	@$(BIN)/python -m headrace_engine.conformance --engine $(or $(ENGINE),headrace) --model $(or $(MODEL),smollm2-135m-instruct) $(ARGS)
 
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, get_args
 from headrace_engine.errors import ConfigError
 
 ExactResume = Literal["none", "greedy", "all"]
-STRUCTURED_OUTPUTS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+STRUCTURED_OUTPUTS: Final = ("json", "regex", "choice", "grammar", "json_object")
 """Fields of `StructuredOutputsParams` that ask for a form."""
 
 

@@ -1,0 +1,358 @@
+"""An engine under test: sends requests, gathers their answers, and checks what must hold in every step."""
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.conformance.case import Broken, expect
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.errors import HeadraceEngineError
+from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
+from headrace_engine.tokenizer_parts import TokenizerParts
+
+# For so long a step may come that nobody waits for.
+_LAST_STEP_SECONDS = 5.0
+_TRIES = 20
+TEXT = (
+    "A mill stands by the river, and the headrace carries the water to its wheel. The wheel turns the stone, "
+    "the stone grinds the corn, and the baker in the village makes bread of the flour. In winter the water freezes; "
+    "then the miller mends his tools, counts 12 sacks, and waits for spring. When the snow melts the river rises fast, "
+    "and whoever lives below the weir carries chairs and books upstairs. A heron watches all of it from the far bank. "
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come of a request so far."""
+
+    request: EngineCoreRequest
+    number: int
+    """Place among all requests that were sent."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    first_step: int = 0
+    """Which step since the last `settle` brought its first token."""
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    aborted_at: int | None = None
+    """How many requests had been sent when its abort was."""
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def end(self) -> tuple[str | None, int | str | None]:
+        """Finish reason and stop reason."""
+        return self.finish.value if self.finish is not None else None, self.stop_reason
+
+
+class EngineUnderTest:
+    """An engine in its child process.
+
+    Args:
+        patience: seconds without any output after which a case that waits for one fails.
+        start_patience: the same for the start.
+        end_patience: seconds within which its processes end.
+
+    Raises:
+        ConfigError, ModelLoadError, EngineDeadError, TimeoutError: it does not start.
+    """
+
+    def __init__(self, config: EngineConfig, *, patience: float, start_patience: float, end_patience: float) -> None:
+        self.config = config
+        self.core = EngineCoreProcess(config)
+        self.patience = patience
+        self.end_patience = end_patience
+        self._numbers = itertools.count(1)
+        self._answers: dict[str, Answer] = {}
+        self._forgotten: set[str] = set()
+        self.steps: list[StepStats] = []
+        """The statistics of the steps since the last `settle`."""
+        self.references: list[Answer] = []
+        """What the plain engine answered to the requests that the tight one gets."""
+        try:
+            self.info = self.core.wait_ready(start_patience)
+            self.capabilities = self.core.capabilities
+            self.tokenizer = self._load_tokenizer()
+        except BaseException:
+            self.close()
+            raise
+        self.end_tokens = self.info.with_end_token(self.tokenizer.eos_token_id).eos_token_ids
+
+    # -- making requests ----------------------------------------------------------------------------------------
+
+    def prompt(self, length: int = 24, start: int = 0) -> list[int]:
+        """Tokens of an English text, from a place that `start` chooses."""
+        tokens = [token for token in self.tokenizer.encode(TEXT) if token not in self.end_tokens]
+        shift = start * 7 % len(tokens)
+        return list(itertools.islice(itertools.cycle([*tokens[shift:], *tokens[:shift]]), length))
+
+    def request(
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        seed: int = 1,
+        priority: int = 0,
+        cache_salt: str = "",
+        end_tokens: Sequence[int] | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
+        **params: Any,
+    ) -> EngineCoreRequest:
+        """A greedy request of 24 tokens that no end token ends, unless told otherwise."""
+        wanted = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False, **params}
+        number = next(self._numbers)
+        return EngineCoreRequest(
+            request_id=f"conformance:0:{number}",
+            prompt_token_ids=list(self.prompt() if prompt is None else prompt),
+            sampling_params=SamplingParams(**wanted),
+            seed=seed,
+            eos_token_ids=list(self.end_tokens if end_tokens is None else end_tokens),
+            priority=priority,
+            arrival_time=float(number),
+            cache_salt=cache_salt,
+            bad_words_token_ids=[list(word) for word in bad_words],
+        )
+
+    def again(self, request: EngineCoreRequest, emitted: Sequence[int] = (), **changes: Any) -> EngineCoreRequest:
+        """The same request under a new id, with the tokens that an earlier attempt emitted."""
+        number = next(self._numbers)
+        return replace(
+            request,
+            request_id=f"conformance:0:{number}",
+            arrival_time=float(number),
+            output_token_ids=list(emitted),
+            **changes,
+        )
+
+    # -- sending and waiting ------------------------------------------------------------------------------------
+
+    def send(self, request: EngineCoreRequest) -> Answer:
+        answer = Answer(request, next(self._numbers))
+        self._answers[request.request_id] = answer
+        self._forgotten.discard(request.request_id)
+        self.core.add_request(request)
+        return answer
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the engine's process for a while: what is sent meanwhile arrives at once."""
+        os.kill(self.core.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.core.pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def while_running(self, make: Callable[[], list[EngineCoreRequest]]) -> Iterator[list[Answer]]:
+        """Stop the engine at a moment at which requests run and have half of their tokens before them.
+
+        However fast the engine is, what is sent meanwhile arrives before they end. They are made anew where they did
+        end before the engine was stopped.
+        """
+        for _ in range(_TRIES):
+            answers = [self.send(request) for request in make()]
+            self.await_first_tokens(*answers)
+            with self.stopped():
+                while self.take(0.0):
+                    pass
+                if all(self._has_far_to_go(answer) for answer in answers):
+                    yield answers
+                    return
+            self.finish(*answers)
+        raise Broken(f"requests ended before anything could be sent behind them, {_TRIES} times")
+
+    def _has_far_to_go(self, answer: Answer) -> bool:
+        most = answer.request.sampling_params.max_tokens
+        if most is None:
+            most = self.info.max_model_len - len(answer.request.prompt_token_ids)
+        return answer.finish is None and len(answer.tokens) <= most // 2
+
+    def abort(self, *answers: Answer) -> None:
+        for answer in answers:
+            answer.aborted_at = next(self._numbers)
+        self.core.abort_requests([answer.id for answer in answers])
+
+    def finish(self, *answers: Answer) -> list[Answer]:
+        """Wait until all of them have ended."""
+        self.wait_until(
+            lambda: all(answer.finish is not None for answer in answers),
+            lambda: f"{sum(answer.finish is None for answer in answers)} of {len(answers)} requests have not ended",
+        )
+        return list(answers)
+
+    def await_first_tokens(self, *answers: Answer) -> None:
+        """Wait until all of them run."""
+        self.wait_until(
+            lambda: all(answer.tokens for answer in answers),
+            lambda: f"{sum(not answer.tokens for answer in answers)} of {len(answers)} requests have no first token",
+        )
+
+    def run(self, *requests: EngineCoreRequest) -> list[Answer]:
+        """Send requests at once and wait for their ends."""
+        return self.finish(*[self.send(request) for request in requests])
+
+    def run_at_once(self, *requests: EngineCoreRequest) -> list[Answer]:
+        """The same for requests of which none may end before the last one has arrived."""
+        with self.stopped():
+            answers = [self.send(request) for request in requests]
+        return self.finish(*answers)
+
+    def run_one(self, request: EngineCoreRequest) -> Answer:
+        return self.run(request)[0]
+
+    def wait_until(self, condition: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Take outputs until a condition holds.
+
+        Raises:
+            Broken: nothing came for `patience` seconds.
+        """
+        while not condition():
+            if not self.take(self.patience):
+                raise Broken(f"nothing came for {self.patience:g} s: {missing()}")
+
+    def take(self, seconds: float) -> bool:
+        """Take what the engine has sent, or sends within so many seconds; False where that is nothing."""
+        if not select.select([self.core.fileno()], [], [], seconds)[0]:
+            return False
+        for step in self.core.receive():
+            self._take_step(step)
+        return True
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The answer of `EngineCore.call`; raises the error that refused it."""
+        answer = self.core.call(method, *args)
+        self.wait_until(answer.done, lambda: f"call {method!r} is not answered")
+        return answer.result()
+
+    def fence(self) -> None:
+        """Wait until the engine has read all that was sent so far, and has answered what came behind it."""
+        self.run_one(self.request(self.prompt(3), max_tokens=1))
+
+    def await_no_problem(self, problem: Callable[[], str | None]) -> None:
+        """Wait until the statistics have no problem any more: freed blocks may be told in a step of their own.
+
+        Raises:
+            Broken: no step comes any more, and the problem is still there.
+        """
+        deadline = time.monotonic() + self.patience
+        while (found := problem()) is not None:
+            if not self.take(min(_LAST_STEP_SECONDS, self.patience)):
+                raise Broken(found)
+            expect(time.monotonic() < deadline, f"steps go on for {self.patience:g} s with nothing to compute: {found}")
+
+    def settle(self) -> None:
+        """Forget what an earlier case has left. Raises Broken where the engine does not come to rest."""
+        left = [answer for answer in self._answers.values() if answer.finish is None]
+        if left:
+            self.core.abort_requests([answer.id for answer in left])
+        self._forgotten |= self._answers.keys()
+        self._answers.clear()
+        self.fence()
+        self.steps.clear()
+
+    def close(self) -> None:
+        self.core.kill()
+        self.core.close()
+
+    # -- what must hold in every step -----------------------------------------------------------------------------
+
+    def _take_step(self, step: EngineCoreOutputs) -> None:
+        self.steps.append(step.stats)
+        latest = max((self._answers[out.request_id].number for out in step.outputs if self._is_known(out)), default=0)
+        for output in step.outputs:
+            if self._is_known(output):
+                self._take_output(self._answers[output.request_id], output, latest)
+
+    def _is_known(self, output: EngineCoreOutput) -> bool:
+        if output.request_id in self._answers:
+            return True
+        expect(output.request_id in self._forgotten, f"an output names {output.request_id!r}, which nobody sent")
+        return False
+
+    def _take_output(self, answer: Answer, output: EngineCoreOutput, latest: int) -> None:
+        who = f"request {answer.id}"
+        if answer.aborted_at is not None:
+            expect(latest < answer.aborted_at, f"{who} has output in a step that answers what came behind its abort")
+            answer.tokens += output.new_token_ids
+            return
+        expect(answer.finish is None, f"{who} has output behind its end")
+        expect(
+            all(0 <= token < self.info.vocab_size for token in output.new_token_ids),
+            f"{who} has a token outside of the vocabulary",
+        )
+        expect(
+            (output.error is not None) == (output.finish_reason is FinishReason.ERROR),
+            f"{who}: an error has a sentence, and nothing else has one; finish_reason is {output.finish_reason}",
+        )
+        self._check_logprobs(answer, output)
+        if not answer.tokens:
+            answer.first_step = len(self.steps)
+        answer.tokens += output.new_token_ids
+        answer.num_cached_tokens = output.num_cached_tokens
+        answer.finish, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
+        most = answer.request.sampling_params.max_tokens
+        num_tokens = len(answer.request.output_token_ids) + len(answer.tokens)
+        expect(most is None or num_tokens <= most, f"{who} has {num_tokens} tokens, max_tokens is {most}")
+
+    def _check_logprobs(self, answer: Answer, output: EngineCoreOutput) -> None:
+        who, params = f"request {answer.id}", answer.request.sampling_params
+        if params.logprobs is None:
+            expect(not output.logprobs, f"{who} has logprobs, which it did not ask for")
+        elif output.new_token_ids:
+            count = len(output.logprobs or ())
+            expect(
+                count == len(output.new_token_ids), f"{who} has {count} logprobs for {len(output.new_token_ids)} tokens"
+            )
+        answer.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            expect(answer.prompt_logprobs is None, f"{who} has its prompt_logprobs twice")
+            answer.prompt_logprobs = output.prompt_logprobs
+
+    def _load_tokenizer(self) -> ModelTokenizer:
+        try:
+            parts = TokenizerParts(**self.call("tokenizer"))
+        except HeadraceEngineError as error:
+            raise Broken(f"the call tokenizer, which every engine answers, is refused: {error}") from error
+        return create_tokenizer(self.config.model.model, parts)
+
+
+def differences(found: Iterable[Answer], expected: Iterable[Answer]) -> list[str]:
+    """How answers differ from those that they must equal, one sentence each."""
+    sentences = []
+    for new, old in zip(found, expected, strict=True):
+        old_tokens = old.tokens[len(new.request.output_token_ids) - len(old.request.output_token_ids) :]
+        if new.tokens != old_tokens:
+            place = next(
+                (i for i, pair in enumerate(zip(new.tokens, old_tokens, strict=False)) if pair[0] != pair[1]),
+                min(len(new.tokens), len(old_tokens)),
+            )
+            sentences.append(
+                f"token {len(new.request.output_token_ids) + place + 1} differs "
+                f"({len(new.tokens)} tokens, expected {len(old_tokens)})"
+            )
+        elif new.end != old.end:
+            sentences.append(f"the end is {new.end}, expected {old.end}")
+        elif new.error is not None:
+            sentences.append(f"the request ended with an error: {new.error}")
+    return sentences
+
+
+def expect_same(found: Iterable[Answer], expected: Iterable[Answer], what: str) -> None:
+    """Raise Broken unless answers equal others in tokens, finish reason and stop reason."""
+    sentences = differences(found, expected)
+    expect(not sentences, f"{what}: {'; '.join(sentences[:4])}")

@@ -1,0 +1,127 @@
+"""When an output ends, and how it says why."""
+
+from headrace_engine.conformance.case import Broken, DoesNotApply, case, expect, feature, limit
+from headrace_engine.conformance.driver import Answer, EngineUnderTest
+from headrace_engine.request import EngineCoreRequest
+
+BIAS = limit("max_logit_bias")
+STOPS = limit("max_stop_token_ids")
+
+
+@case()
+def max_tokens_ends_with_length(engine: EngineUnderTest) -> None:
+    """max_tokens=7 gives 7 tokens and finish_reason length; 1 gives one."""
+    for most in (7, 1):
+        answer = engine.run_one(engine.request(max_tokens=most))
+        _expect_end(answer, ("length", None), most)
+
+
+@case()
+def max_model_len_ends_with_length(engine: EngineUnderTest) -> None:
+    """Without max_tokens an output ends with length when prompt and output have max_model_len tokens."""
+    prompt = engine.prompt(engine.info.max_model_len - 9)
+    _expect_end(engine.run_one(engine.request(prompt, max_tokens=None)), ("length", None), 9)
+    prompt = engine.prompt(engine.info.max_model_len - 1)
+    _expect_end(engine.run_one(engine.request(prompt, max_tokens=None)), ("length", None), 1)
+
+
+@case(STOPS)
+def a_stop_token_ends_with_its_id(engine: EngineUnderTest) -> None:
+    """The first of stop_token_ids that is drawn ends the output with stop, is its last token, and is stop_reason."""
+    whole = engine.run_one(engine.request())
+    place, token = last_new_token(whole)
+    absent = next(t for t in range(engine.info.vocab_size) if t not in whole.tokens)
+    answer = engine.run_one(engine.request(stop_token_ids=[absent, token]))
+    _expect_end(answer, ("stop", token), place + 1)
+    expect(answer.tokens == whole.tokens[: place + 1], "the tokens before the stop token are others than without it")
+
+
+@case()
+def an_end_token_ends_without_a_stop_reason(engine: EngineUnderTest) -> None:
+    """The first of the request's end tokens that is drawn ends the output with stop; stop_reason is None."""
+    whole = engine.run_one(engine.request())
+    place, token = last_new_token(whole)
+    request = engine.request(ignore_eos=False, end_tokens=[*engine.end_tokens, token])
+    end = min([place, *[i for i, t in enumerate(whole.tokens) if t in engine.end_tokens]])
+    _expect_end(engine.run_one(request), ("stop", None), end + 1)
+
+
+@case(BIAS)
+def the_models_own_end_token_ends(engine: EngineUnderTest) -> None:
+    """The model's own end token ends the output with stop and without a stop_reason."""
+    for end in _own_end_tokens(engine):
+        answer = engine.run_one(engine.request(ignore_eos=False, logit_bias={end: 100.0}))
+        _expect_end(answer, ("stop", None), 1)
+
+
+@case(BIAS)
+def ignore_eos_goes_on(engine: EngineUnderTest) -> None:
+    """With ignore_eos an end token is a token like any other."""
+    end = _own_end_tokens(engine)[0]
+    answer = engine.run_one(engine.request(logit_bias={end: 100.0}, max_tokens=6))
+    _expect_end(answer, ("length", None), 6)
+    expect(answer.tokens == [end] * 6, "logit_bias of 100 does not make the end token the only one")
+
+
+@case(BIAS, STOPS)
+def an_end_token_that_was_asked_for_is_the_stop_reason(engine: EngineUnderTest) -> None:
+    """With ignore_eos, an end token among stop_token_ids ends the output and is its stop_reason."""
+    end = _own_end_tokens(engine)[0]
+    answer = engine.run_one(engine.request(logit_bias={end: 100.0}, stop_token_ids=[end]))
+    _expect_end(answer, ("stop", end), 1)
+
+
+@case(feature("min_tokens"), BIAS)
+def min_tokens_holds_the_end_token_back(engine: EngineUnderTest) -> None:
+    """No end token is drawn among the first min_tokens tokens, however likely it is; then it is."""
+    end = _own_end_tokens(engine)[0]
+    answer = engine.run_one(engine.request(ignore_eos=False, logit_bias={end: 100.0}, min_tokens=5))
+    _expect_end(answer, ("stop", None), 6)
+    expect(not set(answer.tokens[:5]) & set(engine.end_tokens), "an end token was drawn before min_tokens")
+
+
+@case(feature("min_tokens"), STOPS)
+def min_tokens_holds_a_stop_token_back(engine: EngineUnderTest) -> None:
+    """No stop token is drawn among the first min_tokens tokens."""
+    whole = engine.run_one(engine.request())
+    first = whole.tokens[0]
+    answer = engine.run_one(engine.request(stop_token_ids=[first], min_tokens=8))
+    expect(first not in answer.tokens[:8], "a stop token was drawn before min_tokens")
+    expect(len(answer.tokens) > 8 or answer.finish is None, f"the output has {len(answer.tokens)} tokens, min_tokens 8")
+
+
+@case(feature("repetition_detection"), BIAS)
+def a_loop_ends_with_repetition(engine: EngineUnderTest) -> None:
+    """repetition_detection ends an output whose last min_count patterns are one, with finish_reason repetition."""
+    request = looping(engine)
+    answer = engine.run_one(request)
+    _expect_end(answer, ("repetition", "repetition_detected"), 4)
+
+
+def looping(engine: EngineUnderTest) -> EngineCoreRequest:
+    """A request that draws one token for ever and is stopped at its fourth."""
+    token = engine.prompt(1)[0]
+    detection = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 4}
+    return engine.request(logit_bias={token: 100.0}, repetition_detection=detection)
+
+
+def last_new_token(answer: Answer) -> tuple[int, int]:
+    """The last place of an output whose token stands nowhere before it, and that token; not the first place."""
+    tokens = answer.tokens
+    places = [place for place in range(1, len(tokens) - 1) if tokens[place] not in tokens[:place]]
+    if not places:
+        raise DoesNotApply("the model repeats one token, so that nothing can be stopped at")
+    return places[-1], tokens[places[-1]]
+
+
+def _own_end_tokens(engine: EngineUnderTest) -> list[int]:
+    if not engine.end_tokens:
+        raise DoesNotApply("the model has no end token")
+    return engine.end_tokens
+
+
+def _expect_end(answer: Answer, end: tuple[str, int | str | None], length: int) -> None:
+    if answer.error is not None:
+        raise Broken(f"the request ended with an error: {answer.error}")
+    expect(answer.end == end, f"finish_reason and stop_reason are {answer.end}, expected {end}")
+    expect(len(answer.tokens) == length, f"the output has {len(answer.tokens)} tokens, expected {length}")

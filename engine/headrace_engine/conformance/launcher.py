@@ -1,0 +1,52 @@
+"""Starts engines with the suite's options."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_engine import default_model
+from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.conformance.driver import EngineUnderTest
+
+MAX_MODEL_LEN = 256
+MAX_NUM_SEQS = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class Launcher:
+    """Makes engines.
+
+    Args:
+        options: of `EngineArgs`, laid over the suite's own.
+    """
+
+    options: dict[str, Any]
+    patience: float = 120.0
+    """Seconds without any output after which a case fails."""
+    start_patience: float = 600.0
+    end_patience: float = 30.0
+    """Seconds within which processes end."""
+
+    def config(self, **more: Any) -> EngineConfig:
+        """The plain engine's config with some options changed.
+
+        Raises:
+            ConfigError: the engine does not have an option, or not such a value.
+            ModelFetchError: the default model is wanted, and cannot be fetched.
+        """
+        own = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
+        config = EngineArgs(**{**own, **self.options, **more}).create_engine_config()
+        config.model.model = str(default_model.resolve(config.model.model, config.model.dtype))
+        return config
+
+    def start(self, **more: Any) -> EngineUnderTest:
+        """Start an engine and wait until it is ready.
+
+        Raises:
+            ConfigError, ModelLoadError, EngineDeadError, TimeoutError: it does not start.
+        """
+        return EngineUnderTest(
+            self.config(**more),
+            patience=self.patience,
+            start_patience=self.start_patience,
+            end_patience=self.end_patience,
+        )

@@ -1,0 +1,103 @@
+"""Log-probabilities of drawn tokens and of prompts."""
+
+import itertools
+
+from headrace_engine.conformance.case import case, expect, feature
+from headrace_engine.conformance.driver import EngineUnderTest
+from headrace_engine.runner.contracts import TokenLogprobs
+
+VALUES_AGREE = 1e-3
+
+
+@case()
+def the_drawn_token_comes_first(engine: EngineUnderTest) -> None:
+    """logprobs=4 gives for each token the drawn one first, then the four most likely, each with its rank from 1."""
+    for answer in engine.run(engine.request(logprobs=4), engine.request(logprobs=4, temperature=1.5, seed=3)):
+        for token, entry in zip(answer.tokens, answer.logprobs, strict=True):
+            expect(entry[0][0] == token, "the first entry is not the drawn token's")
+            check_entry(entry, 4)
+
+
+@case()
+def greedy_draws_rank_first(engine: EngineUnderTest) -> None:
+    """A greedy token has rank 1 where no other parameter changes the logits."""
+    answer = engine.run_one(engine.request(logprobs=1))
+    expect(all(entry[0][2] == 1 for entry in answer.logprobs), "a greedy token has another rank than 1")
+
+
+@case()
+def none_but_the_drawn_token(engine: EngineUnderTest) -> None:
+    """logprobs=0 gives the drawn token's entry alone."""
+    answer = engine.run_one(engine.request(logprobs=0))
+    expect(all(len(entry) == 1 for entry in answer.logprobs), "there are entries beside the drawn token's")
+
+
+@case()
+def values_are_the_models_own(engine: EngineUnderTest) -> None:
+    """Log-probabilities are taken from the raw logits: no parameter of the request changes their values."""
+    plain, changed = engine.run(
+        engine.request(logprobs=20, max_tokens=1),
+        engine.request(logprobs=20, max_tokens=1, temperature=2.0, repetition_penalty=3.0, top_k=3),
+    )
+    expect(
+        values(changed.logprobs[0], plain.logprobs[0]), "log-probabilities of one position differ between two requests"
+    )
+
+
+@case()
+def a_neighbour_that_wants_some_changes_nothing(engine: EngineUnderTest) -> None:
+    """Requests of one batch get as many log-probabilities as each asked for."""
+    answers = engine.run(*[engine.request(engine.prompt(9, i), logprobs=count) for i, count in enumerate((1, 7, 3))])
+    for answer, count in zip(answers, (1, 7, 3), strict=True):
+        for entry in answer.logprobs:
+            check_entry(entry, count)
+
+
+@case(feature("prompt_logprobs"))
+def a_prompt_has_them_from_its_second_token(engine: EngineUnderTest) -> None:
+    """prompt_logprobs comes with the first token: an entry for each prompt token but the first, that token first."""
+    prompt = engine.prompt(21, 1)
+    answer = engine.send(engine.request(prompt, prompt_logprobs=2))
+    engine.await_first_tokens(answer)
+    found = answer.prompt_logprobs
+    engine.finish(answer)
+    expect(found is not None, "the first token came without prompt_logprobs")
+    assert found is not None
+    expect(len(found) == len(prompt) - 1, f"there are {len(found)} entries for {len(prompt)} prompt tokens")
+    for token, entry in zip(prompt[1:], found, strict=True):
+        expect(entry[0][0] == token, "the first entry of a prompt token is another token's")
+        check_entry(entry, 2)
+
+
+@case(feature("prompt_logprobs"))
+def those_of_prompt_and_output_agree(engine: EngineUnderTest) -> None:
+    """An output's log-probabilities are those of its tokens as a prompt, within 0.001, cached or not."""
+    answer = engine.run_one(engine.request(logprobs=3))
+    whole = [*answer.request.prompt_token_ids, *answer.tokens]
+    for _ in range(2):
+        again = engine.run_one(engine.request(whole, prompt_logprobs=3, max_tokens=1))
+        found = (again.prompt_logprobs or [])[-len(answer.tokens) :]
+        expect(len(found) == len(answer.tokens), f"there are {len(again.prompt_logprobs or [])} entries for the prompt")
+        for place, (prompt_entry, entry) in enumerate(zip(found, answer.logprobs, strict=True)):
+            expect(values(prompt_entry, entry), f"the entries of output token {place + 1} differ")
+
+
+def check_entry(entry: TokenLogprobs, count: int) -> None:
+    """One position: ranks are right, values fall with them, and there are as many as wanted beside the drawn token."""
+    drawn, others = entry[0], entry[1:]
+    expect(all(value <= 1e-6 for _, value, _ in entry), "a log-probability is above 0")
+    ids = [token for token, _, _ in entry]
+    expect(len(set(ids)) == len(ids), "a token has two entries of one position")
+    ranks = [rank for _, _, rank in others]
+    expected = [rank for rank in range(1, count + 1) if rank != drawn[2]]
+    expect(ranks == expected, f"the drawn token has rank {drawn[2]}, the others {ranks}, expected {expected}")
+    ordered = sorted(entry, key=lambda candidate: candidate[2])
+    falling = all(a[1] >= b[1] - 1e-6 for a, b in itertools.pairwise(ordered))
+    expect(falling, "a token of a higher rank is more likely than one of a lower rank")
+
+
+def values(found: TokenLogprobs, expected: TokenLogprobs) -> bool:
+    """Whether tokens that stand in both entries have the same value, the drawn one among them or the first ranks."""
+    known = {token: value for token, value, _ in expected}
+    shared = [(value, known[token]) for token, value, _ in found if token in known]
+    return len(shared) >= min(len(found), len(expected)) - 1 and all(abs(a - b) <= VALUES_AGREE for a, b in shared)

@@ -1,0 +1,110 @@
+"""Chunked prompts and preemption: an engine with few KV blocks and few tokens a step answers as one with plenty."""
+
+from typing import Any
+
+from headrace_engine.conformance.case import (
+    DRAWS,
+    GREEDY_RESUME,
+    SAMPLED_RESUME,
+    DoesNotApply,
+    Stage,
+    case,
+    expect,
+    feature,
+    stat,
+)
+from headrace_engine.conformance.driver import Answer, EngineUnderTest, expect_same
+from headrace_engine.conformance.resume import expect_same_logprobs
+from headrace_engine.request import EngineCoreRequest
+
+TOKENS_A_STEP = 32
+MAX_NUM_SEQS = 4
+
+
+def long_requests(engine: EngineUnderTest) -> list[EngineCoreRequest]:
+    """Requests whose prompts take several steps and which outgrow the KV blocks together; all greedy ones first."""
+    most = engine.info.max_model_len
+    params: list[dict[str, Any]] = [
+        {},
+        {"presence_penalty": 1.5, "logprobs": 2},
+        {"frequency_penalty": 0.7},
+        {"temperature": 1.0},
+        {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.6},
+        {"temperature": 1.0, "frequency_penalty": 0.5},
+    ]
+    return [
+        engine.request(engine.prompt(most // 4 + 5 * i, 2 + i), max_tokens=most // 2 - 10, seed=i, **more)
+        for i, more in enumerate(params)
+    ]
+
+
+@case(stage=Stage.TIGHT)
+def chunked_prompts_change_no_token(engine: EngineUnderTest) -> None:
+    """A greedy request whose prompt is computed in several steps, alone, has the tokens that it has in one step."""
+    whole = engine.references[0]
+    expect_same([engine.run_one(engine.again(whole.request))], [whole], "the prompt in chunks against in one step")
+
+
+@case(feature("prompt_logprobs"), stage=Stage.TIGHT)
+def chunked_prompts_have_all_their_logprobs(engine: EngineUnderTest) -> None:
+    """prompt_logprobs of a prompt that takes several steps come whole, with the first token."""
+    prompt = engine.prompt(3 * TOKENS_A_STEP + 5)
+    answer = engine.run_one(engine.request(prompt, prompt_logprobs=1, max_tokens=3))
+    count = len(answer.prompt_logprobs or ())
+    expect(count == len(prompt) - 1, f"there are {count} entries for {len(prompt)} prompt tokens")
+
+
+@case(stage=Stage.TIGHT)
+def preemption_changes_no_greedy_token(engine: EngineUnderTest) -> None:
+    """Greedy requests that outgrow the KV blocks together end as they do where blocks are plenty."""
+    greedy = [answer for answer in engine.references if answer.request.sampling_params.is_greedy]
+    fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in greedy]
+    answers = engine.run(*[engine.again(answer.request) for answer in greedy])
+    engine.finish(*fillers)
+    expect_same(answers, greedy, "with few KV blocks against many")
+    for answer, whole in zip(answers, greedy, strict=True):
+        expect_same_logprobs(answer, whole)
+
+
+@case(DRAWS, stage=Stage.TIGHT)
+def preemption_changes_no_sampled_token(engine: EngineUnderTest) -> None:
+    """Sampled requests that outgrow the KV blocks together end as they do where blocks are plenty."""
+    sampled = [answer for answer in engine.references if not answer.request.sampling_params.is_greedy]
+    fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in sampled]
+    answers = engine.run(*[engine.again(answer.request) for answer in sampled])
+    engine.finish(*fillers)
+    expect_same(answers, sampled, "with few KV blocks against many")
+
+
+@case(GREEDY_RESUME, stage=Stage.TIGHT)
+def a_resume_under_pressure_is_exact_for_greedy(engine: EngineUnderTest) -> None:
+    """Greedy requests that resume while prompts come in chunks and requests are preempted equal the whole ones."""
+    _resume_all(engine, [answer for answer in engine.references if answer.request.sampling_params.is_greedy])
+
+
+@case(DRAWS, SAMPLED_RESUME, stage=Stage.TIGHT)
+def a_resume_under_pressure_is_exact_for_sampled(engine: EngineUnderTest) -> None:
+    """Sampled requests that resume while prompts come in chunks and requests are preempted equal the whole ones."""
+    _resume_all(engine, [answer for answer in engine.references if not answer.request.sampling_params.is_greedy])
+
+
+@case(stat("preemptions"), stage=Stage.TIGHT)
+def preemptions_are_counted(engine: EngineUnderTest) -> None:
+    """The statistic preemptions counts requests that lose their KV blocks to others."""
+    engine.run(*[engine.again(answer.request) for answer in engine.references])
+    count = sum(step.preemptions for step in engine.steps)
+    if engine.config.cache.num_blocks is None and not count:
+        raise DoesNotApply("the engine takes no num_blocks, so that its KV memory cannot be made small")
+    expect(
+        count > 0, f"no preemption was counted though num_blocks={engine.config.cache.num_blocks} is too few for all"
+    )
+
+
+def _resume_all(engine: EngineUnderTest, wholes: list[Answer]) -> None:
+    fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in wholes]
+    cuts = [len(whole.tokens) * (2 + i) // (4 + i) for i, whole in enumerate(wholes)]
+    resumed = engine.run(
+        *[engine.again(whole.request, whole.tokens[:cut]) for whole, cut in zip(wholes, cuts, strict=True)]
+    )
+    engine.finish(*fillers)
+    expect_same(resumed, wholes, "resumed under pressure")

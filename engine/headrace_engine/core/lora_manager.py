@@ -22,7 +22,7 @@ from headrace_engine.config import LoRAConfig
 from headrace_engine.errors import LoRACapacityError, LoRAError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, LoRAVersion
-from headrace_engine.runner.contracts import ModelRunner
+from headrace_engine.runner.contracts import AdapterLoader
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class LoRAManager:
         wake: called, from any thread, when a parked request can go on; the loop may be asleep.
     """
 
-    def __init__(self, config: LoRAConfig, runner: ModelRunner, wake: Callable[[], None]) -> None:
+    def __init__(self, config: LoRAConfig, runner: AdapterLoader, wake: Callable[[], None]) -> None:
         self._max_loaded = config.max_cpu_loras
         self._runner = runner
         self._wake = wake

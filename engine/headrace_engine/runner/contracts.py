@@ -181,7 +181,21 @@ class ModelInfo:
         return replace(self, eos_token_ids=[*self.eos_token_ids, token_id])
 
 
-class ModelRunner(Protocol):
+class AdapterLoader(Protocol):
+    """The part of a runner that reads LoRA adapters."""
+
+    def load_lora(self, version: int, request: LoRARequest) -> None:
+        """Read an adapter and keep it as `version`. Called in a thread of its own while steps are computed.
+
+        Raises:
+            LoRAError: it cannot be served; every problem is named.
+        """
+
+    def unload_lora(self, version: int) -> None:
+        """Forget a version; no request uses it any more. From any thread."""
+
+
+class ModelRunner(AdapterLoader, Protocol):
     """A device's way to run a model. Made by `headrace_engine.runner.loader.create_runner`."""
 
     def load_model(self) -> ModelInfo: ...
@@ -193,16 +207,6 @@ class ModelRunner(Protocol):
     def init_kv_cache(self, num_blocks: int) -> None: ...
 
     def warm_up(self) -> None: ...
-
-    def load_lora(self, version: int, request: LoRARequest) -> None:
-        """Read an adapter and keep it as `version`. Called in a thread of its own while steps are computed.
-
-        Raises:
-            LoRAError: it cannot be served; every problem is named.
-        """
-
-    def unload_lora(self, version: int) -> None:
-        """Forget a version; no request uses it any more. From any thread."""
 
     def execute_model(self, batch: StepBatch) -> StepOutput: ...
 

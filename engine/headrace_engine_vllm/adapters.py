@@ -1,0 +1,84 @@
+"""LoRA adapters in vLLM, for Headrace's `LoRAManager`, which decides which are loaded and counts who uses them.
+
+vLLM reads an adapter between two steps, in the thread of the steps. It knows adapters by dense numbers: runner v2 keeps
+them in 32 bits, Headrace's ids have 48.
+"""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest as VLLMLoRARequest
+
+from headrace_engine.errors import LoRAError
+from headrace_engine.lora_request import LoRARequest
+from headrace_engine_vllm.errors import sentence_of
+
+
+class Adapters:
+    """The adapters that vLLM has, by the version that `LoRAManager` gave them.
+
+    Args:
+        client: vLLM's `InprocClient`.
+        wake: called, from any thread, when there is something to do between two steps.
+    """
+
+    def __init__(self, client: Any, wake: Callable[[], None]) -> None:
+        self._client = client
+        self._wake = wake
+        self._loaded: dict[int, VLLMLoRARequest] = {}
+        self._ids = itertools.count(1)
+        self._stepping_thread = threading.get_ident()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+
+    def load_lora(self, version: int, request: LoRARequest) -> None:
+        """Blocks while the adapter is read. Raises LoRAError."""
+        if not Path(request.lora_path).is_dir():  # vLLM would look for it on the hub
+            raise LoRAError(f"LoRA adapter {request.lora_name!r} is in {request.lora_path!r}, which is no folder")
+        wanted = VLLMLoRARequest(request.lora_name, next(self._ids), request.lora_path)
+
+        def load() -> None:
+            try:
+                self._client.add_lora(wanted)
+            except Exception as error:
+                name = request.lora_name
+                raise LoRAError(f"vLLM cannot load LoRA adapter {name!r}: {sentence_of(error)}") from error
+            self._loaded[version] = wanted
+
+        self._between_steps(load).result()
+
+    def unload_lora(self, version: int) -> None:
+        """Takes effect before the next step. From any thread."""
+        self._between_steps(lambda: self._client.remove_lora(self._loaded.pop(version).lora_int_id))
+
+    def _between_steps(self, task: Callable[[], None]) -> "Future[None]":
+        done: Future[None] = Future()
+        self._tasks.put((task, done))
+        if threading.get_ident() == self._stepping_thread:
+            self.run_tasks()
+        else:
+            self._wake()
+        return done
+
+    @property
+    def has_tasks(self) -> bool:
+        return not self._tasks.empty()
+
+    def run_tasks(self) -> None:
+        """In the thread of the steps."""
+        while not self._tasks.empty():
+            task, done = self._tasks.get()
+            try:
+                task()
+            except Exception as error:  # noqa: BLE001  # the caller is told
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def of(self, version: int) -> VLLMLoRARequest:
+        """The adapter as a request of vLLM's names it."""
+        return self._loaded[version]

@@ -1,0 +1,57 @@
+"""The child process of engine vllm: `python -m headrace_engine_vllm.child READ_FD WRITE_FD`."""
+
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.serving import Core, run
+from headrace_engine.errors import ConfigError
+from headrace_engine_vllm.environment import prepare
+from headrace_engine_vllm.log_lines import guard_logs
+from headrace_engine_vllm.versions import check_version
+
+if TYPE_CHECKING:
+    from headrace_engine_vllm.core import VLLMCore
+
+
+def _make_core(config: EngineConfig) -> Core:
+    prepare(config, os.environ)
+    logs = guard_logs()
+    warnings.simplefilter("ignore", FutureWarning)  # of vLLM's use of torch
+    version, core_type = _import_vllm()
+    core: VLLMCore = core_type(config, version)
+    core.warm_up()
+    logs.is_serving = True
+    return core
+
+
+def _import_vllm() -> "tuple[str, type[VLLMCore]]":
+    """Only now: it reads the environment when it is imported. Returns its version, and the core.
+
+    Raises:
+        ImportError: it is not installed.
+        ConfigError: it is of another version than is supported, or what it needs is broken.
+    """
+    try:
+        from vllm.version import __version__ as version
+
+        check_version(version, os.environ)
+        from headrace_engine_vllm.core import VLLMCore
+    except (ImportError, ConfigError):
+        raise
+    except Exception as error:  # such as torch's, of a package that is built for another torch
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"vLLM cannot be imported by {sys.executable} ({type(error).__name__}: {reason}): mend that environment, "
+            "or name another one by engine_python"
+        ) from error
+    return version, VLLMCore
+
+
+if __name__ == "__main__":
+    status = run(_make_core, int(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of vLLM and of OpenMP are not waited for

@@ -1,0 +1,126 @@
+"""What the engine tells of its model and of itself in its first frame."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from vllm.platforms import current_platform
+
+from headrace_engine.capabilities import EngineCapabilities, ExactResume
+from headrace_engine.checkpoint import fingerprint
+from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine_vllm import startup, statistics
+from headrace_engine_vllm.versions import draws_name
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+    from headrace_engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_TEMPERATURES: Final = (0.01, 2.0)
+"""Above 0. vLLM takes 0.01 for what is less (`vllm.sampling_params._MAX_TEMP`), and refuses what is more than 2."""
+_V2_TOKEN_IDS: Final = 1024
+_V2_STOP_TOKEN_IDS: Final = 128
+"""Runner v2 has arrays of these sizes (vllm/v1/worker/gpu/sample/logit_bias.py), and ends the engine for more."""
+_FORMS: Final = ("json", "regex", "choice", "grammar", "json_object")
+_LARGEST_HEADER: Final = 100_000_000  # safetensors' own limit
+
+
+def model_info(engine: "LLMEngine", config: "EngineConfig") -> ModelInfo:
+    model = engine.vllm_config.model_config
+    defaults = model.get_diff_sampling_param()
+    return ModelInfo(
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        eos_token_ids=startup.eos_token_ids(engine),
+        architecture=model.architecture,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(engine.vllm_config.device_config.device_type),
+        attention=f"vllm-v{startup.runner_version(engine)}",
+        num_parameters=num_parameters(config.model.model, config.model.revision),
+        default_sampling_params={name: defaults[name] for name in GENERATION_DEFAULTS.values() if name in defaults},
+        weights=fingerprint(config.model.model, config.model.revision),
+    )
+
+
+def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exact: ExactResume) -> EngineCapabilities:
+    """
+    Args:
+        exact: what `probe` found.
+    """
+    vllm_config = engine.vllm_config
+    runner = startup.runner_version(engine)
+    drafts = vllm_config.speculative_config is not None
+    lora, grammars = config.lora is not None, not config.model.skip_tokenizer_init
+    limits = _limits_of_v2() if runner == 2 else {}
+    return EngineCapabilities(
+        # a draft's acceptance depends on where steps end, and so do the draws
+        draws=None if drafts else draws_name(version, runner, current_platform.device_type),
+        exact_resume="greedy" if drafts else exact,
+        **limits,
+        temperature_range=_TEMPERATURES,
+        prompt_logprobs=True,
+        structured_outputs=_FORMS if grammars else (),
+        repetition_detection=True,
+        min_tokens=True,
+        bad_words=True,
+        priority=vllm_config.scheduler_config.policy == "priority",
+        cache_salt=True,
+        lora=lora,
+        lora_hot_load=lora,
+        logits_processors=False,
+        stats=(
+            *statistics.FILLED,
+            *(statistics.WITH_LORA if lora else ()),
+            *(statistics.WITH_DRAFTS if drafts else ()),
+        ),
+    )
+
+
+def _limits_of_v2() -> dict[str, int]:
+    from vllm import envs
+
+    return {
+        "max_allowed_token_ids": _V2_TOKEN_IDS,
+        "max_logit_bias": _V2_TOKEN_IDS,
+        "max_stop_token_ids": _V2_STOP_TOKEN_IDS,
+        "max_bad_words": envs.VLLM_MAX_NUM_BAD_WORDS,
+        "max_bad_words_tokens": envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+    }
+
+
+def num_parameters(model: str, revision: str | None = None) -> int:
+    """How many numbers the checkpoint holds; 0 where its files cannot be read.
+
+    vLLM's modules do not tell: it repacks weights, and each rank has a part of them.
+    """
+    try:
+        return sum(_numbers_in(file) for file in _safetensors(model, revision))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the parameters of %s cannot be counted: %s", model, type(error).__name__)
+        return 0
+
+
+def _safetensors(model: str, revision: str | None) -> Iterator[Path]:
+    folder = Path(model)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        folder = Path(cached_file(model, "config.json", revision=revision)).parent
+    whole = folder / "model.safetensors"
+    return iter([whole]) if whole.is_file() else folder.glob("*.safetensors")
+
+
+def _numbers_in(file: Path) -> int:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _LARGEST_HEADER:
+            raise ValueError("the header is too long")
+        header = json.loads(opened.read(length))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,145 @@
+"""A request of Headrace's as vLLM's, and vLLM's output as Headrace's."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.errors import NOTHING_MAY_FOLLOW
+from headrace_engine.grammar_source import grammar_source
+from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion
+from headrace_engine_vllm.errors import sentence_of
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput as VLLMOutput
+    from vllm.v1.request import Request
+
+    from headrace_engine.runner.contracts import TokenLogprobs
+    from headrace_engine.structured_outputs_params import StructuredOutputsParams as OwnStructuredOutputsParams
+
+_SAME: Final = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "logit_bias",
+    "allowed_token_ids",
+)
+_NO_SEED: Final = -1
+_REASONS: Final = tuple(FinishReason(name) for name in ("stop", "length", "abort", "error", "repetition"))
+"""By vLLM's numbers of them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningRequest:
+    """A request that vLLM has."""
+
+    message: EngineCoreRequest
+    vllm_id: str
+    lora: LoRAVersion | None
+    theirs: "Request | None" = None
+    """vLLM's record of it, which tells why it failed."""
+    is_admitted: bool = False
+    """A step has computed something for it."""
+
+
+def sampling_params(message: EngineCoreRequest) -> SamplingParams:
+    """Raises ValueError, with vLLM's sentence, and GrammarError for a form that cannot be asked for."""
+    given = message.sampling_params
+    values = {name: getattr(given, name) for name in _SAME}
+    if given.repetition_detection is not None:
+        values["repetition_detection"] = RepetitionDetectionParams(**asdict(given.repetition_detection))
+    if given.structured_outputs is not None:
+        values["structured_outputs"] = _form(given.structured_outputs)
+    params = SamplingParams(
+        **values,
+        temperature=0.0 if given.is_greedy else given.temperature,
+        # what ends the grammar ends the output: vLLM would go on behind it, without a grammar
+        ignore_eos=given.ignore_eos and given.structured_outputs is None,
+        # those of a request that resumes have left with its first token
+        prompt_logprobs=None if message.output_token_ids else given.prompt_logprobs,
+        seed=message.seed if message.seed != _NO_SEED else -2,  # -1 is vLLM's word for none
+        stop_token_ids=list(given.stop_token_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,
+    )
+    if message.bad_words_token_ids:
+        params._bad_words_token_ids = message.bad_words_token_ids
+    return params
+
+
+def _form(given: "OwnStructuredOutputsParams") -> StructuredOutputsParams:
+    """The form in llguidance's notation as Headrace makes it, so that both engines mean the same by it.
+
+    vLLM itself would pass over whitespace_pattern, and read regular expressions and grammars somewhat differently.
+    """
+    (part,) = json.loads(grammar_source(given))["grammars"]
+    if "json_schema" in part:
+        return StructuredOutputsParams(json=json.dumps(part["json_schema"]))
+    lark: str = part["lark_grammar"]
+    mark = "%llguidance {}"  # so that it is not taken for GBNF
+    return StructuredOutputsParams(grammar=lark if lark.startswith("%llguidance") else f"{mark}\n\n{lark}")
+
+
+def output_of(request: RunningRequest, theirs: "VLLMOutput", eos_token_ids: frozenset[int]) -> EngineCoreOutput:
+    """The outputs of one request in one step."""
+    output = EngineCoreOutput(request.message.request_id, theirs.new_token_ids)
+    if theirs.prefill_stats is not None:
+        cached = theirs.prefill_stats.num_cached_tokens
+        output.num_cached_tokens = min(cached, len(request.message.prompt_token_ids))
+    if theirs.new_logprobs is not None:
+        lists = theirs.new_logprobs
+        output.logprobs = _positions(lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks)
+    if theirs.new_prompt_logprobs_tensors is not None:
+        output.prompt_logprobs = _positions(*theirs.new_prompt_logprobs_tensors[:3])
+    if theirs.finish_reason is not None:
+        output.finish_reason = _REASONS[theirs.finish_reason]
+        output.stop_reason = _stop_reason(request, theirs.stop_reason, eos_token_ids)
+        if output.finish_reason is FinishReason.ERROR:
+            output.new_token_ids, output.logprobs = [], None  # the grammar does not allow them
+            output.error = _why_it_failed(request)
+    return output
+
+
+def _stop_reason(request: RunningRequest, reason: int | str | None, eos_token_ids: frozenset[int]) -> int | str | None:
+    """vLLM names a model's second end token as a stop token, though the request did not ask for it."""
+    params = request.message.sampling_params
+    ends_at_eos = not params.ignore_eos or params.structured_outputs is not None
+    return None if reason in eos_token_ids and ends_at_eos else reason
+
+
+def _why_it_failed(request: RunningRequest) -> str:
+    """vLLM gives no reason: what its record of the request tells."""
+    structured = request.theirs.structured_output_request if request.theirs is not None else None
+    if structured is None:
+        return "vLLM could not go on with this request and gives no reason; its own log may"
+    grammar = structured.grammar
+    if isinstance(grammar, Exception):
+        return f"structured_outputs: vLLM cannot compile the grammar: {sentence_of(grammar)}"
+    return NOTHING_MAY_FOLLOW
+
+
+def _positions(ids: Any, logprobs: Any, ranks: Any) -> "list[TokenLogprobs]":
+    rows = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+    return [_position(*row) for row in rows]
+
+
+def _position(ids: list[int], logprobs: list[float], rank: int) -> "TokenLogprobs":
+    """The drawn token first, then the likeliest ones without it; the ranks of these are their places."""
+    others = zip(ids[1:], logprobs[1:], strict=True)
+    return [(ids[0], logprobs[0], rank)] + [
+        (token_id, logprob, place) for place, (token_id, logprob) in enumerate(others, 1) if token_id != ids[0]
+    ]

@@ -81,7 +81,7 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
 def _beside_the_engines() -> list[psutil.Process]:
     """This process, the server and the worker, without the processes in which the two engines compute."""
     children = psutil.Process().children()
-    return [psutil.Process(), *(child for child in children if "headrace_engine.core.process" not in child.cmdline())]
+    return [psutil.Process(), *(child for child in children if "headrace_engine.core.child" not in child.cmdline())]
 
 
 def _processor_seconds(processes: Sequence[psutil.Process]) -> float:

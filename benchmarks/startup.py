@@ -87,7 +87,7 @@ def _engine_of(worker: int) -> int:
     for children in Path(f"/proc/{worker}/task").glob("*/children"):
         try:
             for child in children.read_text().split():
-                if b"headrace_engine.core.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"headrace_engine.core.child" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
         except OSError:
             continue  # it ended just now, process or thread

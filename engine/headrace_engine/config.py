@@ -1,39 +1,30 @@
 """Engine options: one dataclass a topic, and the flat `EngineArgs` that people write.
 
-Options are checked here, where they are made. Imports no torch.
+Options are checked where they are made, by `engine_args_checks` and by the engine that they are for. Imports no torch.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from headrace_engine.errors import ConfigError, InvalidRequestError
+from headrace_engine.engine_args_checks import problems_of
+from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.errors import ConfigError
 from headrace_engine.logits_processor import LogitsProcessor, import_path
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.plain_values import plain_data, plain_list, shown
-from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.speculative_config import SpeculativeConfig
-from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
+from headrace_engine.static_config import StaticConfig
 from headrace_engine.vllm_names import RENAMED, with_vllm_names
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 T = TypeVar("T")
 
-DEVICES = ("auto", "cpu", "cuda", *STATIC_DEVICES)
-GENERATION_DEFAULTS: Final = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
-"""What is read of a generation config, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names, and those
-of `SamplingParams`."""
-FITTING_LENGTH = -1
 _DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
 _NONE_MEANS = {
+    "engine": OWN_ENGINE,
+    "engine_args": {},
     "dtype": "auto",
     "kv_cache_dtype": "auto",
     "max_num_seqs": 64,
@@ -46,17 +37,6 @@ _NONE_MEANS = {
     "override_generation_config": {},
 }
 """What stands for None in options of which vLLM's default is None, or may be."""
-_SWITCHES = (
-    "trust_remote_code",
-    "skip_tokenizer_init",
-    "enforce_eager",
-    "batch_invariant",
-    "enable_prefix_caching",
-    "async_scheduling",
-    "enable_lora",
-)
-_GRAPHLESS_DEVICES = ("auto", "cpu", "cuda", "static-cpu")
-_KV_CACHE_DEVICES = {"bfloat16": ("auto", "cpu", "cuda"), "fp8": ("cuda",)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +56,7 @@ class ModelConfig:
     dtype: str = "auto"
     """float32, bfloat16, or auto: the checkpoint's own, float32 on a CPU that computes bfloat16 more slowly."""
     device: str = "auto"
-    """One of `DEVICES`. auto is the CPU: cuda is experimental, and is taken only by those who ask for it."""
+    """One of `own_engine.DEVICES`. auto is the CPU: cuda is experimental, and is taken only by those who ask for it."""
     max_model_len: int | None = None
     """Tokens of prompt and output together; None takes the model's own limit, FITTING_LENGTH what KV memory holds."""
     trust_remote_code: bool = False
@@ -126,7 +106,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     """Most requests that run at once."""
     max_num_batched_tokens: int = 2048
-    """Token budget of one step."""
+    """Token budget of one step; 0 leaves it to an engine other than ours."""
     policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
     """Refuse a request when this many are waiting, for their grammar or adapter too; None means no limit."""
@@ -162,6 +142,13 @@ class EngineConfig:
     lora: LoRAConfig | None = None
     """None: the engine serves no adapters."""
     static: StaticConfig = field(default_factory=StaticConfig)
+    engine: str = OWN_ENGINE
+    engine_python: str | None = None
+    """Interpreter of the child process; None takes this one."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """The engine's own options, by its own names; ours has none."""
+    speculative_options: dict[str, Any] | None = None
+    """speculative_config as it was given, where the engine is not ours."""
     runner: str = "headrace_engine.runner.loader:create_runner"
     """Import path of the function that makes the runner from this config."""
     tokenizer: str = "headrace_engine.tokenizer_loader:load_tokenizer"
@@ -182,6 +169,10 @@ class EngineConfig:
             speculative=SpeculativeConfig(**values["speculative"]) if values["speculative"] else None,
             lora=lora,
             static=StaticConfig(**values["static"]),
+            engine=values["engine"],
+            engine_python=values["engine_python"],
+            engine_args=values["engine_args"],
+            speculative_options=values["speculative_options"],
             runner=values["runner"],
             tokenizer=values["tokenizer"],
         )
@@ -198,6 +189,12 @@ class EngineArgs:
     """
 
     model: str = field(default="", kw_only=False)
+    engine: str = OWN_ENGINE
+    """Name of the engine that computes: headrace, or one of an installed package. Others run in a child process."""
+    engine_python: str | None = None
+    """Interpreter of the engine's child process, such as that of an environment with vLLM; None takes this one."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Options of another engine that have no name here."""
     tokenizer: str | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
@@ -272,10 +269,12 @@ class EngineArgs:
         for name, fallback in _NONE_MEANS.items():
             if values[name] is None:
                 values[name] = fallback
-        for name in ("model", "tokenizer", "generation_config", "compile_cache_dir"):
+        for name in ("model", "tokenizer", "generation_config", "compile_cache_dir", "engine_python"):
             if isinstance(values[name], os.PathLike):
                 values[name] = os.fspath(values[name])
-        values["dtype"] = _DTYPE_NAMES.get(str(values["dtype"]).removeprefix("torch."), values["dtype"])
+        dtype = str(values["dtype"]).removeprefix("torch.")
+        values["dtype"] = _DTYPE_NAMES.get(dtype, values["dtype"] if values["engine"] == OWN_ENGINE else dtype)
+        values["engine_args"] = plain_data(values["engine_args"])
         values["override_generation_config"] = plain_data(values["override_generation_config"])
         values["speculative_config"] = self._speculative_options()
         values |= {"spec_method": None, "spec_model": None, "spec_tokens": None}
@@ -293,15 +292,18 @@ class EngineArgs:
     def _token_budget(self) -> int:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
+        if self.engine != OWN_ENGINE:
+            return 0
         return max(512 if self.device in ("auto", "cpu") else 2048, self.max_num_seqs)
 
     def create_engine_config(self) -> EngineConfig:
         return self._normalised()._create_engine_config()
 
     def _create_engine_config(self) -> EngineConfig:
-        problems = self._problems()
+        problems = problems_of(self)
         if problems:
             raise ConfigError("; ".join(problems))
+        is_own, drafts = self.engine == OWN_ENGINE, self.speculative_config
         model = _pick(ModelConfig, self)
         model.logits_processors = [import_path(processor) for processor in self.logits_processors]
         return EngineConfig(
@@ -317,132 +319,18 @@ class EngineArgs:
                 async_scheduling=self.async_scheduling,
                 watermark=self.watermark,
             ),
-            speculative=(
-                SpeculativeConfig.from_map(self.speculative_config) if self.speculative_config is not None else None
-            ),
+            speculative=SpeculativeConfig.from_map(drafts) if drafts is not None and is_own else None,
+            speculative_options=dict(drafts) if drafts is not None and not is_own else None,
             lora=self._lora_config() if self.enable_lora else None,
             static=_pick(StaticConfig, self),
+            engine=self.engine,
+            engine_python=self.engine_python,
+            engine_args=dict(self.engine_args),
         )
 
     def _lora_config(self) -> LoRAConfig:
         most = self.max_cpu_loras if self.max_cpu_loras is not None else self.max_loras
         return LoRAConfig(max_loras=self.max_loras, max_lora_rank=self.max_lora_rank, max_cpu_loras=most)
-
-    def _type_problems(self) -> list[str]:
-        """What is no name, no switch and no list where one is expected."""
-        problems = []
-        if not isinstance(self.model, str) or not self.model:
-            found = "empty" if self.model in ("", None) else shown(self.model)
-            problems.append(f"model is {found}, expected a model folder or a hub name")
-        problems += [
-            f"{name} is {shown(value)}, expected text that is not empty"
-            for name in ("tokenizer", "revision", "tokenizer_revision", "compile_cache_dir")
-            if (value := getattr(self, name)) is not None and (not isinstance(value, str) or not value)
-        ]
-        problems += [
-            f"{name} is {shown(getattr(self, name))}, expected true or false"
-            for name in _SWITCHES
-            if not isinstance(getattr(self, name), bool)
-        ]
-        if self.seed is not None and (type(self.seed) is not int or not -(2**63) <= self.seed < 2**63):
-            problems.append(f"seed is {shown(self.seed)}, expected an integer of 64 bits")
-        if not isinstance(self.logits_processors, list | tuple):
-            problems.append(f"logits_processors is {shown(self.logits_processors)}, expected a list of import paths")
-        else:
-            problems += [
-                f"logits_processors holds {shown(processor)}, expected import paths or subclasses of LogitsProcessor"
-                for processor in self.logits_processors
-                if not isinstance(processor, str | type)
-            ]
-        return problems
-
-    def _problems(self) -> list[str]:
-        problems = [
-            f"{name} is {shown(getattr(self, name))}, allowed are {', '.join(map(str, allowed))}"
-            for name, allowed in (
-                ("dtype", ("auto", "float32", "bfloat16")),
-                ("device", DEVICES),
-                ("kv_cache_dtype", ("auto", *_KV_CACHE_DEVICES)),
-                ("attention_backend", ("auto", "native", "torch", "triton")),
-                ("scheduling_policy", ("fcfs", "priority")),
-                ("quantization", (None, "int8")),
-            )
-            if getattr(self, name) not in allowed
-        ]
-        if str(self.dtype).removeprefix("torch.") in ("half", "float16"):
-            problems[0] += "; bfloat16 has the size of float16"
-        type_problems = self._type_problems()
-        problems += type_problems
-        problems += [
-            f"{name} is {shown(value)}, must be an integer of at least {least}"
-            for name, least in (
-                ("block_size", 1),
-                ("max_num_seqs", 1),
-                ("max_num_batched_tokens", 1),
-                ("max_model_len", 1),
-                ("kv_cache_memory", 1),
-                ("num_blocks", 2),
-                ("max_logprobs", -1),
-                ("max_num_queued_requests", 1),
-                ("max_num_queued_tokens", 1),
-                ("long_prefill_token_threshold", 0),
-                ("max_loras", 1),
-                ("max_lora_rank", 1),
-                ("max_cpu_loras", 1),
-            )
-            # True is an instance of int, too
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < least)
-            if (name, value) != ("max_model_len", FITTING_LENGTH)
-        ]
-        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
-            problems.append(f"watermark is {shown(self.watermark)}, must be a number of at least 0 and below 1")
-        if not problems and self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            problems.append(f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras, which is {self.max_loras}")
-        if type_problems:
-            return problems
-        if self.batch_invariant and self.attention_backend not in ("auto", "native"):
-            problems.append(f"batch_invariant needs attention_backend native or auto, not {self.attention_backend}")
-        if self.quantization is not None and self.device not in ("auto", "cpu"):
-            problems.append(f"quantization is set, which device {self.device} cannot do")
-        problems += self._generation_problems()
-        problems += [
-            f"kv_cache_dtype is {kept}, which device {self.device} cannot do, only {', '.join(devices)}"
-            for kept, devices in _KV_CACHE_DEVICES.items()
-            if self.kv_cache_dtype == kept and self.device not in devices
-        ]
-        if self.async_scheduling and self.device != "cuda":
-            problems.append(f"async_scheduling is set, but only device cuda launches steps ahead, not {self.device}")
-        if self.async_scheduling and self.speculative_config is not None:
-            problems.append("async_scheduling and speculative_config exclude each other: drafts follow known tokens")
-        if self.enforce_eager and self.device not in _GRAPHLESS_DEVICES:
-            problems.append(f"enforce_eager is set, but device {self.device} computes nothing that is not compiled")
-        if self.batch_invariant and self.enable_lora:
-            problems.append(
-                "batch_invariant and enable_lora exclude each other: adapters' products have no fixed shape"
-            )
-        if self.speculative_config is not None:
-            problems += SpeculativeConfig.problems(self.speculative_config)
-        problems += StaticConfig.problems(self, self.device)
-        return problems
-
-    def _generation_problems(self) -> list[str]:
-        problems = []
-        if not isinstance(self.generation_config, str) or not self.generation_config:
-            problems.append(f"generation_config is {self.generation_config!r}, expected auto, vllm or a folder")
-        override: object = self.override_generation_config
-        if not isinstance(override, Mapping):
-            return [*problems, "override_generation_config must be a map"]
-        for name, value in override.items():
-            parameter = GENERATION_DEFAULTS.get(name)
-            if parameter is None:
-                allowed = ", ".join(GENERATION_DEFAULTS)
-                problems.append(f"override_generation_config holds {name!r}, allowed are {allowed}")
-                continue
-            try:
-                SamplingParams(**{parameter: value})
-            except InvalidRequestError as error:
-                problems.append(f"override_generation_config: {error}")
-        return problems
 
 
 @with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))

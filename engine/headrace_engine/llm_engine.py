@@ -13,6 +13,7 @@ from headrace_engine.config import EngineArgs, EngineConfig
 from headrace_engine.core.client import CoreClient, InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.engine_metrics import EngineMetrics, Metric
+from headrace_engine.engines import OWN_ENGINE
 from headrace_engine.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -354,12 +355,12 @@ def fetch_tokenizer(config: EngineConfig, core: CoreClient) -> ModelTokenizer:
 
 
 def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:
-    """A core with its model loaded, here or in a child process.
+    """A core with its model loaded, here or in a child process: another engine, or interpreter, always has a child.
 
     Raises:
         ModelLoadError, ConfigError, EngineDeadError: it could not start.
     """
-    if in_process:
+    if in_process and config.engine == OWN_ENGINE and config.engine_python is None:
         return InProcessCore(config)
     process = EngineCoreProcess(config)
     try:

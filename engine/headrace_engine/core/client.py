@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
@@ -22,6 +23,9 @@ class CoreClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo: ...
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
 
@@ -52,6 +56,7 @@ class InProcessCore:
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config, create_runner(config))
         self.model_info = self.core.model_info
+        self.capabilities = self.core.capabilities
         self._commands: queue.SimpleQueue[EngineCoreRequest | list[str] | None] = queue.SimpleQueue()
         self.core.wake = lambda: self._commands.put([])  # to abort nobody: enough to look for work again
         self._stopped = False

@@ -13,14 +13,16 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, cast
 
-from headrace_engine.config import FITTING_LENGTH, EngineConfig
+from headrace_engine.capabilities import STRUCTURED_OUTPUTS, EngineCapabilities
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.grammar_preparation import GrammarPreparation
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.lora_manager import LoRAManager
-from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs
+from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs
 from headrace_engine.core.runner_factory import load_tokenizer
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.stop_check import check_stop
+from headrace_engine.engine_args_checks import FITTING_LENGTH
 from headrace_engine.errors import ConfigError, HeadraceEngineError, LoRAError, QueueFullError, raised_at
 from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
 from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
@@ -90,6 +92,25 @@ class EngineCore:
         self.loras = self._load_adapters(config, runner.capabilities())
         self._answers: list[EngineCoreOutput] = []
         """News that no step has to be computed for."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Everything: what this engine does not have with a model or a device, it refuses at its start."""
+        return EngineCapabilities(
+            draws="headrace-1",
+            exact_resume="all",
+            prompt_logprobs=True,
+            structured_outputs=STRUCTURED_OUTPUTS,
+            repetition_detection=True,
+            min_tokens=True,
+            bad_words=True,
+            priority=True,
+            cache_salt=True,
+            lora=self.loras is not None,
+            lora_hot_load=self.loras is not None,
+            logits_processors=True,
+            stats=STEP_STATS,
+        )
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. One that is refused, or complete already, is answered by the next step."""

@@ -64,7 +64,7 @@ class StepStats:
         return getattr(self, name)
 
 
-_STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
+STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
 """Read one by one: asdict would copy what they hold, every step."""
 
 
@@ -88,7 +88,7 @@ class EngineCoreOutputs:
                 ]
                 for o in self.outputs
             ],
-            [getattr(self.stats, name) for name in _STEP_STATS],
+            [getattr(self.stats, name) for name in STEP_STATS],
         ]
 
     @classmethod

@@ -1,89 +1,40 @@
-"""The core in a child process, and the parent's handle on it.
+"""`EngineCoreProcess`: the parent's handle on an engine in a child process.
 
-A device fault or an out-of-memory kill then costs an engine restart, not the parent with its leases and streams.
-Parent and child exchange msgpack frames over two pipes:
-
-    parent -> child   ["add", request] ["abort", [ids]] ["stop"]         (first frame of all: the config)
-                      ["call", number, method, arguments]
-    child -> parent   ["ready", model info] ["outputs", step] ["failed", sentence, kind]
-                      ["answer", number, value] ["refused", number, sentences, kind]
-                      ["log", level, logger, line], so that one process writes one log in one format
+A device fault or an out-of-memory kill then costs an engine restart, not the parent with its leases and streams. The
+frames between the two are in `frames.py`, the child's side of them in `serving.py`.
 
 The child is a fresh interpreter (not a fork: CUDA and OpenMP do not survive one), leads its own process group so
 that a Ctrl-C in the terminal reaches only the parent, and dies with the thread that started it.
 """
 
 import contextlib
-import ctypes
-import gc
 import itertools
 import logging
 import os
-import queue
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
-import msgpack
-
 from headrace_engine import errors
+from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import EngineConfig
-from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.frames import PROTOCOL, Connection, protocol_problem
 from headrace_engine.core.outputs import EngineCoreOutputs
-from headrace_engine.core.pipe_writer import PipeWriter
-from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engines import find_engine
 from headrace_engine.errors import (
     ConfigError,
     EngineDeadError,
     EngineDeathCause,
     HeadraceEngineError,
     ModelLoadError,
-    raised_at,
 )
 from headrace_engine.request import EngineCoreRequest
-from headrace_engine.runner.contracts import ModelInfo, ModelRunner
-
-logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
-_READ_SIZE = 1 << 16
-_LULL_SECONDS = 1.0
-
-
-class Connection:
-    """msgpack frames over a read and a write descriptor."""
-
-    def __init__(self, read_fd: int, write_fd: int, *, waits: bool) -> None:
-        self.read_fd = read_fd
-        self._writer = PipeWriter(write_fd, waits=waits)
-        self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0, strict_map_key=False)
-
-    def send(self, frame: Any) -> None:
-        """Raises BrokenPipeError when the other side is known to be gone."""
-        self._writer.write(msgpack.packb(frame))
-
-    def receive(self) -> list[Any]:
-        """Read once (blocks unless the descriptor is readable) and return the complete frames.
-
-        Raises:
-            EOFError: the other side is gone.
-        """
-        data = os.read(self.read_fd, _READ_SIZE)
-        if not data:
-            raise EOFError
-        self._unpacker.feed(data)
-        return list(self._unpacker)
-
-    def close(self) -> None:
-        os.close(self.read_fd)
-        self._writer.close()
+from headrace_engine.runner.contracts import ModelInfo
 
 
 class EngineCoreProcess:
@@ -93,11 +44,14 @@ class EngineCoreProcess:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._engine = find_engine(config.engine)
+        self._python = config.engine_python or sys.executable
         child_read, parent_write = os.pipe()
         parent_read, child_write = os.pipe()
         self._connection = Connection(parent_read, parent_write, waits=False)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace_engine.core.process", str(child_read), str(child_write)],
+            [self._python, "-m", self._engine.child_module, str(child_read), str(child_write)],
+            env={**os.environ, **self._engine.environment(config)},
             pass_fds=(child_read, child_write),
             process_group=0,
             stdin=subprocess.DEVNULL,
@@ -105,6 +59,7 @@ class EngineCoreProcess:
         os.close(child_read)
         os.close(child_write)
         self._model_info: ModelInfo | None = None
+        self._capabilities = EngineCapabilities()
         self._pending: list[EngineCoreOutputs] = []
         self._calls: dict[int, Future[Any]] = {}
         self._failure: HeadraceEngineError | None = None
@@ -113,7 +68,7 @@ class EngineCoreProcess:
         self._call_numbers = itertools.count(1)
         self._stopping = False
         self._closed = False
-        self._send(config.to_wire())
+        self._send(["config", PROTOCOL, config.to_wire()])
 
     @property
     def pid(self) -> int:
@@ -127,6 +82,12 @@ class EngineCoreProcess:
     def model_info(self) -> ModelInfo:
         assert self._model_info is not None, "the core is not ready yet"
         return self._model_info
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What the engine can do, once it is ready."""
+        assert self.is_ready, "the core is not ready yet"
+        return self._capabilities
 
     def wait_ready(self, timeout: float | None = None) -> ModelInfo:
         """Block until the model is loaded.
@@ -204,25 +165,36 @@ class EngineCoreProcess:
                 level, name, line = values
                 logging.getLogger(name).log(level, "%s", line)
             elif kind == "ready":
-                self._model_info = ModelInfo(**values[0])
+                self._on_ready(*values)
             elif kind == "answer":
                 self._calls.pop(values[0]).set_result(values[1])
             elif kind == "refused":
                 self._calls.pop(values[0]).set_exception(_error(values[2], values[1]))
             else:
-                sentence, name = values
-                self._reported = (
-                    _STARTUP_ERRORS[name](sentence)
-                    if name in _STARTUP_ERRORS
-                    else EngineDeadError(
-                        sentence,
-                        cause=_CAUSES.get(name, "crash"),
-                        summary=f"the engine process {self.pid} failed with {name}" if self.is_ready else None,
-                    )
-                )
+                self._reported = self._reported or self._failed(*values)
         if self._reported is not None and not steps:
             raise self._reported
         return steps
+
+    def _on_ready(self, info: dict[str, Any], capabilities: Any = None, protocol: object = None, *_: Any) -> None:
+        problem = protocol_problem(protocol)
+        if problem is not None:
+            self._reported = ConfigError(problem)
+            return
+        self._capabilities = EngineCapabilities.from_wire(capabilities)
+        self._model_info = ModelInfo(**info)
+
+    def _failed(self, sentence: str, name: str) -> HeadraceEngineError:
+        """The child's last words as the error that they tell of."""
+        if name in _STARTUP_ERRORS:
+            return _STARTUP_ERRORS[name](sentence)
+        if name in _IMPORT_ERRORS and not self.is_ready:
+            return ConfigError(
+                f"engine {self._engine.name} cannot import its parts with {self._python} ({sentence}): "
+                f"install them there by {self._engine.install_command}"
+            )
+        summary = f"the engine process {self.pid} failed with {name}" if self.is_ready else None
+        return EngineDeadError(sentence, cause=_CAUSES.get(name, "crash"), summary=summary)
 
     def _fail_calls(self, error: HeadraceEngineError) -> None:
         with contextlib.suppress(KeyError):  # all are answered, perhaps by another thread that saw the same
@@ -284,6 +256,7 @@ _CAUSES: dict[str, EngineDeathCause] = {
     "RecompilationError": "recompilation",
 }
 _STARTUP_ERRORS: dict[str, type[HeadraceEngineError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
+_IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 
 
 def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:
@@ -294,122 +267,3 @@ def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:
     if kind in _STARTUP_ERRORS:
         return _STARTUP_ERRORS[kind](sentences[0])
     return HeadraceEngineError(f"{kind}: {sentences[0]}")
-
-
-class _LogSender(logging.Handler):
-    """Sends the child's log lines to the parent."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__()
-        self._connection = connection
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._connection.send(["log", record.levelno, record.name, self.format(record)])
-        except OSError:
-            self.handleError(record)  # the parent is gone; the next frame of the core ends the child
-
-
-def _child_main(read_fd: int, write_fd: int) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(read_fd, write_fd, waits=True)
-    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
-    threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
-    config = EngineConfig.from_wire(commands.get())
-    logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)], format="%(message)s")
-    core = None
-    try:
-        core = EngineCore(config, _import_runner(config))
-        core.wake = lambda: commands.put(["wake"])
-        connection.send(["ready", asdict(core.model_info)])
-        _serve(core, connection, commands)
-        core.shutdown()
-    except BrokenPipeError:
-        return 0  # the parent is gone
-    except Exception as error:
-        if core is None:
-            logger.exception("the engine stops")  # no request was here yet that the text could quote
-        else:
-            logger.error("the engine stops at\n%s", raised_at(error))
-        connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
-        return 1
-    return 0
-
-
-def _import_runner(config: EngineConfig) -> ModelRunner:
-    """Make the runner, whose imports leave half a million objects that stay.
-
-    To look through them again and again for garbage would take an eighth of the imports' time, and once a while hold up
-    a step for a quarter of a second later.
-    """
-    gc.disable()
-    try:
-        return create_runner(config)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def _read_commands(connection: Connection, commands: "queue.SimpleQueue[Any]") -> None:
-    try:
-        while True:
-            for frame in connection.receive():
-                commands.put(frame)
-    except (EOFError, OSError):
-        commands.put(["stop"])
-
-
-def _serve(core: EngineCore, connection: Connection, commands: "queue.SimpleQueue[Any]") -> None:
-    while True:
-        if not core.has_work():
-            core.check_integrity()
-        while not commands.empty() or not core.has_work():
-            kind, *values = _next_command(core, commands)
-            if kind == "add":
-                core.add_request(EngineCoreRequest.from_wire(values[0]))
-            elif kind == "abort":
-                core.abort_requests(values[0])
-            elif kind == "call":
-                _answer(connection, values[0], core.call(values[1], *values[2]))
-            elif kind != "wake":
-                return
-        connection.send(["outputs", core.step().to_wire()])
-
-
-def _next_command(core: EngineCore, commands: "queue.SimpleQueue[Any]") -> list[Any]:
-    """Wait for a command; a first lull is for what would stall the steps of others later."""
-    if not core.is_prepared_for_grammars:
-        try:
-            return list(commands.get(timeout=_LULL_SECONDS))
-        except queue.Empty:
-            core.prepare_for_grammars()
-    return list(commands.get())
-
-
-def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
-    """Send what comes of a call once it is known."""
-
-    def send(done: "Future[Any]") -> None:
-        if done.cancelled():
-            return  # the core ends
-        error = done.exception()
-        frame = ["answer", number, done.result()] if error is None else _refusal(number, error)
-        with contextlib.suppress(OSError):  # the parent is gone; the next frame of the core ends the child
-            connection.send(frame)
-
-    call.add_done_callback(send)
-
-
-def _refusal(number: int, error: BaseException) -> list[Any]:
-    if not isinstance(error, errors.InvalidRequestError):
-        logger.error("a call failed", exc_info=error)  # about adapters or the tokenizer: no request's text is in it
-        return ["refused", number, [str(error)], type(error).__name__]
-    return ["refused", number, error.problems, type(error).__name__]
-
-
-if __name__ == "__main__":
-    sys.exit(_child_main(int(sys.argv[1]), int(sys.argv[2])))

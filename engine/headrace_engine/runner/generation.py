@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from headrace_engine.config import GENERATION_DEFAULTS, ModelConfig
+from headrace_engine.config import ModelConfig
+from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
 from headrace_engine.runner.load_errors import lasting_errors
 from headrace_engine.sampling_params import SamplingParams

@@ -3,8 +3,9 @@
 import os
 import sys
 
-from headrace_engine.config import DEVICES, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
+from headrace_engine.own_engine import DEVICES
 from headrace_engine.runner.contracts import ModelRunner
 from headrace_engine.static_config import STATIC_DEVICES
 

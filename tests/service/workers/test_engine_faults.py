@@ -15,7 +15,7 @@ POISON = [13, 13, 13]
 # Loaded by every interpreter that finds it; kills the engine in the first step that computes the poison.
 KILLER = """
 import sys
-if "headrace_engine.core.process" in sys.orig_argv:
+if "headrace_engine.core.child" in sys.orig_argv:
     import os
     from headrace_engine.runner.batch import RequestBatch
     update = RequestBatch.update

@@ -131,7 +131,7 @@ class WorkerProcess:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for pid in self.processes():
-                if pid != self.process.pid and b"headrace_engine.core.process" in _read(pid, "cmdline"):
+                if pid != self.process.pid and b"headrace_engine.core.child" in _read(pid, "cmdline"):
                     return pid
             time.sleep(0.01)
         raise AssertionError("the worker has no engine process")

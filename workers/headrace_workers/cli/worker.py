@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from headrace_engine import default_model
-from headrace_engine.config import DEVICES
+from headrace_engine.own_engine import DEVICES
 
 
 @click.command()

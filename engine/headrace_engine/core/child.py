@@ -1,0 +1,33 @@
+"""The child process of Headrace's own engine: `python -m headrace_engine.core.child READ_FD WRITE_FD`."""
+
+import gc
+import sys
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.core.serving import Core, run
+from headrace_engine.runner.contracts import ModelRunner
+
+
+def _make_core(config: EngineConfig) -> Core:
+    from headrace_engine.core.engine_core import EngineCore  # here, so that a part that is missing is told by `run`
+
+    return EngineCore(config, _import_runner(config))
+
+
+def _import_runner(config: EngineConfig) -> ModelRunner:
+    """Make the runner, whose imports leave half a million objects that stay.
+
+    To look through them again and again for garbage would take an eighth of the imports' time, and once a while hold up
+    a step for a quarter of a second later.
+    """
+    gc.disable()
+    try:
+        return create_runner(config)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+if __name__ == "__main__":
+    sys.exit(run(_make_core, int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,65 @@
+"""The frames between the parent and an engine's child process: msgpack over two pipes.
+
+Whatever speaks them is an engine (`core.serving` speaks them for a `Core`).
+
+    parent -> child   ["config", PROTOCOL, config]                       (the first frame)
+                      ["add", request] ["abort", [ids]] ["stop"]
+                      ["call", number, method, arguments]
+    child -> parent   ["ready", model info, capabilities, PROTOCOL]      (once, before the first of the next two)
+                      ["outputs", step] ["failed", sentence, kind]
+                      ["answer", number, value] ["refused", number, sentences, kind]
+                      ["log", level, logger, line], so that one process writes one log in one format
+
+A child may send "log" and "failed" before "ready", and ends after "failed". It ends too when "stop" arrives or its
+parent's end of a pipe is closed. A "kind" is the name of an exception: those of `headrace_engine.errors` arrive as
+themselves.
+"""
+
+import os
+from typing import Any, Final
+
+import msgpack
+
+from headrace_engine.core.pipe_writer import PipeWriter
+
+PROTOCOL: Final = 1
+"""Number of these frames; grows with every change after which an older side cannot read them."""
+_READ_SIZE = 1 << 16
+
+
+class Connection:
+    """msgpack frames over a read and a write descriptor."""
+
+    def __init__(self, read_fd: int, write_fd: int, *, waits: bool) -> None:
+        self.read_fd = read_fd
+        self._writer = PipeWriter(write_fd, waits=waits)
+        self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0, strict_map_key=False)
+
+    def send(self, frame: Any) -> None:
+        """Raises BrokenPipeError when the other side is known to be gone."""
+        self._writer.write(msgpack.packb(frame))
+
+    def receive(self) -> list[Any]:
+        """Read once (blocks unless the descriptor is readable) and return the complete frames.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        data = os.read(self.read_fd, _READ_SIZE)
+        if not data:
+            raise EOFError
+        self._unpacker.feed(data)
+        return list(self._unpacker)
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        self._writer.close()
+
+
+def protocol_problem(child: object) -> str | None:
+    """One sentence when the child's frames have another number than the parent's, that says which side is older."""
+    if child == PROTOCOL:
+        return None
+    number = child if isinstance(child, int) else 0
+    older, way = ("engine", "the package of the engine") if number < PROTOCOL else ("parent", "Headrace")
+    return f"the engine speaks protocol {child}, its parent {PROTOCOL}: the {older} is older, update {way}"

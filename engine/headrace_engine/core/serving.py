@@ -1,0 +1,202 @@
+"""The child's side of the frames, for any engine: signals, pipes, logs, and the loop over a `Core`.
+
+An engine's child module makes its core and calls `run`. Imports no engine.
+"""
+
+import contextlib
+import ctypes
+import logging
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from headrace_engine import errors
+from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.frames import PROTOCOL, Connection
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.errors import ConfigError, raised_at
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_IDLE_SECONDS = 1.0
+
+
+class Core(Protocol):
+    """What an engine implements. One thread calls all of it; only `wake` is called from others."""
+
+    wake: Callable[[], None]
+    """Set before the first request: the core calls it, from any thread, when `has_work()` has become true by itself."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request, behind its `output_token_ids` where it has some. Raises nothing for what is wrong with the
+        request: that is its last output, with `FinishReason.ERROR` and a sentence."""
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, which get no more outputs; unknown ids are passed over."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> EngineCoreOutputs:
+        """Compute one step; called only while `has_work()`. What it raises ends the process."""
+
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        """Do something beside the steps and answer with plain data: see `EngineCore.call` for the methods."""
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is left of requests that have ended; called when there is no work."""
+
+    def shutdown(self) -> None: ...
+
+    @property
+    def is_prepared_for_grammars(self) -> bool:
+        """True where nothing is to be gained by `prepare_for_grammars`."""
+
+    def prepare_for_grammars(self) -> None:
+        """Load what the first grammar needs; called in the first idle second."""
+
+
+def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) -> int:
+    """Serve a core to the parent until it says stop or goes away. Returns the exit status.
+
+    Args:
+        make_core: loads the model. Raises ConfigError and ModelLoadError for what no retry can mend; an ImportError
+            means that the engine's parts are not installed. Anything else is tried again by the worker.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(read_fd, write_fd, waits=True)
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
+    threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
+    logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)], format="%(message)s")
+    core = None
+    try:
+        config = _config(commands.get())
+        if config is None:
+            return 0
+        core = make_core(config)
+        core.wake = lambda: commands.put(["wake"])
+        connection.send(["ready", asdict(core.model_info), core.capabilities.to_wire(), PROTOCOL])
+        _serve(core, connection, commands)
+        core.shutdown()
+    except BrokenPipeError:
+        return 0  # the parent is gone
+    except Exception as error:  # noqa: BLE001  # whatever it is, the parent is told
+        _log_failure(error, is_starting=core is None)
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
+        return 1
+    return 0
+
+
+def _config(frame: list[Any]) -> EngineConfig | None:
+    """The config of the first frame; None where the parent is gone already.
+
+    Raises:
+        ConfigError: the parent speaks another protocol.
+    """
+    kind, *values = frame
+    if kind == "stop":
+        return None
+    if kind != "config" or values[0] != PROTOCOL:
+        parent = values[0] if kind == "config" else 0
+        older = "its parent is older" if parent < PROTOCOL else "the engine is older"
+        raise ConfigError(f"the engine speaks protocol {PROTOCOL}, its parent {parent}: {older}, update it")
+    return EngineConfig.from_wire(values[1])
+
+
+def _log_failure(error: Exception, *, is_starting: bool) -> None:
+    if isinstance(error, ConfigError | ImportError) and is_starting:
+        return  # the sentence says it all, and the parent logs it
+    if is_starting:
+        logger.error("the engine stops", exc_info=error)  # no request was here yet that the text could quote
+    else:
+        logger.error("the engine stops at\n%s", raised_at(error))
+
+
+class _LogSender(logging.Handler):
+    """Sends the child's log lines to the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._connection.send(["log", record.levelno, record.name, self.format(record)])
+        except OSError:
+            self.handleError(record)  # the parent is gone; the next frame of the core ends the child
+
+
+def _read_commands(connection: Connection, commands: "queue.SimpleQueue[Any]") -> None:
+    try:
+        while True:
+            for frame in connection.receive():
+                commands.put(frame)
+    except (EOFError, OSError):
+        commands.put(["stop"])
+
+
+def _serve(core: Core, connection: Connection, commands: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        if not core.has_work():
+            core.check_integrity()
+        while not commands.empty() or not core.has_work():
+            kind, *values = _next_command(core, commands)
+            if kind == "add":
+                core.add_request(EngineCoreRequest.from_wire(values[0]))
+            elif kind == "abort":
+                core.abort_requests(values[0])
+            elif kind == "call":
+                _answer(connection, values[0], core.call(values[1], *values[2]))
+            elif kind != "wake":
+                return
+        connection.send(["outputs", core.step().to_wire()])
+
+
+def _next_command(core: Core, commands: "queue.SimpleQueue[Any]") -> list[Any]:
+    """Wait for a command; the first idle period is for what would stall the steps of others later."""
+    if not core.is_prepared_for_grammars:
+        try:
+            return list(commands.get(timeout=_IDLE_SECONDS))
+        except queue.Empty:
+            core.prepare_for_grammars()
+    return list(commands.get())
+
+
+def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
+    """Send the answer of a call once it is known."""
+
+    def send(done: "Future[Any]") -> None:
+        if done.cancelled():
+            return  # the core ends
+        error = done.exception()
+        frame = ["answer", number, done.result()] if error is None else _refusal(number, error)
+        with contextlib.suppress(OSError):  # the parent is gone; the next frame of the core ends the child
+            connection.send(frame)
+
+    call.add_done_callback(send)
+
+
+def _refusal(number: int, error: BaseException) -> list[Any]:
+    if not isinstance(error, errors.InvalidRequestError):
+        logger.error("a call failed", exc_info=error)  # about adapters or the tokenizer: no request's text is in it
+        return ["refused", number, [str(error)], type(error).__name__]
+    return ["refused", number, error.problems, type(error).__name__]

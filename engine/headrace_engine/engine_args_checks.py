@@ -1,0 +1,148 @@
+"""Checks of engine options that hold for every engine: types, lower bounds, defaults of sampling parameters."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from headrace_engine.engines import OWN_ENGINE, find_engine
+from headrace_engine.errors import ConfigError, InvalidRequestError
+from headrace_engine.plain_values import shown
+from headrace_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace_engine.config import EngineArgs
+
+GENERATION_DEFAULTS: Final = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""What is read of a generation config, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names, and those
+of `SamplingParams`."""
+FITTING_LENGTH: Final = -1
+_TEXTS = ("tokenizer", "revision", "tokenizer_revision", "compile_cache_dir", "engine_python")
+_ENGINES_OWN_TEXTS = ("dtype", "device", "attention_backend", "kv_cache_dtype", "quantization")
+_SWITCHES = (
+    "trust_remote_code",
+    "skip_tokenizer_init",
+    "enforce_eager",
+    "batch_invariant",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "enable_lora",
+)
+_LEAST: Final = {
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 1,
+    "kv_cache_memory": 1,
+    "num_blocks": 2,
+    "max_logprobs": -1,
+    "max_num_queued_requests": 1,
+    "max_num_queued_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "max_loras": 1,
+    "max_lora_rank": 1,
+    "max_cpu_loras": 1,
+}
+
+
+def problems_of(args: "EngineArgs") -> list[str]:
+    """Everything that is wrong with normalised options, for every engine and for the one that is named."""
+    wrong_types = _wrong_types(args)
+    problems = [*_wrong_bounds(args), *wrong_types]
+    if not problems and args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+        problems.append(f"max_cpu_loras is {args.max_cpu_loras}, less than max_loras, which is {args.max_loras}")
+    if args.model in ("", None):
+        problems.append("model is empty, expected a model folder or a hub name")
+    if wrong_types:
+        return problems
+    try:
+        problems += find_engine(args.engine).problems(args)
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems + _wrong_generation_defaults(args)
+
+
+def _wrong_types(args: "EngineArgs") -> list[str]:
+    """What is no name, no switch and no list where one is expected."""
+    problems = []
+    model: object = args.model
+    if model is not None and not isinstance(model, str):
+        problems.append(f"model is {shown(model)}, expected a model folder or a hub name")
+    texts = _TEXTS if args.engine == OWN_ENGINE else (*_TEXTS, *_ENGINES_OWN_TEXTS)
+    problems += [
+        f"{name} is {shown(value)}, expected text that is not empty"
+        for name in ("engine", *texts)
+        if (value := getattr(args, name)) is not None and (not isinstance(value, str) or not value)
+    ]
+    problems += [
+        f"{name} is {shown(getattr(args, name))}, expected true or false"
+        for name in _SWITCHES
+        if not isinstance(getattr(args, name), bool)
+    ]
+    if args.seed is not None and (type(args.seed) is not int or not -(2**63) <= args.seed < 2**63):
+        problems.append(f"seed is {shown(args.seed)}, expected an integer of 64 bits")
+    if not isinstance(args.logits_processors, list | tuple):
+        problems.append(f"logits_processors is {shown(args.logits_processors)}, expected a list of import paths")
+    else:
+        problems += [
+            f"logits_processors holds {shown(processor)}, expected import paths or subclasses of LogitsProcessor"
+            for processor in args.logits_processors
+            if not isinstance(processor, str | type)
+        ]
+    engine_args: object = args.engine_args
+    if not isinstance(engine_args, Mapping) or not _is_json(engine_args):
+        problems.append(f"engine_args is {shown(engine_args)}, expected a map of JSON's values")
+    drafts: object = args.speculative_config
+    if args.engine != OWN_ENGINE and drafts is not None and not (isinstance(drafts, Mapping) and _is_json(drafts)):
+        problems.append(f"speculative_config is {shown(drafts)}, expected a map of JSON's values")
+    return problems
+
+
+def _is_json(values: Mapping[object, object]) -> bool:
+    try:
+        json.dumps(dict(values))
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return all(isinstance(name, str) for name in values)
+
+
+def _wrong_bounds(args: "EngineArgs") -> list[str]:
+    problems = []
+    if args.scheduling_policy not in ("fcfs", "priority"):
+        problems.append(f"scheduling_policy is {shown(args.scheduling_policy)}, allowed are fcfs, priority")
+    problems += [
+        f"{name} is {shown(value)}, must be an integer of at least {least}"
+        for name, least in _LEAST.items()
+        # True is an instance of int, too
+        if (value := getattr(args, name)) is not None and (type(value) is not int or value < least)
+        if (name, value) != ("max_model_len", FITTING_LENGTH)
+    ]
+    if not isinstance(args.watermark, int | float) or not 0 <= args.watermark < 1:
+        problems.append(f"watermark is {shown(args.watermark)}, must be a number of at least 0 and below 1")
+    return problems
+
+
+def _wrong_generation_defaults(args: "EngineArgs") -> list[str]:
+    problems = []
+    if not isinstance(args.generation_config, str) or not args.generation_config:
+        problems.append(f"generation_config is {args.generation_config!r}, expected auto, vllm or a folder")
+    override: object = args.override_generation_config
+    if not isinstance(override, Mapping):
+        return [*problems, "override_generation_config must be a map"]
+    for name, value in override.items():
+        parameter = GENERATION_DEFAULTS.get(name)
+        if parameter is None:
+            allowed = ", ".join(GENERATION_DEFAULTS)
+            problems.append(f"override_generation_config holds {name!r}, allowed are {allowed}")
+            continue
+        try:
+            SamplingParams(**{parameter: value})
+        except InvalidRequestError as error:
+            problems.append(f"override_generation_config: {error}")
+    return problems

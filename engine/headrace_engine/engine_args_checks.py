@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from headrace_engine import interpreter
 from headrace_engine.engines import OWN_ENGINE, find_engine
 from headrace_engine.errors import ConfigError, InvalidRequestError
 from headrace_engine.plain_values import shown
@@ -61,11 +62,14 @@ def problems_of(args: "EngineArgs") -> list[str]:
         problems.append("model is empty, expected a model folder or a hub name")
     if wrong_types:
         return problems
+    problems += _wrong_generation_defaults(args)
     try:
         problems += find_engine(args.engine).problems(args)
+        if args.engine_python is not None and interpreter.is_other(args.engine_python):
+            interpreter.check(args.engine_python)
     except ConfigError as error:
         problems.append(str(error))
-    return problems + _wrong_generation_defaults(args)
+    return problems
 
 
 def _wrong_types(args: "EngineArgs") -> list[str]:

@@ -21,7 +21,10 @@ class Engine(Protocol):
 
     @property
     def child_module(self) -> str:
-        """Run as `python -m child_module READ_FD WRITE_FD`; calls `core.serving.run`."""
+        """Run as `python -m child_module READ_FD WRITE_FD`; calls `core.serving.run`.
+
+        Imports what may not be installed only when `run` asks for the core: `run` tells the parent what is missing.
+        """
 
     @property
     def install_command(self) -> str:

@@ -245,6 +245,8 @@ class EngineSupervisor:
             return
         try:
             self.start()
+        except ConfigError as error:
+            self._give_up(str(error))
         except (EngineDeadError, OSError) as error:  # no memory or no descriptor for a process, just now
             self._on_death(f"the engine process could not be started: {error}", "crash", was_ready=False)
 

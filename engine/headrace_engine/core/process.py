@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from headrace_engine import errors
+from headrace_engine import errors, interpreter
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.config import EngineConfig
 from headrace_engine.core.frames import PROTOCOL, Connection, protocol_problem
@@ -46,18 +46,27 @@ class EngineCoreProcess:
     def __init__(self, config: EngineConfig) -> None:
         self._engine = find_engine(config.engine)
         self._python = config.engine_python or sys.executable
+        environment = {**os.environ, **self._engine.environment(config)}
+        self._links = self._link_packages(environment) if interpreter.is_other(config.engine_python) else None
         child_read, parent_write = os.pipe()
         parent_read, child_write = os.pipe()
         self._connection = Connection(parent_read, parent_write, waits=False)
-        self._process = subprocess.Popen(
-            [self._python, "-m", self._engine.child_module, str(child_read), str(child_write)],
-            env={**os.environ, **self._engine.environment(config)},
-            pass_fds=(child_read, child_write),
-            process_group=0,
-            stdin=subprocess.DEVNULL,
-        )
-        os.close(child_read)
-        os.close(child_write)
+        try:
+            self._process = subprocess.Popen(
+                [self._python, "-m", self._engine.child_module, str(child_read), str(child_write)],
+                env=environment,
+                pass_fds=(child_read, child_write),
+                process_group=0,
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError:
+            self._connection.close()
+            if self._links is not None:
+                self._links.remove()
+            raise
+        finally:
+            os.close(child_read)
+            os.close(child_write)
         self._model_info: ModelInfo | None = None
         self._capabilities = EngineCapabilities()
         self._pending: list[EngineCoreOutputs] = []
@@ -68,7 +77,19 @@ class EngineCoreProcess:
         self._call_numbers = itertools.count(1)
         self._stopping = False
         self._closed = False
-        self._send(["config", PROTOCOL, config.to_wire()])
+        self._group_ended = False
+        with contextlib.suppress(EngineDeadError):  # `receive` tells how a child ended that took no config
+            self._send(["config", PROTOCOL, config.to_wire()])
+
+    def _link_packages(self, environment: dict[str, str]) -> interpreter.LinkedPackages:
+        """Let another interpreter import what the child needs of this one. Raises ConfigError: it is none."""
+        names = {"headrace_engine", self._engine.child_module.partition(".")[0]}
+        if interpreter.check(self._python):
+            names.add("msgpack")
+        links = interpreter.LinkedPackages(sorted(names))
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(links.folder), before]))
+        return links
 
     @property
     def pid(self) -> int:
@@ -190,8 +211,8 @@ class EngineCoreProcess:
             return _STARTUP_ERRORS[name](sentence)
         if name in _IMPORT_ERRORS and not self.is_ready:
             return ConfigError(
-                f"engine {self._engine.name} cannot import its parts with {self._python} ({sentence}): "
-                f"install them there by {self._engine.install_command}"
+                f"engine {self._engine.name} cannot import its parts with {self._python} ({sentence}): install them "
+                f"there by {self._engine.install_command}, or give the interpreter that has them as engine_python"
             )
         summary = f"the engine process {self.pid} failed with {name}" if self.is_ready else None
         return EngineDeadError(sentence, cause=_CAUSES.get(name, "crash"), summary=summary)
@@ -218,20 +239,33 @@ class EngineCoreProcess:
             self._send(["stop"])
         try:
             self._process.wait(timeout)
+            self._kill_group()
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End the child at once and reap it."""
+        """End the child and its own children at once, and reap it."""
         self._stopping = True
-        self._process.kill()
+        self._kill_group()
         self._process.wait()
+
+    def _kill_group(self) -> None:
+        """End what lives of the child's process group, such as the ranks of an engine, which hold device memory.
+
+        Once, before the child is reaped or right after: later the number may be another group's.
+        """
+        if not self._group_ended:
+            self._group_ended = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Give the pipe ends back; after `shutdown` or `kill`, when nobody reads any more."""
         if not self._closed:
             self._closed = True
             self._connection.close()
+            if self._links is not None:
+                self._links.remove()
             self._fail_calls(EngineDeadError("the engine was shut down"))
 
     def _send(self, frame: Any) -> None:
@@ -245,6 +279,7 @@ class EngineCoreProcess:
             status = self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             return "but has not exited yet"
+        self._kill_group()
         if status < 0:
             return f"killed by {signal.Signals(-status).name}"
         return f"exit status {status}"

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +26,8 @@ Start = Callable[..., EngineCoreProcess]
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tests_on_path: None) -> Iterator[Start]:
     """Starts children that can import the fake runner; all are gone afterwards."""
-    tests = Path(__file__).parents[2]
-    paths = [str(tests), str(tests.parent / "engine"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     children: list[EngineCoreProcess] = []
 
     def start_child(**options: Any) -> EngineCoreProcess:

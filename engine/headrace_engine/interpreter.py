@@ -1,0 +1,133 @@
+"""Another Python interpreter for an engine's child process: whether it fits, and how it imports Headrace.
+
+Nothing of Headrace is installed there. The child's PYTHONPATH begins with a private folder of symbolic links to the
+packages of this process, so that both sides of the frames are of one version.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from headrace_engine.errors import ConfigError
+from headrace_engine.private_folder import first_private
+
+logger = logging.getLogger(__name__)
+
+_OLDEST_PYTHON: Final = (3, 11)
+_PROBE_SECONDS: Final = 30.0
+_PROBE: Final = """
+import importlib.util, json, sys
+found = importlib.util.find_spec("msgpack") is not None
+print(json.dumps([sys.version_info[:2], sys.implementation.cache_tag, found]))
+"""
+
+
+def is_other(python: str | None) -> bool:
+    """Whether this is not the interpreter of this process. Two environments of one installation are two."""
+    return python is not None and _program(python) != sys.executable
+
+
+@lru_cache
+def check(python: str) -> bool:
+    """Run another interpreter once. Returns whether it is to import the msgpack of this process.
+
+    It does unless it has one of its own and ours is compiled for another Python, where it would be slow.
+
+    Raises:
+        ConfigError: it cannot be run, is no Python or is too old.
+    """
+    command = [_program(python), "-c", _PROBE]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_SECONDS, check=True, text=True
+        )
+        version, cache_tag, has_msgpack = json.loads(done.stdout)
+    except OSError as error:
+        raise ConfigError(f"engine_python is {python!r}, which cannot be run: {error.strerror}") from error
+    except (subprocess.SubprocessError, TypeError, ValueError) as error:
+        raise ConfigError(f"engine_python is {python!r}, which is no Python interpreter") from error
+    if tuple(version) < _OLDEST_PYTHON:
+        needed = ".".join(map(str, _OLDEST_PYTHON))
+        raise ConfigError(
+            f"engine_python is {python!r}, Python {version[0]}.{version[1]}; it must be at least {needed}"
+        )
+    return cache_tag == sys.implementation.cache_tag or not has_msgpack
+
+
+class LinkedPackages:
+    """A private folder of symbolic links to packages of this process; gone with this object, or with this process.
+
+    Its lock tells the next process that makes one whether this process lives: a folder that a killed process left is
+    removed then.
+
+    Raises:
+        OSError: no folder can be made, or it cannot be locked.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        root = first_private("engine-parts", logger.warning)
+        with _locked(root):  # else another process could take a new folder for one that was left
+            for folder in root.iterdir():
+                _remove_if_left(folder)
+            self.folder = Path(tempfile.mkdtemp(dir=root))
+            lock = os.open(self.folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._finalizer = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
+        for path in filter(None, map(_path, names)):
+            (self.folder / path.name).symlink_to(path)
+
+    def remove(self) -> None:
+        self._finalizer()
+
+
+def _program(python: str) -> str:
+    return shutil.which(python) or python
+
+
+def _path(name: str) -> Path | None:
+    """The folder of a package, or the file of a module; None where this process has none."""
+    spec = find_spec(name)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).absolute()
+    return Path(spec.origin).absolute() if spec.origin is not None else None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_if_left(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # its process lives, or removes it just now
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: Path, lock: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a fork of the process that uses it
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

@@ -60,6 +60,9 @@ def problems_of(args: "EngineArgs") -> list[str]:
         problems.append(f"max_cpu_loras is {args.max_cpu_loras}, less than max_loras, which is {args.max_loras}")
     if args.model in ("", None):
         problems.append("model is empty, expected a model folder or a hub name")
+    is_elsewhere = args.engine != OWN_ENGINE or args.engine_python is not None
+    if is_elsewhere and getattr(args, "core_in_process", False):
+        problems.append("core_in_process is set, but another engine or interpreter runs in a process of its own")
     if wrong_types:
         return problems
     problems += _wrong_generation_defaults(args)

@@ -36,7 +36,8 @@ class LLM:
     Args:
         model: folder in Hugging Face layout, a hub name, or smollm2-135m-instruct, which is fetched without a hub.
         chat_template: what `chat` uses unless it is given another one: a template, or the path of its file.
-        engine_args: any option of `EngineArgs`.
+        engine_args: any option of `EngineArgs`, such as `engine="vllm"` and `engine_python`: another engine, and
+            another interpreter, run in a child process.
 
     Raises:
         ModelLoadError, ConfigError: the model cannot be served with these options.

@@ -109,7 +109,7 @@ class EngineStep(bootsteps.StartStopStep):
             on_given_up=self._stop_worker,
             publish_interval=settings.publish_interval,
         )
-        self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_seconds)
+        self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_limit())
         self.dispatcher.use_engine(self._supervisor)
         self._lists = [name for queue in self.queues for name in queue_lists(queue)]
         self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)

@@ -12,11 +12,15 @@ from headrace_broker.messages import name_problems
 from headrace_broker.settings import BrokerSettings
 from headrace_engine import default_model
 from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.engines import OWN_ENGINE, find_engine
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers.adapters import Adapters
 from headrace_workers.answer_formats import AUTO, HARMONY, NONE, REASONING_FORMATS, TOOL_FORMATS, go_together
 from headrace_workers.errors import WorkerSettingsError
+
+STALL_SECONDS = 60.0
+"""Of an engine that names no limit of its own."""
 
 
 def _split(value: object) -> object:
@@ -46,6 +50,12 @@ class WorkerSettings(BaseSettings):
     queues: str = ""
     """More served names, with commas between them: each is a queue of the same model. At each priority the worker takes
     from the queue of its served name first, then from these in their order."""
+    engine: str = OWN_ENGINE
+    """Name of the engine that computes: headrace, vllm, or one of another installed package."""
+    engine_python: str | None = None
+    """Interpreter of the engine's process, of an environment that has what the engine needs; None takes this one."""
+    engine_args: Json[dict[str, Any]] | None = None
+    """Options of another engine by its own names, as JSON: {"gpu_memory_utilization": 0.8}."""
     device: str = "auto"
     dtype: str = "auto"
     max_num_seqs: int = Field(64, ge=1)
@@ -119,8 +129,9 @@ class WorkerSettings(BaseSettings):
 
     A cancelled request is stopped at its next chunk.
     """
-    stall_seconds: float = Field(60.0, gt=0)
-    """An engine that has work and makes no step for so long is killed and started again."""
+    stall_seconds: float | None = Field(None, gt=0)
+    """An engine that has work and makes no step for so long is killed and started again; None: the engine's own limit,
+    or STALL_SECONDS."""
     log_level: str = "INFO"
     log_json: bool | None = None
     """None: JSON unless the log goes to a terminal."""
@@ -203,6 +214,9 @@ class WorkerSettings(BaseSettings):
         most = self.max_cpu_loras if self.max_cpu_loras is not None else max(self.max_loras, len(adapters.names))
         config = EngineArgs(
             model=str(default_model.resolve(self.model, self.dtype)),
+            engine=self.engine,
+            engine_python=self.engine_python,
+            engine_args=self.engine_args or {},
             device=self.device,
             dtype=self.dtype,
             max_num_seqs=self.max_num_seqs,
@@ -239,6 +253,13 @@ class WorkerSettings(BaseSettings):
         if config.lora is not None:
             config.lora.preload = adapters.named()
         return config
+
+    def stall_limit(self) -> float:
+        """Seconds without a step after which an engine with work is killed. Raises ConfigError: it is not known."""
+        if self.stall_seconds is not None:
+            return self.stall_seconds
+        own = find_engine(self.engine).stall_seconds
+        return STALL_SECONDS if own is None else own
 
     def _speculative_config(self) -> dict[str, Any] | None:
         config = self.speculative_config

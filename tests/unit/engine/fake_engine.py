@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,11 @@ class FakeCore:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if method == "config":
+        if method == "tokenizer":
+            from unit.engine.letters import load_tokenizer
+
+            answer.set_result(asdict(load_tokenizer(None)))
+        elif method == "config":
             answer.set_result(self._config.to_wire())
         elif method == "variable":
             answer.set_result(os.environ.get(args[0]))

@@ -17,13 +17,16 @@ import pytest
 
 from headrace_engine import interpreter
 from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import AsyncEngineArgs, EngineArgs, EngineConfig
 from headrace_engine.core.frames import PROTOCOL, protocol_problem
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.engines import find_engine
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.llm_engine import LLMEngine, start_core
 from headrace_engine.request import FinishReason
+from headrace_engine.sampling_params import SamplingParams
 from unit.engine import fake_engine
+from unit.engine.fake_runner import fake_config
 from unit.engine.requests import core_request
 
 Start = Callable[..., EngineCoreProcess]
@@ -74,6 +77,19 @@ def config_error(**options: Any) -> str:
 def test_our_own_engine_is_found_though_no_metadata_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_engine.offer(monkeypatch)
     assert find_engine("headrace").child_module == "headrace_engine.core.child"
+
+
+def test_an_engine_of_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, tests_on_path: None) -> None:
+    installed = tmp_path / "fake_engine-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-engine\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[headrace.engines]\nfake = unit.engine.fake_engine:ENGINE\n")
+    program = "from headrace_engine.engines import find_engine; print(find_engine('fake').install_command)"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, check=True
+    )
+    assert done.stdout.decode().strip() == "pip install fake-engine"
 
 
 def test_an_unknown_engine_is_refused_with_the_names_of_those_that_are_installed(installed: None) -> None:
@@ -145,6 +161,33 @@ def test_a_child_of_another_engine_serves_requests(start: Start) -> None:
     first, last = core.get_outputs(), core.get_outputs()
     assert first is not None and first.outputs[0].new_token_ids == [5]
     assert last is not None and last.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_the_library_runs_another_engine_in_a_child(start: Start) -> None:
+    with LLMEngine.from_engine_args(EngineArgs(model="m", engine="fake"), core_in_process=True) as engine:
+        assert isinstance(engine._core, EngineCoreProcess)
+        engine.add_request("a", {"prompt_token_ids": [12, 13]}, SamplingParams(max_tokens=2))
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert outputs[-1].outputs[0].text == "bc"
+
+
+def test_the_library_runs_another_interpreter_in_a_child(
+    start: Start, bare_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(fake_config(), engine_python=bare_python)
+    monkeypatch.setattr(EngineCoreProcess, "wait_ready", lambda _: None)
+    core = start_core(config, in_process=True)
+    assert isinstance(core, EngineCoreProcess)
+    core.kill()
+    core.close()
+
+
+def test_another_engine_is_not_run_in_this_process_on_demand(installed: None) -> None:
+    args = AsyncEngineArgs(model="m", engine="fake", core_in_process=True)
+    with pytest.raises(ConfigError, match="core_in_process is set, but another engine or interpreter runs in"):
+        args.create_engine_config()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
+from unit.engine import fake_engine
 
 
 @pytest.fixture
@@ -99,3 +103,49 @@ def test_more_queues_come_after_the_models_own(setting: pytest.MonkeyPatch) -> N
     setting.setenv("HEADRACE_QUEUES", "bulk," + 201 * "b")
     with pytest.raises(WorkerSettingsError, match=r"HEADRACE_QUEUES: .*must be a printable string"):
         WorkerSettings.from_env()
+
+
+def test_another_engine_judges_its_own_values(setting: pytest.MonkeyPatch) -> None:
+    fake_engine.offer(setting, "unit.engine.fake_engine:ENGINE")
+    setting.setenv("HEADRACE_ENGINE", "fake")
+    setting.setenv("HEADRACE_ENGINE_PYTHON", sys.executable)
+    setting.setenv("HEADRACE_ENGINE_ARGS", '{"gpu_share": 0.5}')
+    setting.setenv("HEADRACE_DTYPE", "half")
+    setting.setenv("HEADRACE_QUANTIZATION", "fp8")
+    config = WorkerSettings.from_env().engine_config()
+    assert (config.engine, config.engine_python, config.engine_args) == ("fake", sys.executable, {"gpu_share": 0.5})
+    assert (config.model.dtype, config.model.quantization) == ("half", "fp8")
+    setting.setenv("HEADRACE_QUANTIZATION", "int8")
+    with pytest.raises(ConfigError, match="quantization is int8, allowed is fp8"):
+        WorkerSettings.from_env().engine_config()
+
+
+def test_an_engine_has_its_own_time_for_a_step_unless_the_operator_says_otherwise(setting: pytest.MonkeyPatch) -> None:
+    fake_engine.offer(setting, "unit.engine.fake_engine:ENGINE")
+    assert WorkerSettings.from_env().stall_limit() == 60
+    setting.setenv("HEADRACE_ENGINE", "fake")
+    assert WorkerSettings.from_env().stall_limit() == 300
+    setting.setenv("HEADRACE_STALL_SECONDS", "5")
+    assert WorkerSettings.from_env().stall_limit() == 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--device", "tpu"], "device is 'tpu', allowed are auto, cpu, cuda"),
+        (["--dtype", "float16"], "dtype is 'float16', allowed are auto, float32, bfloat16"),
+        (["--engine", "nobody"], "engine is 'nobody', installed are"),
+        (["--engine-python", "/no/python"], "engine_python is '/no/python', which cannot be run"),
+        (["--engine-args", "gpu"], "HEADRACE_ENGINE_ARGS: "),
+    ],
+)
+def test_a_wrong_flag_ends_the_command_with_one_sentence(flags: list[str], sentence: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker", "--model", "/m", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

@@ -211,6 +211,15 @@ def test_a_process_that_cannot_be_started_counts_as_a_death(engine: Engine) -> N
     assert "no memory" in engine.events.told[-1]
 
 
+def test_an_engine_that_cannot_be_found_again_is_given_up(engine: Engine) -> None:
+    engine.ready()
+    engine.die()
+    engine.spawn_error = ConfigError("engine is 'gone'")
+    engine.hub.advance()
+    assert engine.events.told[-1] == "given up: engine is 'gone'"
+    assert engine.hub.pending() == []
+
+
 @pytest.mark.parametrize("error", [KeyError("r1"), ModelLoadError("no tokenizer")])
 def test_news_that_cannot_be_handled_never_reach_the_event_loop(engine: Engine, error: Exception) -> None:
     """kombu takes a KeyError for a lost connection; tokens would be missing from streams afterwards."""

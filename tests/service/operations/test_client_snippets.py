@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from headrace_workers.local_gateway import LocalGateway
 from service.operations.client_snippets import ROOT, Snippet, snippets
+from service.operations.fresh_environments import fetch, install_pip
 from service.redis_users import make_server_with_users, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import Service
@@ -61,18 +61,11 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
                 _install_npm(folder, words[1:])
             else:
                 assert words[0] == "pip"
-                _install_pip(folder, words[1:])
+                install_pip(folder, words[1:])
             folders[command] = folder
         return folders[command]
 
     return run
-
-
-def _install_pip(folder: Path, words: list[str]) -> None:
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-    words = [str(ROOT) if word == "." else word for word in words]
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1"]
-    _fetch([str(folder / "bin/python"), "-m", "pip", words[0], *quiet, *words[1:]], folder)
 
 
 def _install_npm(folder: Path, words: list[str]) -> None:
@@ -80,15 +73,7 @@ def _install_npm(folder: Path, words: list[str]) -> None:
     if npm is None:
         pytest.skip("no Node.js is installed; `make ops-tools` gets it where it can be had")
     quiet = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", str(folder)]
-    _fetch([npm, words[0], *quiet, *words[1:]], folder)
-
-
-def _fetch(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
-    text = done.stdout + done.stderr
-    if done.returncode and re.search(r"No matching distribution|Connection|ENOTFOUND|EAI_AGAIN|ECONN|network", text):
-        pytest.skip("the package index cannot be reached")
-    assert done.returncode == 0, text[-3000:]
+    fetch([npm, words[0], *quiet, *words[1:]], folder)
 
 
 def _run(snippet: Snippet, code: str, folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 from pathlib import Path
 
@@ -69,3 +70,12 @@ def test_a_full_disk_is_told_at_each_step(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(default_model, step, fail)
     with pytest.raises(ModelFetchError, match=r"cannot be kept: .*No space left on device; XDG_CACHE_HOME names"):
         default_model.fetch()
+
+
+def test_nothing_is_fetched_that_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
+    told: list[str] = []
+    with pytest.raises(ModelFetchError, match="is converted by torch, which this environment has not: pip install"):
+        default_model.fetch(progress=told.append)
+    assert told == []

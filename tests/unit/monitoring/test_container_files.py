@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from headrace_workers.cli.gateway import gateway as gateway_command
+from headrace_workers.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (ROOT / "Dockerfile", ROOT / "deploy" / "cuda" / "Dockerfile")
@@ -59,8 +60,8 @@ def test_what_watches_a_service_on_this_host_has_the_same_images_and_listens_to_
 def test_images_are_pinned_to_a_release(services: dict[str, Any]) -> None:
     images = [service["image"] for service in services.values() if "image" in service]
     for dockerfile in OURS:
-        images += re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(images) == 5  # redis, prometheus, grafana, and what ours are built on
+        images += re.findall(r"^ARG \w+_IMAGE=(\S+)$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(images) == 6  # redis, prometheus, grafana, and what ours are built on
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+", image), image
 
@@ -133,7 +134,7 @@ def test_no_password_has_a_default(services: dict[str, Any]) -> None:
 def test_every_service_has_a_limit_of_memory_or_all_of_a_gpu_host(services: dict[str, Any]) -> None:
     for name, service in services.items():
         resources = service["deploy"]["resources"]
-        assert ("memory" in resources.get("limits", {})) is (name != "worker-gpu"), name
+        assert ("memory" in resources.get("limits", {})) is (name not in ("worker-gpu", "worker-vllm")), name
 
 
 def test_the_gpu_worker_differs_from_the_other_one_only_in_its_image_and_its_device(services: dict[str, Any]) -> None:
@@ -146,6 +147,37 @@ def test_the_gpu_worker_differs_from_the_other_one_only_in_its_image_and_its_dev
     assert {key for key in cpu["environment"] if cpu["environment"][key] != gpu["environment"][key]} == {
         "HEADRACE_DEVICE"
     }
+
+
+def test_the_vllm_worker_has_all_gpus_shared_memory_and_a_place_for_what_it_compiled(services: dict[str, Any]) -> None:
+    cpu, vllm = services["worker"], services["worker-vllm"]
+    assert vllm["profiles"] == ["vllm"]
+    different = {key for key in cpu.keys() | vllm.keys() if cpu.get(key) != vllm.get(key)}
+    assert different == {"profiles", "build", "environment", "volumes", "shm_size", "healthcheck", "deploy"}
+    assert vllm["build"] == {"context": ".", "target": "vllm"}
+    (gpus,) = vllm["deploy"]["resources"]["reservations"]["devices"]
+    assert gpus == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert f"vllm-compile-cache:{vllm['environment']['VLLM_CACHE_ROOT']}" in vllm["volumes"]
+    assert vllm["volumes"][0] == cpu["volumes"][0]
+    stage = stages(ROOT / "Dockerfile")["vllm"]
+    assert f"chown 10001:10001 {vllm['environment']['VLLM_CACHE_ROOT']}" in stage  # or it could not write there
+
+
+@pytest.mark.parametrize("service", ["worker", "worker-gpu", "worker-vllm", "worker-neuron"])
+def test_the_environment_of_a_worker_are_options_that_its_engine_has(
+    services: dict[str, Any], service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8") if service == "worker-vllm" else ""
+    image = dict(re.findall(r"(HEADRACE_ENGINE\w*)=(\S+)", text))
+    for name in [name for name in os.environ if name.startswith("HEADRACE_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**image, **services[service]["environment"]}.items():
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+(?::-([^}]*)|:\?[^}]*)?\}", r"\1", str(value)))
+    monkeypatch.setenv("HEADRACE_SERVED_MODEL_NAME", "tiny")
+    if service == "worker-vllm":
+        monkeypatch.setenv("HEADRACE_ENGINE_PYTHON", sys.executable)  # the image's
+    config = WorkerSettings.from_env().engine_config()
+    assert config.engine == ("vllm" if service == "worker-vllm" else "headrace")
 
 
 def test_the_neuron_worker_has_its_device_and_time_to_compile(services: dict[str, Any]) -> None:
@@ -221,15 +253,34 @@ def test_an_image_takes_in_only_what_the_builder_is_given_and_knows_whether_it_i
         assert b"Connection refused" in answers.stderr
 
 
+def stages(dockerfile: Path) -> dict[str, str]:
+    """The text of each named stage, without comments."""
+    text = re.sub(r"^#.*\n", "", dockerfile.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(re.findall(r"^FROM \S+ AS ([\w-]+)\n(.*?)(?=^FROM )", text, re.M | re.S))
+
+
 def test_the_image_of_the_gateway_has_no_torch_and_no_compiler() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    stages = dict(re.findall(r"^FROM \S+ AS ([\w-]+)\n(.*?)(?=^FROM )", text, re.M | re.S))
-    assert '".[gateway]"' in stages["gateway-build"]
-    assert "torch" not in stages["gateway-build"] + stages["gateway"]
-    assert "apt-get" not in stages["gateway"]
-    assert "COPY --from=gateway-build " in stages["gateway"]
-    assert "USER 10001:10001" in stages["gateway"]
-    assert stages["gateway"].rstrip().endswith('ENTRYPOINT ["headrace", "gateway"]')
+    found = stages(ROOT / "Dockerfile")
+    assert '".[gateway]"' in found["gateway-build"]
+    assert "torch" not in found["gateway-build"] + found["gateway"]
+    assert "apt-get" not in found["gateway"]
+    assert "COPY --from=gateway-build " in found["gateway"]
+    assert "USER 10001:10001" in found["gateway"]
+    assert found["gateway"].rstrip().endswith('ENTRYPOINT ["headrace", "gateway"]')
+
+
+def test_the_image_of_vllm_keeps_vllm_in_the_interpreter_of_its_own_image() -> None:
+    text, found = (ROOT / "Dockerfile").read_text(encoding="utf-8"), stages(ROOT / "Dockerfile")
+    assert len(re.findall(r"^FROM \$\{VLLM_IMAGE\} AS vllm(?:-build)?$", text, re.MULTILINE)) == 2
+    assert '".[vllm,tracing]"' in found["vllm-build"]
+    assert "apt-get" not in found["vllm-build"] + found["vllm"]
+    assert "COPY --from=vllm-build /opt/headrace /opt/headrace" in found["vllm"]
+    # the environment is made with the interpreter that it runs with: the two stages have one base
+    assert "RUN /usr/bin/python3 -m venv /opt/headrace" in found["vllm-build"]
+    assert "HEADRACE_ENGINE=vllm " in found["vllm"]
+    assert "HEADRACE_ENGINE_PYTHON=/usr/bin/python3 " in found["vllm"]
+    assert "USER 10001:10001" in found["vllm"]
+    assert found["vllm"].rstrip().endswith('ENTRYPOINT ["headrace", "worker"]')
 
 
 def test_an_image_is_built_from_every_package_of_the_wheel() -> None:

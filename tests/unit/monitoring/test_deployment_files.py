@@ -5,6 +5,8 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import yaml
 from headrace_gateway import GatewaySettings
 from headrace_monitoring import dashboards
 from headrace_workers.cli.gateway import gateway as gateway_command
+from headrace_workers.settings import WorkerSettings
 from unit.monitoring import custom_resources
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,6 +43,16 @@ NEURON_WORKER = {
     "extraEnv": [{"name": "HEADRACE_KV_CACHE_MEMORY", "value": "8GiB"}],
     "nodeSelector": {"node.kubernetes.io/instance-type": "trn2.3xlarge"},
     "tolerations": [{"key": "aws.amazon.com/neuron", "operator": "Exists", "effect": "NoSchedule"}],
+}
+VLLM_WORKER = {
+    "image": {"repository": "headrace-worker-vllm", "tag": "1"},
+    "engine": "vllm",
+    "engineArgs": {"gpu_memory_utilization": 0.85, "distributed_executor_backend": "mp"},
+    "tensorParallelSize": 2,
+    "gpus": 2,
+    "sharedMemory": "8Gi",
+    "compileCache": {"persistentVolumeClaim": {"claimName": "graphs"}},
+    "resources": {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}},
 }
 
 
@@ -88,18 +101,34 @@ def helm() -> str:
     return program
 
 
-def template(tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
+def render(tmp_path: Path, changes: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump({**VALUES, **changes}), encoding="utf-8")
-    done = subprocess.run(
-        [helm(), "template", "demo", str(CHART), "--values", str(values)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [helm(), "template", "demo", str(CHART), "--values", str(values)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def template(tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
+    done = render(tmp_path, changes)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def refused(tmp_path: Path, **changes: Any) -> str:
+    """What helm says of values that are wrong."""
+    done = render(tmp_path, changes)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def worker_pod(tmp_path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The pod of a worker with these values."""
+    (pod,) = [
+        found["spec"]["template"]["spec"]
+        for found in template(tmp_path, worker=values)
+        if found["kind"] == "Deployment" and found["metadata"]["name"] == "demo-worker"
+    ]
+    return pod
 
 
 @pytest.fixture
@@ -133,8 +162,9 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
     import kubernetes_validate
 
     hpa = template(tmp_path, autoscaling={"kind": "hpa", "minReplicas": 1}, monitoring={})
+    others = [found for worker in (NEURON_WORKER, VLLM_WORKER) for found in template(tmp_path, worker=worker)]
     checked = []
-    for manifest in [*template(tmp_path), *hpa, *template(tmp_path, worker=NEURON_WORKER)]:
+    for manifest in [*template(tmp_path), *hpa, *others]:
         if manifest["kind"] not in custom_resources.SCHEMAS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
             checked.append(manifest["kind"])
@@ -176,11 +206,7 @@ def test_a_field_that_an_operator_does_not_know_is_refused(
 
 
 def test_a_neuron_worker_has_its_device_time_to_compile_and_a_place_for_what_it_compiled(tmp_path: Path) -> None:
-    (pod,) = [
-        found["spec"]["template"]["spec"]
-        for found in template(tmp_path, worker=NEURON_WORKER)
-        if found["kind"] == "Deployment" and found["metadata"]["name"] == "demo-worker"
-    ]
+    pod = worker_pod(tmp_path, NEURON_WORKER)
     (worker,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
     assert environment["HEADRACE_DEVICE"] == "neuron"
@@ -191,6 +217,84 @@ def test_a_neuron_worker_has_its_device_time_to_compile_and_a_place_for_what_it_
     cache = volumes[mounts[environment["HEADRACE_COMPILE_CACHE_DIR"]]]
     assert cache["persistentVolumeClaim"] == {"claimName": "graphs"}
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]  # or it could not write there
+
+
+def test_a_vllm_worker_has_its_image_options_gpus_and_shared_memory(tmp_path: Path) -> None:
+    pod = worker_pod(tmp_path, VLLM_WORKER)
+    (worker,) = pod["containers"]
+    assert worker["image"] == "headrace-worker-vllm:1"
+    environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    assert environment["HEADRACE_ENGINE"] == "vllm"
+    assert json.loads(environment["HEADRACE_ENGINE_ARGS"]) == VLLM_WORKER["engineArgs"]
+    assert environment["HEADRACE_TENSOR_PARALLEL_SIZE"] == "2"
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "64Gi"}
+    mounts = {mount["mountPath"]: mount["name"] for mount in worker["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    cache = volumes[mounts[environment["VLLM_CACHE_ROOT"]]]
+    assert cache["persistentVolumeClaim"] == {"claimName": "graphs"}
+    assert "HEADRACE_COMPILE_CACHE_DIR" not in environment  # vLLM has no such option
+
+
+def test_the_documented_command_for_vllm_gives_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^(helm install my-model (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    words = shlex.split(command.replace("helm install", "helm template").replace("\\\n", ""))
+    done = subprocess.run([helm(), *words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = {f"{one['kind']}/{one['metadata']['name']}": one for one in yaml.safe_load_all(done.stdout) if one}
+    pod = found["Deployment/my-model-worker"]["spec"]["template"]["spec"]
+    environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    assert environment["HEADRACE_ENGINE"] == "vllm"
+    assert environment["HEADRACE_TENSOR_PARALLEL_SIZE"] == "2"
+    assert json.loads(environment["HEADRACE_ENGINE_ARGS"]) == {"gpu_memory_utilization": 0.85}
+    assert {volume["name"] for volume in pod["volumes"]} == {"model", "tmp", "home", "shared-memory"}
+
+
+def test_another_engines_worker_has_a_home_that_no_other_user_can_write_in(tmp_path: Path) -> None:
+    pod = worker_pod(tmp_path, VLLM_WORKER)
+    (worker,), (maker,) = pod["containers"], pod["initContainers"]
+    environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    (home,) = [mount for mount in worker["volumeMounts"] if mount["mountPath"] == environment["HOME"]]
+    (made,) = maker["volumeMounts"]
+    assert home["name"] == made["name"]
+    assert maker["command"] == ["mkdir", "-p", "-m", "700", f"{made['mountPath']}/{home['subPath']}"]
+    assert maker["securityContext"] == worker["securityContext"]
+    assert maker["image"] == worker["image"]  # no other one need be there
+
+
+def test_a_worker_of_our_own_engine_has_nothing_of_another_one(manifests: dict[str, dict[str, Any]]) -> None:
+    pod = manifests["Deployment/demo-worker"]["spec"]["template"]["spec"]
+    (worker,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    assert environment["HEADRACE_ENGINE"] == "headrace"
+    assert {"HEADRACE_ENGINE_PYTHON", "HEADRACE_ENGINE_ARGS", "VLLM_CACHE_ROOT", "HOME"}.isdisjoint(environment)
+    (exporter,) = manifests["Deployment/demo-exporter"]["spec"]["template"]["spec"]["containers"]
+    assert worker["image"] == exporter["image"]
+    assert "initContainers" not in pod
+    assert {volume["name"] for volume in pod["volumes"]} == {"model", "tmp"}
+
+
+@pytest.mark.parametrize("worker", [VLLM_WORKER, NEURON_WORKER, {}], ids=["vllm", "neuron", "plain"])
+def test_the_environment_of_a_pod_are_settings_of_a_worker(tmp_path: Path, worker: dict[str, Any]) -> None:
+    (container,) = worker_pod(tmp_path, worker)["containers"]
+    names = {entry["name"] for entry in container["env"] if entry["name"].startswith("HEADRACE_")}
+    known = {f"HEADRACE_{name.upper()}" for name in (*WorkerSettings.model_fields, "redis_url")}
+    assert names <= known
+
+
+@pytest.mark.parametrize(
+    ("worker", "told"),
+    [
+        ({"engineArg": {}}, "engineArg"),
+        ({"engineArgs": "gpu_memory_utilization=0.85"}, "engineArgs"),
+        ({"engine": ""}, "engine"),
+        ({"sharedMemory": "8 GB"}, "sharedMemory"),
+        ({"tensorParallelSize": 0}, "tensorParallelSize"),
+        ({"gpus": "2"}, "gpus"),
+    ],
+)
+def test_a_wrong_value_of_a_worker_is_refused(tmp_path: Path, worker: dict[str, Any], told: str) -> None:
+    assert told in refused(tmp_path, worker=worker)
 
 
 def test_a_pod_has_time_to_drain_and_begins_at_once(manifests: dict[str, dict[str, Any]]) -> None:
@@ -255,21 +359,11 @@ def test_without_a_gateway_the_chart_has_nothing_of_one(tmp_path: Path) -> None:
 def test_a_gateway_without_keys_or_with_a_wrong_value_is_refused(
     tmp_path: Path, gateway: dict[str, Any], told: str
 ) -> None:
-    values = tmp_path / "values.yaml"
-    values.write_text(yaml.safe_dump({**VALUES, "gateway": gateway}), encoding="utf-8")
-    command = [helm(), "template", "demo", str(CHART), "--values", str(values)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode != 0
-    assert told in done.stderr
+    assert told in refused(tmp_path, gateway=gateway)
 
 
 def test_a_worker_gets_the_gpus_that_are_asked_for_and_keeps_its_other_limits(tmp_path: Path) -> None:
-    found = template(tmp_path, worker={"gpus": 2, "runtimeClassName": "nvidia"})
-    (pod,) = [
-        one["spec"]["template"]["spec"]
-        for one in found
-        if one["metadata"]["name"] == "demo-worker" and one["kind"] == "Deployment"
-    ]
+    pod = worker_pod(tmp_path, {"gpus": 2, "runtimeClassName": "nvidia"})
     assert pod["runtimeClassName"] == "nvidia"
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "8Gi"}
     assert pod["containers"][0]["resources"]["requests"] == {"cpu": "4", "memory": "8Gi"}

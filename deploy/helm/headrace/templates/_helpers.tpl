@@ -14,6 +14,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{- define "headrace.workerImage" -}}
+{{ .Values.worker.image.repository | default .Values.image.repository }}:{{ .Values.worker.image.tag | default .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
 {{- define "headrace.secret" -}}
 {{ .Values.redis.existingSecret | default (printf "%s-redis" .Release.Name) }}
 {{- end }}

@@ -25,8 +25,7 @@ class InputFile(AbstractContextManager["InputFile"]):
     def __init__(self, name: str) -> None:
         self.name: Final = "standard input" if name == STANDARD else name
         try:
-            opened: IO[bytes] = sys.stdin.buffer if name == STANDARD else Path(name).open("rb")  # noqa: SIM115  # closed by __exit__
-            self._file = opened if name != STANDARD and opened.seekable() else _copied(opened)
+            self._file: Final = _opened(name)
         except OSError as error:
             raise BatchError(f"{self.name} cannot be read: {error.strerror}") from None
 
@@ -44,7 +43,7 @@ class InputFile(AbstractContextManager["InputFile"]):
         number = 0
         while line := self._read_line():
             number += 1
-            if line.strip():
+            if len(line) > MAX_LINE_BYTES or line.strip():
                 yield number, line
             while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 line = self._read_line()
@@ -54,6 +53,16 @@ class InputFile(AbstractContextManager["InputFile"]):
             return self._file.readline(MAX_LINE_BYTES + 1)
         except OSError as error:
             raise BatchError(f"{self.name} cannot be read: {error.strerror}") from None
+
+
+def _opened(name: str) -> IO[bytes]:
+    if name == STANDARD:
+        return _copied(sys.stdin.buffer)
+    file = Path(name).open("rb")  # noqa: SIM115  # the InputFile closes it
+    if file.seekable():
+        return file
+    with file:
+        return _copied(file)
 
 
 def _copied(source: IO[bytes]) -> IO[bytes]:

@@ -29,10 +29,8 @@ _FOREVER: Final = 10 * 365 * 86400
 """A batch has no deadline: its lines wait for a worker."""
 _LOST_LIMIT: Final = 5
 """Answers of one line that may expire before they are read."""
-_RETRY_SECONDS: Final = 1.0
-_LONGEST_RETRY_SECONDS: Final = 10.0
-_SILENCE_SECONDS: Final = 60.0
-_LONGEST_SILENCE_SECONDS: Final = 3600.0
+_LONGEST_PAUSE: Final = 10.0
+_LONGEST_SILENCE: Final = 3600.0
 
 Value = TypeVar("Value")
 
@@ -52,6 +50,8 @@ class LineRequests:
         secret: of the run; the ids of all requests are made from it, so a run that goes on finds them again.
         best_priority: of every request; a body may ask for a worse one.
         on_waiting: told why nothing can be sent for the moment; None: it can again.
+        pause: seconds before what could not be sent is tried again.
+        silence: seconds after which a request is sent again, in case Redis has lost it; each next time twice as many.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class LineRequests:
         secret: str,
         best_priority: int,
         on_waiting: Callable[[str | None], None],
+        pause: float = 1.0,
+        silence: float = 60.0,
     ) -> None:
         self._client: Final = client
         self._hub: Final = hub
@@ -70,6 +72,8 @@ class LineRequests:
         self._secret: Final = secret
         self._key: Final = ApiKey(name="batch", best_priority=best_priority)
         self._on_waiting: Final = on_waiting
+        self._pause: Final = pause
+        self._silence: Final = silence
 
     async def answer(self, line: BatchLine) -> LineAnswer:
         """Wait for the answer of a line, whatever it is.
@@ -90,7 +94,7 @@ class LineRequests:
             except ApiError as error:
                 refused = error
             if refused.code == "quota_exceeded":  # a worker's word: the queue held too many of the tenant
-                await asyncio.sleep(_LONGEST_RETRY_SECONDS)
+                await asyncio.sleep(10 * self._pause)
             elif refused.code == "not_found":  # the stream is gone: nobody has read it in time
                 num_lost += 1
                 if num_lost == _LOST_LIMIT:
@@ -132,18 +136,15 @@ class LineRequests:
             raise
 
     async def _read(self, envelope: Envelope, requests: list[SubmitRequest]) -> dict[str, Any]:
-        """Send and read. After a long silence they are sent again, in case Redis has lost them.
-
-        The queue drops the second message of an id.
-        """
+        """Send and read. A request that is sent again is not run twice: the queue drops the second message of an id."""
         joined = Fold(envelope.form)
-        silence = _SILENCE_SECONDS
+        silence = self._silence
         async with open_reader(self._hub, envelope) as reader:
             await self._send(requests)
             while not reader.has_ended:
                 chunks = await reader.take(silence)
                 if chunks is None:
-                    silence = min(2 * silence, _LONGEST_SILENCE_SECONDS)
+                    silence = min(2 * silence, _LONGEST_SILENCE)
                     await self._send(requests)
                     continue
                 if reader.error is not None:
@@ -160,12 +161,12 @@ class LineRequests:
     async def _patiently(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Do it once there is room, and Redis is there. What may have been done is done again: it has one id."""
         while True:
-            pause = _RETRY_SECONDS
+            pause = self._pause
             try:
                 value = await act()
             except QueueFullError as error:
                 self._on_waiting("the queue is full")
-                pause = min(error.retry_after_seconds or pause, _LONGEST_RETRY_SECONDS)
+                pause = min(error.retry_after_seconds or pause, _LONGEST_PAUSE)
             except QueueUnavailableError as error:
                 if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
                     raise

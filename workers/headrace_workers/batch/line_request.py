@@ -82,7 +82,7 @@ class LineRequests:
         """
         num_lost = 0
         for attempt in count():
-            answer_id = self._answer_id(line, attempt)
+            answer_id = self.answer_id(line, attempt)
             try:
                 return LineAnswer(line.answered(200, answer_id, await self._generate(line, answer_id)), True)
             except MalformedEntryError as error:
@@ -104,7 +104,7 @@ class LineRequests:
                 return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
         raise AssertionError("unreachable")
 
-    def _answer_id(self, line: BatchLine, attempt: int) -> str:
+    def answer_id(self, line: BatchLine, attempt: int) -> str:
         """The id of the answer, and of its request in the queue: the same whenever this run comes to this attempt."""
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
         return f"{line.id_prefix}-{digest.hexdigest()}"

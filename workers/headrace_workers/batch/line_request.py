@@ -27,8 +27,8 @@ from headrace_gateway.model_catalog import ModelCatalog
 
 _FOREVER: Final = 10 * 365 * 86400
 """A batch has no deadline: its lines wait for a worker."""
-_LOST_LIMIT: Final = 5
-"""Answers of one line that may expire before they are read."""
+_LOST_LIMIT: Final = 3
+"""Answers of one line, sent by this run, that may be gone before they are read."""
 _LONGEST_PAUSE: Final = 10.0
 _LONGEST_SILENCE: Final = 3600.0
 
@@ -40,6 +40,15 @@ class LineAnswer(NamedTuple):
 
     line: bytes
     is_success: bool
+
+
+class _AnswerLostError(Exception):
+    """The stream is gone: nobody has read it in time."""
+
+    def __init__(self, *, was_sent: bool) -> None:
+        super().__init__()
+        self.was_sent = was_sent
+        """By this run; else it was joined."""
 
 
 class LineRequests:
@@ -85,6 +94,12 @@ class LineRequests:
             answer_id = self.answer_id(line, attempt)
             try:
                 return LineAnswer(line.answered(200, answer_id, await self._generate(line, answer_id)), True)
+            except _AnswerLostError as lost:
+                num_lost += lost.was_sent
+                if num_lost == _LOST_LIMIT:
+                    message = f"the request was sent {num_lost} times, and each time its stream was gone before its end"
+                    return LineAnswer(line.unanswered("answer_lost", message), False)
+                continue
             except MalformedEntryError as error:
                 return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
             except HeadraceBrokerError as error:
@@ -93,15 +108,9 @@ class LineRequests:
                 refused = api_error_of(error)
             except ApiError as error:
                 refused = error
-            if refused.code == "quota_exceeded":  # a worker's word: the queue held too many of the tenant
-                await asyncio.sleep(10 * self._pause)
-            elif refused.code == "not_found":  # the stream is gone: nobody has read it in time
-                num_lost += 1
-                if num_lost == _LOST_LIMIT:
-                    message = f"the request was sent {num_lost} times, and each time its stream was gone before its end"
-                    return LineAnswer(line.unanswered("answer_lost", message), False)
-            else:
+            if refused.code != "quota_exceeded":
                 return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
+            await asyncio.sleep(10 * self._pause)  # a worker's word: the queue held too many of the tenant
         raise AssertionError("unreachable")
 
     def answer_id(self, line: BatchLine, attempt: int) -> str:
@@ -140,9 +149,12 @@ class LineRequests:
         joined = Fold(envelope.form)
         silence = self._silence
         async with open_reader(self._hub, envelope) as reader:
-            await self._send(requests)
+            was_sent = await self._send(requests)
             while not reader.has_ended:
-                chunks = await reader.take(silence)
+                try:
+                    chunks = await reader.take(silence)
+                except ApiError:  # it says nothing else
+                    raise _AnswerLostError(was_sent=was_sent) from None
                 if chunks is None:
                     silence = min(2 * silence, _LONGEST_SILENCE)
                     await self._send(requests)
@@ -153,10 +165,14 @@ class LineRequests:
                     joined.add(chunk)
         return joined.answer()
 
-    async def _send(self, requests: list[SubmitRequest]) -> None:
+    async def _send(self, requests: list[SubmitRequest]) -> bool:
+        """Whether any was sent: one that runs, or has ended, is not."""
+        num_sent = 0
         for request in requests:
-            with contextlib.suppress(UsedRequestIdError):  # it runs, or has ended: its stream tells
+            with contextlib.suppress(UsedRequestIdError):
                 await self._patiently(partial(self._client.submit_many, [request]))
+                num_sent += 1
+        return num_sent > 0
 
     async def _patiently(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Do it once there is room, and Redis is there. What may have been done is done again: it has one id."""

@@ -95,7 +95,7 @@ async def test_a_window_of_lines_lies_in_the_queue_at_the_last_priority(
 
 async def test_a_full_queue_is_waited_for(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     redis_client.lpush("headrace.tiny", *["{}"] * 5)
-    told: list[str | None] = []
+    told: list[str] = []
     async with (
         line_requests(BrokerSettings(redis_server.url, max_queued_requests=5), told) as requests,
         asking(requests) as asked,

@@ -54,7 +54,7 @@ class BatchRun:
 
     Args:
         on_progress: told after each change of the counts.
-        on_waiting: told why nothing can be sent for the moment; None: it can again.
+        on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BatchRun:
         settings: BatchSettings,
         *,
         on_progress: Callable[[BatchCounts], None] = lambda _: None,
-        on_waiting: Callable[[str | None], None] = lambda _: None,
+        on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._settings: Final = settings
         self._on_progress: Final = on_progress

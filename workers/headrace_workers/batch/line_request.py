@@ -58,7 +58,7 @@ class LineRequests:
         hub: with endless patience.
         secret: of the run; the ids of all requests are made from it, so a run that goes on finds them again.
         best_priority: of every request; a body may ask for a worse one.
-        on_waiting: told why nothing can be sent for the moment; None: it can again.
+        on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
         pause: seconds before what could not be sent is tried again.
         silence: seconds after which a request is sent again, in case Redis has lost it; each next time twice as many.
     """
@@ -71,7 +71,7 @@ class LineRequests:
         *,
         secret: str,
         best_priority: int,
-        on_waiting: Callable[[str | None], None],
+        on_waiting: Callable[[str], None],
         pause: float = 1.0,
         silence: float = 60.0,
     ) -> None:
@@ -179,7 +179,7 @@ class LineRequests:
         while True:
             pause = self._pause
             try:
-                value = await act()
+                return await act()
             except QueueFullError as error:
                 self._on_waiting("the queue is full")
                 pause = min(error.retry_after_seconds or pause, _LONGEST_PAUSE)
@@ -187,7 +187,4 @@ class LineRequests:
                 if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
                     raise
                 self._on_waiting(str(error))
-            else:
-                self._on_waiting(None)
-                return value
             await asyncio.sleep(pause)

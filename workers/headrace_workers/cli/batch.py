@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from headrace_workers.errors import BatchError, InputRefusedError
 _DEFAULTS = BatchSettings("", "", "", "")
 _FAILED, _REFUSED, _SOME_ERRORS = 1, 2, 3
 _SUFFIX = ".jsonl"
+_TELL_SECONDS = 60.0
 
 
 @click.group()
@@ -117,12 +119,12 @@ def _outcome(run: BatchRun) -> dict[str, Any]:
 
 
 class _Progress:
-    """The bar on a terminal; elsewhere only why the run waits is told."""
+    """The bar on a terminal. Why the run waits is told anywhere, at most once a minute."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
         self._shown: int | None = None
-        self._reason: str | None = None
+        self._told_at = -math.inf
 
     def show(self, counts: BatchCounts) -> None:
         done = counts.completed + counts.failed
@@ -132,10 +134,11 @@ class _Progress:
         self._bar.update(done - self._shown, f"{counts.failed} errors" if counts.failed else "")
         self._shown = done
 
-    def wait(self, reason: str | None) -> None:
-        if reason is not None and self._reason is None:
-            click.echo(f"\nwaiting: {reason}", err=True)
-        self._reason = reason
+    def wait(self, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._told_at >= _TELL_SECONDS:
+            self._told_at = now
+            click.echo(f"waiting: {reason}" if self._bar.hidden else f"\nwaiting: {reason}", err=True)
 
 
 @contextmanager

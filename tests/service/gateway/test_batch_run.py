@@ -25,6 +25,7 @@ from headrace_gateway.batch_line import BatchLine
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_workers.batch.batch_run import BatchRun, BatchSettings
 from headrace_workers.batch.line_request import LineAnswer, LineRequests
+from headrace_workers.errors import BatchError
 from service.gateway.batch_process import read_lines, write_input
 from service.gateway.test_gateway_command import begin, end, take
 from service.redis_users import make_server_with_users, url_of
@@ -115,11 +116,48 @@ async def test_a_request_that_redis_has_lost_is_sent_again(
     async with line_requests(BrokerSettings(redis_server.url), silence=0.05) as requests, asking(requests) as asked:
         first = await asyncio.to_thread(take, redis_client)
         redis_client.flushall()
-        register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
         assert await asyncio.to_thread(take, redis_client) == first
         begin(redis_client, first)
         end(redis_client, first)
         assert answered(await asked)["response"]["request_id"] == first
+
+
+async def test_a_model_that_redis_has_forgotten_is_waited_for(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    redis_client.flushall()
+    told: list[str] = []
+    async with line_requests(BrokerSettings(redis_server.url), told) as requests, asking(requests) as asked:
+        await until(lambda: len(told) > 2)
+        register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+        request_id = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, request_id)
+        end(redis_client, request_id)
+        assert answered(await asked)["response"]["status_code"] == 200
+
+
+async def test_a_redis_without_memory_is_waited_for(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    told: list[str] = []
+    redis_client.config_set("maxmemory", 1)
+    try:
+        async with line_requests(BrokerSettings(redis_server.url), told) as requests, asking(requests) as asked:
+            await until(lambda: len(told) > 2)
+            redis_client.config_set("maxmemory", 0)
+            request_id = await asyncio.to_thread(take, redis_client)
+            begin(redis_client, request_id)
+            end(redis_client, request_id)
+            assert answered(await asked)["response"]["status_code"] == 200
+    finally:
+        redis_client.config_set("maxmemory", 0)
+
+
+@pytest.mark.parametrize("name", ["in", "out"])
+async def test_the_errors_are_in_no_other_file(redis_server: EmbeddedServer, tmp_path: Path, name: str) -> None:
+    write_input(tmp_path / "in", [BODY], COMPLETIONS)
+    files = [str(tmp_path / each) for each in ("in", "out", name)]
+    with pytest.raises(BatchError, match=r"a file of their own|is no answer of a batch"):
+        await BatchRun(BatchSettings(*files, redis_server.url)).run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

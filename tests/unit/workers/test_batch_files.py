@@ -205,6 +205,7 @@ def test_a_file_without_answers_is_not_made(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_the_secret_that_it_began_with(tmp_path: Path) -> None:
     path = tmp_path / "out.run"
     first = RunFile(path)
+    first.begin()
     again = RunFile(path)
     assert (first.is_new, again.is_new) == (True, False)
     assert again.secret == first.secret
@@ -216,7 +217,9 @@ def test_a_run_goes_on_with_the_secret_that_it_began_with(tmp_path: Path) -> Non
 def test_a_run_that_was_killed_before_its_secret_was_written_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "out.run"
     path.touch()
-    assert RunFile(path).is_new
+    run = RunFile(path)
+    assert run.is_new
+    run.begin()
     assert not RunFile(path).is_new
 
 

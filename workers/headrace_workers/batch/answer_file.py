@@ -44,15 +44,16 @@ class AnswerFile:
         self._synced_at = now()
 
     @property
-    def identity(self) -> tuple[int, int] | None:
-        """Tells files apart; None where there is no regular file yet."""
-        if self._fd is None or not self._is_regular:
-            return None
-        found = os.fstat(self._fd)
-        return found.st_dev, found.st_ino
+    def is_regular(self) -> bool:
+        """Whether it is open, and its lines can be read."""
+        return self._is_regular
 
     def exists(self) -> bool:
         return self._path is not None and self._path.exists()
+
+    def is_same_as(self, other: "AnswerFile") -> bool:
+        """Of two that exist."""
+        return self._path is not None and other._path is not None and self._path.samefile(other._path)
 
     def open(self) -> None:
         """Open it for this run alone; make it where it does not exist."""

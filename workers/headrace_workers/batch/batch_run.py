@@ -95,9 +95,9 @@ class BatchRun:
         self, source: InputFile, known: Mapping[str, KnownLine], client: AsyncClient, models: ModelCatalog
     ) -> None:
         self._output.open()
-        is_resumable = self._output.identity is not None
-        run = RunFile(Path(f"{self._settings.output}.run") if is_resumable else None)
+        run = RunFile(Path(f"{self._settings.output}.run") if self._output.is_regular else None)
         answered = self._find_answered(known, is_ours=not run.is_new)
+        run.begin()
         self._on_progress(self.counts)
         async with _patient_hub(client.settings) as hub:
             requests = LineRequests(
@@ -118,9 +118,9 @@ class BatchRun:
 
     def _find_answered(self, known: Mapping[str, KnownLine], *, is_ours: bool) -> set[str]:
         if self._errors.exists():
+            if self._output.exists() and self._errors.is_same_as(self._output):
+                raise BatchError(f"{self._errors.name} is the output: the errors need a file of their own")
             self._errors.open()
-            if self._errors.identity is not None and self._errors.identity == self._output.identity:
-                raise BatchError("the errors need a file of their own")
         completed = find_answered(self._output, known, is_ours=is_ours)
         failed = find_answered(self._errors, known, is_ours=is_ours)
         if twice := completed & failed:

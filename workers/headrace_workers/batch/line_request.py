@@ -6,13 +6,19 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from itertools import count
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import redis
 
-from headrace_broker import AsyncClient, HeadraceBrokerError, QueueFullError, QueueUnavailableError, SubmitRequest
+from headrace_broker import (
+    AsyncClient,
+    HeadraceBrokerError,
+    QueueFullError,
+    QueueUnavailableError,
+    SubmitRequest,
+    UnknownModelError,
+)
 from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
 from headrace_broker.stream_hub import StreamHub
 from headrace_gateway import ApiError
@@ -51,6 +57,10 @@ class _AnswerLostError(Exception):
         """By this run; else it was joined."""
 
 
+class _QuotaError(Exception):
+    """A worker refused the request: the queue held too many of the tenant."""
+
+
 class LineRequests:
     """Sends the lines of one run.
 
@@ -85,33 +95,43 @@ class LineRequests:
         self._silence: Final = silence
 
     async def answer(self, line: BatchLine) -> LineAnswer:
-        """Wait for the answer of a line, whatever it is.
+        """Wait for the answer of a line, whatever it is, for as long as it takes.
 
-        Raises QueueUnavailableError where this user may not do it; redis-py's errors where a stream cannot be read.
+        Raises QueueUnavailableError or redis-py's NoPermissionError where this user of Redis may not do it.
         """
-        num_lost = 0
-        for attempt in count():
-            answer_id = self.answer_id(line, attempt)
+        attempt = num_lost = 0
+        while True:
             try:
-                return LineAnswer(line.answered(200, answer_id, await self._generate(line, answer_id)), True)
+                return await self._answer(line, self.answer_id(line, attempt))
+            except _QuotaError:
+                await asyncio.sleep(10 * self._pause)
+                attempt += 1
             except _AnswerLostError as lost:
                 num_lost += lost.was_sent
                 if num_lost == _LOST_LIMIT:
                     message = f"the request was sent {num_lost} times, and each time its stream was gone before its end"
                     return LineAnswer(line.unanswered("answer_lost", message), False)
-                continue
-            except MalformedEntryError as error:
-                return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
-            except HeadraceBrokerError as error:
-                if isinstance(error, QueueUnavailableError):
+                attempt += 1
+            except redis.RedisError as error:  # out of memory, read-only: both may pass, and the attempt is joined
+                if isinstance(error, redis.exceptions.NoPermissionError):
                     raise
-                refused = api_error_of(error)
-            except ApiError as error:
-                refused = error
-            if refused.code != "quota_exceeded":
-                return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
-            await asyncio.sleep(10 * self._pause)  # a worker's word: the queue held too many of the tenant
-        raise AssertionError("unreachable")
+                self._on_waiting(f"Redis refuses: {error}")
+                await asyncio.sleep(self._pause)
+
+    async def _answer(self, line: BatchLine, answer_id: str) -> LineAnswer:
+        try:
+            return LineAnswer(line.answered(200, answer_id, await self._generate(line, answer_id)), True)
+        except MalformedEntryError as error:
+            return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
+        except QueueUnavailableError:
+            raise
+        except HeadraceBrokerError as error:
+            refused = api_error_of(error)
+        except ApiError as error:
+            refused = error
+        if refused.code == "quota_exceeded":
+            raise _QuotaError
+        return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
 
     def answer_id(self, line: BatchLine, attempt: int) -> str:
         """The id of the answer, and of its request in the queue: the same whenever this run comes to this attempt."""
@@ -175,7 +195,10 @@ class LineRequests:
         return num_sent > 0
 
     async def _patiently(self, act: Callable[[], Awaitable[Value]]) -> Value:
-        """Do it once there is room, and Redis is there. What may have been done is done again: it has one id."""
+        """Do it once there is room, Redis is there, and knows the models, which were there when the input was checked.
+
+        What may have been done is done again: it has one id.
+        """
         while True:
             pause = self._pause
             try:
@@ -187,4 +210,10 @@ class LineRequests:
                 if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
                     raise
                 self._on_waiting(str(error))
+            except UnknownModelError as error:
+                self._on_waiting(str(error))
+            except ApiError as error:
+                if error.code != "model_not_found":
+                    raise
+                self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
             await asyncio.sleep(pause)

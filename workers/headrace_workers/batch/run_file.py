@@ -16,7 +16,7 @@ _SECRET: Final = re.compile(r"[0-9a-f]{32}\n")
 
 
 class RunFile:
-    """Reads the file, or makes it with a new secret. Raises BatchError.
+    """Reads the file, where it exists; `begin` makes it. Both raise BatchError.
 
     Args:
         path: None for a run that cannot be gone on with.
@@ -31,18 +31,26 @@ class RunFile:
             return
         try:
             text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
-            if text:  # an empty one was never used: it is written before anything is sent
-                if not _SECRET.fullmatch(text):
-                    raise BatchError(f"{path} is not the file of a run: delete it, or name another output")
-                self.secret, self.is_new = text.strip(), False
-                return
-            path.touch(mode=0o600)
-            with path.open("w", encoding="ascii") as file:
+        except OSError as error:
+            raise BatchError(f"{path} cannot be read: {error.strerror}") from None
+        if not text:  # an empty one was never used: it is written before anything is sent
+            return
+        if not _SECRET.fullmatch(text):
+            raise BatchError(f"{path} is not the file of a run: delete it, or name another output")
+        self.secret, self.is_new = text.strip(), False
+
+    def begin(self) -> None:
+        """Keep the secret for the next run. Done before anything is sent."""
+        if self._path is None or not self.is_new:
+            return
+        try:
+            self._path.touch(mode=0o600)
+            with self._path.open("w", encoding="ascii") as file:
                 file.write(f"{self.secret}\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise BatchError(f"{path} cannot be used: {error.strerror}") from None
+            raise BatchError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def delete(self) -> None:
         """The run is complete."""

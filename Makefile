@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 XLA := .venv-xla
 
-.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-gpu fuzz schemas tool-oracle chaos hostile load venv clean
+.PHONY: help demo test test-xla test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle chaos hostile load venv clean
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -71,6 +71,9 @@ bench-host: $(STAMP) ## what a step costs beside the model: the scheduler, the p
 bench-gateway: $(STAMP) ## what HTTP costs beside the queue's own client, and 1,000 open streams on one gateway
 	@$(BIN)/python benchmarks/gateway_cost.py
 	@$(BIN)/python benchmarks/gateway_streams.py
+
+bench-serve: $(STAMP) ## `vllm bench serve` against the gateway and vLLM's own server: make bench-serve VLLM=PYTHON
+	@$(BIN)/python benchmarks/serve_beside_vllm.py --vllm $(VLLM)
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py

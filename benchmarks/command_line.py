@@ -52,7 +52,7 @@ def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any
 
 def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """One measurement of `vllm_peer.py`."""
-    return runs.run([*_vllm(kind, args), *options], _vllm_env())
+    return runs.run([*_vllm(kind, args), *options], vllm_env())
 
 
 def loaded(args: argparse.Namespace) -> runs.Loaded:
@@ -62,7 +62,7 @@ def loaded(args: argparse.Namespace) -> runs.Loaded:
 
 def loaded_vllm(args: argparse.Namespace, workloads: Sequence[str]) -> runs.Loaded:
     """The same of vLLM; it serves these workloads."""
-    return runs.Loaded([*_vllm("turns", args), "--workload", *workloads], _vllm_env())
+    return runs.Loaded([*_vllm("turns", args), "--workload", *workloads], vllm_env())
 
 
 def _own(name: str, args: argparse.Namespace) -> list[str]:
@@ -75,7 +75,7 @@ def _vllm(kind: str, args: argparse.Namespace) -> list[str]:
     return [args.vllm, str(_FOLDER / "vllm_peer.py"), kind, *_common(args)]
 
 
-def _vllm_env() -> dict[str, str]:
+def vllm_env() -> dict[str, str]:
     """On all cores: vLLM by itself would leave one of two idle."""
     return {
         "PYTHONPATH": str(_FOLDER.parent / "workers"),

@@ -27,6 +27,7 @@ from headrace_monitoring.tracing import make_tracer_provider
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
+from headrace_workers.long_lived_objects import exempt_long_lived_objects
 from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
@@ -124,6 +125,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._supervisor.start()
         for lane in self._lanes:
             lane.start()
+        exempt_long_lived_objects()
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
         hub.call_repeatedly(HEARTBEAT_SECONDS, worker.consumer.flush_events)

@@ -38,6 +38,7 @@ from headrace_workers.in_flight import InFlight
 from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
 from headrace_workers.job import Job
 from headrace_workers.loop_watch import LoopWatch
+from headrace_workers.plain_requests import PlainRequests
 from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation_lane import Lane
 from headrace_workers.settlement import RunTask, Settlement, StoreResult
@@ -368,7 +369,9 @@ class Dispatcher:
             self._in_flight.use_tokenizer(tokenizer)
             self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
             parts, info = asdict(self._tokenizer_parts()), asdict(model_info)
-            self._preparation.configure({**self._preparation_settings, "tokenizer": parts, "model_info": info})
+            settings = {**self._preparation_settings, "tokenizer": parts, "model_info": info}
+            plain = None if settings["logits_processors"] else PlainRequests(self._processor, self._served_names)
+            self._preparation.configure(settings, plain)
         elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):
             self._end_as_model_changed(self._model_info, model_info)
             return

@@ -1,11 +1,13 @@
 """`Preparation`: the messages that this worker has taken and does not know to be good yet.
 
-    begin --> quick lane --prepared--> adapter's folder --> `ready`
+    begin --plain------------prepared--> adapter's folder --> `ready`
+      +---> quick lane ------prepared-->
                  |  `slow`
                  +--> slow lane, tenants in turn --prepared-->
 
 Small messages go through a process that spends a moment on each, so that no long prompt, new grammar or endless chat
-template of one tenant delays them; what needs more goes on in a second process. Runs on the event loop's thread alone.
+template of one tenant delays them; what needs more goes on in a second process. The smallest need no process, see
+`plain_requests.py`. Runs on the event loop's thread alone.
 """
 
 import itertools
@@ -20,6 +22,7 @@ from headrace_engine.lora_request import LoRARequest
 from headrace_workers.adapters import Adapters
 from headrace_workers.file_lookups import FileLookups
 from headrace_workers.intake import Incoming, Prepared, RefusedError
+from headrace_workers.plain_requests import PlainRequests
 from headrace_workers.preparation_lane import Lane
 from headrace_workers.preparation_process import QUICK_BODY_BYTES
 
@@ -79,6 +82,7 @@ class Preparation:
     ) -> None:
         self._quick = quick
         self._slow = slow
+        self._plain: PlainRequests | None = None
         self._lookups = FileLookups()
         self._adapters = adapters
         self._served_name = served_name
@@ -116,19 +120,29 @@ class Preparation:
         self._quick.attach(hub)
         self._slow.attach(hub)
 
-    def configure(self, settings: dict[str, Any]) -> None:
-        """What the model's processes need; see `preparation_process.make_preparer`."""
+    def configure(self, settings: dict[str, Any], plain: PlainRequests | None) -> None:
+        """What the model's processes need, see `preparation_process.make_preparer`; and who needs no process."""
+        self._plain = plain
         self._quick.configure({**settings, "is_quick": True})
         self._slow.configure({**settings, "is_quick": False})
 
     def begin(self, incoming: Incoming, celery_request: Any, run_task: Any) -> None:
         """Take a message."""
         message = Preparing(next(self._numbers), incoming, celery_request, run_task)
+        prepared = self._prepare_plain(message)
         self._held[message.number] = self._by_id[message.request_id] = message
-        if len(celery_request.body) <= QUICK_BODY_BYTES:
+        if prepared is not None:
+            self._find_adapter(message, prepared)
+        elif len(celery_request.body) <= QUICK_BODY_BYTES:
             self._quick.submit(message.number, message.body)
         else:
             self._begin_slow(message)
+
+    def _prepare_plain(self, message: Preparing) -> Prepared | None:
+        """None where a process is to do it. A message overtakes none that is in the quick lane."""
+        if self._plain is None or any(not other.is_slow for other in self._held.values()):
+            return None
+        return self._plain.prepare(*message.body)
 
     def drop(self, message: Preparing) -> None:
         """Forget a message, which is the caller's from now on; what is still said about it is ignored."""

@@ -73,6 +73,8 @@ class Desk:
         publish_interval: float = 0.0,
         share_prefix_cache: bool = False,
         adapters: Adapters | None = None,
+        *,
+        prepares_plain_requests: bool = False,
     ) -> None:
         self.quick, self.slow = InlineLane(), InlineLane()
         self.redis = FakeRedis()
@@ -103,6 +105,9 @@ class Desk:
         self.dispatcher.use_engine(self.engine)  # type: ignore[arg-type]
         self.dispatcher.attach(self.hub)
         self.dispatcher.on_engine_ready(MODEL)
+        self.plain = self.dispatcher._preparation._plain
+        if not prepares_plain_requests:  # then all go through the lanes, where a test can hold them
+            self.dispatcher._preparation._plain = None
 
     def accept(self, request: FakeCeleryRequest) -> FakeCeleryRequest:
         self.dispatcher.accept(request, lambda result: self.results.__setitem__(request.id, result))

@@ -18,6 +18,7 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.cli import options
+from headrace_workers.long_lived_objects import exempt_long_lived_objects
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ def gateway(
     with nullcontext() if metrics_port is None else _monitor(metrics, watch, metrics_host, metrics_port) as monitor:
         if monitor is not None:
             logger.info("metrics on %s/metrics", monitor.url)
+        exempt_long_lived_objects()
         server.run()
     if not server.started:
         sys.exit(1)

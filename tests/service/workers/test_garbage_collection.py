@@ -1,0 +1,49 @@
+"""Full garbage collections, which would hold up the event loops of workers and gateways."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace_broker.embedded import EmbeddedServer
+from service.gateway.gateway_process import GatewayProcess
+from service.workers.service import Service
+
+# Loaded by every interpreter that finds it; writes down how many objects are left out of collections.
+WITNESS = """
+import gc, os
+freeze = gc.freeze
+def freeze_and_tell():
+    freeze()
+    with open({folder!r} + f"/{os.getpid()}", "w") as file:
+        file.write(f"{gc.get_freeze_count()} {len(gc.get_objects())}")
+gc.freeze = freeze_and_tell
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sitecustomize.py").write_text(WITNESS.replace("{folder!r}", repr(str(tmp_path))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return tmp_path
+
+
+def assert_spared(file: Path) -> None:
+    frozen, looked_through = map(int, file.read_text().split())
+    assert frozen > 20_000
+    assert looked_through < 1_000
+
+
+def test_a_worker_never_looks_through_what_it_has_imported(make_service: Callable[..., Service], folder: Path) -> None:
+    worker = make_service().start_worker().wait_ready()
+    assert_spared(folder / str(worker.process.pid))
+
+
+def test_a_gateway_never_looks_through_what_it_has_imported(redis_server: EmbeddedServer, folder: Path) -> None:
+    gateway = GatewayProcess(redis_url=redis_server.url, log=folder / "gateway.log")
+    try:
+        gateway.wait_ready()
+        assert_spared(folder / str(gateway.process.pid))
+    finally:
+        gateway.close()

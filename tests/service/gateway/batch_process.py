@@ -38,14 +38,23 @@ class BatchProcess:
 
     Args:
         max_file_bytes: no file of it can become larger, as on a full disk.
+        in_background: SIGINT is ignored, as a shell has it for what it starts with `&`.
     """
 
     def __init__(
-        self, folder: Path, *options: str | Path, redis_url: str, max_file_bytes: int | None = None, **rest: Any
+        self,
+        folder: Path,
+        *options: str | Path,
+        redis_url: str,
+        max_file_bytes: int | None = None,
+        in_background: bool = False,
+        **rest: Any,
     ) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
 
-        def limit() -> None:
+        def prepare() -> None:
+            if in_background:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             if max_file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
@@ -57,7 +66,7 @@ class BatchProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=limit,
+            preexec_fn=prepare,
             **rest,
         )
 

@@ -116,7 +116,8 @@ def test_an_interrupted_run_says_how_to_go_on(
     out = tmp_path / "out.jsonl"
     write_input(tmp_path / "in.jsonl", bodies(40))
     command = ("in.jsonl", "out.jsonl", "--window", "4")
-    run = BatchProcess(tmp_path, *command, redis_url=gateway.service.url)
+    in_background = number == signal.SIGTERM
+    run = BatchProcess(tmp_path, *command, redis_url=gateway.service.url, in_background=in_background)
     run.wait_until(lambda: out.exists() and out.stat().st_size > 0)
     _, told = run.end(code, number)
     assert "the same command" in told

@@ -94,28 +94,26 @@ def run(
 
 def _outcome(run: BatchRun) -> dict[str, Any]:
     """How the run ended, for the summary."""
-    signals: list[int] = []
-
-    def on_sigterm(number: int, _frame: object) -> None:
-        signals.append(number)
-        signal.raise_signal(signal.SIGINT)  # asyncio ends everything in order then
-
-    before = signal.signal(signal.SIGTERM, on_sigterm)
     try:
-        asyncio.run(run.run())
-    except KeyboardInterrupt:
+        asyncio.run(_until_sigterm(run))
+    except (KeyboardInterrupt, asyncio.CancelledError) as error:
+        number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
         message = "interrupted; requests that were sent go on, and the same command reads their answers"
-        return {"status": "interrupted", "message": message, "exit_code": 128 + (signals or [signal.SIGINT])[0]}
+        return {"status": "interrupted", "message": message, "exit_code": 128 + number}
     except InputRefusedError as error:
         problems = {"problems": [asdict(problem) for problem in error.problems], "num_problems": error.num_problems}
         return {"status": "refused", "message": str(error), **problems, "exit_code": _REFUSED}
     except (BatchError, HeadraceBrokerError) as error:
         return {"status": "failed", "message": str(error), "exit_code": _FAILED}
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if run.counts.failed:
         return {"status": "completed_with_errors", "exit_code": _SOME_ERRORS}
     return {"status": "completed", "exit_code": 0}
+
+
+async def _until_sigterm(run: BatchRun) -> None:
+    running = asyncio.create_task(run.run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+    await running
 
 
 class _Progress:

@@ -26,6 +26,15 @@ class InvalidRequestError(HeadraceBrokerError, ValueError):
         self.code = code
 
 
+class UsedRequestIdError(InvalidRequestError):
+    """A request with the id that the caller chose runs, or has ended. Nothing was sent."""
+
+    def __init__(self, request_id: str) -> None:
+        used = f"request_id {request_id!r} was used for a request that runs or has ended"
+        super().__init__([f"{used}: choose a new id"])
+        self.request_id = request_id
+
+
 class UnknownModelError(HeadraceBrokerError, LookupError):
     """No worker ever registered this model, while others are registered."""
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_broker.errors import InvalidRequestError
+from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
 from headrace_broker.keys import idempotency_key
 from headrace_broker.scripts import lua
 from headrace_broker.submission import Submission
@@ -33,17 +33,16 @@ class IdempotencyKeys:
     ) -> tuple[list[str], list[Submission]]:
         """The request id of each submission, and those that are to be sent.
 
-        `used_ids` are the ids of these that a request has, or had, already. Raises InvalidRequestError for one of them,
-        unless an earlier submission of its key bound it; and for a key that was used with another prompt or other
-        sampling parameters.
+        `used_ids` are the ids of these that a request has, or had, already. Raises UsedRequestIdError for one of them,
+        unless an earlier submission of its key bound it; and InvalidRequestError for a key that was used with another
+        prompt or other sampling parameters.
         """
         request_ids: list[str] = []
         to_send: list[Submission] = []
         bound: set[str] = set()
         for submission in submissions:
             if submission.request_id in used_ids and not self._is_known(submission):
-                used = f"request_id {submission.request_id!r} was used for a request that runs or has ended"
-                raise InvalidRequestError([f"{used}: choose a new id"])
+                raise UsedRequestIdError(submission.request_id)
             if "idempotency_key" not in submission.headers:
                 request_ids.append(submission.request_id)
                 to_send.append(submission)

@@ -11,27 +11,43 @@ _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
 
 def fold(chunks: Iterable[Chunk], form: AnswerForm) -> Chunk:
     """Join all chunks of an answer that succeeded; they must have been written with `include_usage`."""
-    is_chat = isinstance(form, ChatForm)
-    answer: Chunk = {}
-    choices: dict[int, Chunk] = {}
+    joined = Fold(form)
     for chunk in chunks:
-        if not answer:
-            answer = {name: chunk[name] for name in _KEPT if name in chunk}
+        joined.add(chunk)
+    return joined.answer()
+
+
+class Fold:
+    """The plain answer, chunk by chunk: it keeps no chunk."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form: Final = form
+        self._is_chat: Final = isinstance(form, ChatForm)
+        self._answer: Final[Chunk] = {}
+        self._choices: Final[dict[int, Chunk]] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the next chunk."""
+        if not self._answer:
+            self._answer.update({name: chunk[name] for name in _KEPT if name in chunk})
         if "prompt_logprobs" in chunk:
-            answer["prompt_logprobs"] = chunk["prompt_logprobs"]
+            self._answer["prompt_logprobs"] = chunk["prompt_logprobs"]
         for part in chunk["choices"]:
-            choice = choices.setdefault(part["index"], _empty(part["index"], is_chat))
-            _add(choice, part, is_chat)
+            choice = self._choices.setdefault(part["index"], _empty(part["index"], self._is_chat))
+            _add(choice, part, self._is_chat)
         if chunk.get("usage"):
-            answer["usage"] = chunk["usage"]
-    if is_chat:
-        for choice in choices.values():
-            _finish_message(choice["message"])
-    answer["object"] = "chat.completion" if is_chat else "text_completion"
-    answer["choices"] = [choices[index] for index in sorted(choices)]
-    if isinstance(form, ChatForm) and form.metadata is not None:
-        answer["metadata"] = form.metadata
-    return answer
+            self._answer["usage"] = chunk["usage"]
+
+    def answer(self) -> Chunk:
+        """The whole answer, once all chunks are there."""
+        if self._is_chat:
+            for choice in self._choices.values():
+                _finish_message(choice["message"])
+        self._answer["object"] = "chat.completion" if self._is_chat else "text_completion"
+        self._answer["choices"] = [self._choices[index] for index in sorted(self._choices)]
+        if isinstance(self._form, ChatForm) and self._form.metadata is not None:
+            self._answer["metadata"] = self._form.metadata
+        return self._answer
 
 
 def _empty(index: int, is_chat: bool) -> Chunk:

@@ -15,6 +15,7 @@ _COMMANDS = {
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
     "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
+    "batch": ("headrace_workers.cli.batch", "batch", "Answer a file of requests, straight on the queue."),
     "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
     "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),
     "control": ("headrace_workers.cli.control", "control", "Look at running workers; pause, resume or drain them."),
@@ -29,7 +30,7 @@ _COMMANDS = {
 
 
 def _needs(command: str | None) -> str:
-    extra = "gateway" if command in ("gateway", "gateway-key") else "worker"
+    extra = "gateway" if command in ("gateway", "gateway-key", "batch") else "worker"
     return f"needs the extra headrace[{extra}]: pip install 'headrace[{extra}]'"
 
 

@@ -1,0 +1,231 @@
+"""Input and output of a batch: which lines are read, which are written, and what a run that was killed leaves."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_gateway.batch_line import MAX_LINE_BYTES, read_line
+from headrace_gateway.model_catalog import ModelCatalog
+from headrace_workers.batch.answer_file import AnswerFile
+from headrace_workers.batch.input_file import InputFile
+from headrace_workers.batch.run_file import RunFile
+from headrace_workers.batch.validation import KnownLine, check_input, find_answered
+from headrace_workers.errors import BatchError, InputRefusedError
+from unit.gateway.bodies import CHAT, model
+
+
+def request(custom_id: str, **more: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": CHAT, **more}
+
+
+def written(path: Path, *lines: Any) -> str:
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return str(path)
+
+
+class Models:
+    """A client that knows one model."""
+
+    async def models(self) -> dict[str, Any]:
+        return {"m": model()}
+
+
+async def check(name: str) -> dict[str, KnownLine]:
+    with InputFile(name) as source:
+        return await check_input(source, ModelCatalog(Models()))  # type: ignore[arg-type]
+
+
+def answer_to(custom_id: str) -> bytes:
+    return read_line(json.dumps(request(custom_id)).encode()).answered(200, "chatcmpl-1", {"id": "x"})
+
+
+def known_of(*custom_ids: str) -> dict[str, KnownLine]:
+    lines = (read_line(json.dumps(request(custom_id)).encode()) for custom_id in custom_ids)
+    return {line.custom_id: KnownLine(number, line.id) for number, line in enumerate(lines, 1)}
+
+
+def answered(path: Path, *custom_ids: str, is_ours: bool = True) -> set[str]:
+    file = AnswerFile(str(path))
+    file.open()
+    try:
+        return find_answered(file, known_of(*custom_ids), is_ours=is_ours)
+    finally:
+        file.close()
+
+
+def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    name = written(tmp_path / "in", "", request("a"), "  \r", request("b"))
+    with InputFile(name) as source:
+        assert [number for number, _ in source.lines()] == [2, 4]
+        assert [number for number, _ in source.lines()] == [2, 4]
+
+
+async def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(tmp_path: Path) -> None:
+    name = written(tmp_path / "in", " " * 2 * MAX_LINE_BYTES + "x" * MAX_LINE_BYTES, request("b"))
+    with pytest.raises(InputRefusedError) as refused:
+        await check(name)
+    assert [(problem.line, problem.code) for problem in refused.value.problems] == [(1, "line_too_large")]
+
+
+async def test_all_lines_are_known_by_their_custom_ids(tmp_path: Path) -> None:
+    known = await check(written(tmp_path / "in", request("a"), request("b")))
+    assert known == known_of("a", "b")
+
+
+async def test_a_repeated_custom_id_is_refused_with_both_line_numbers(tmp_path: Path) -> None:
+    with pytest.raises(InputRefusedError, match="line 3: custom_id 'a' is that of line 1"):
+        await check(written(tmp_path / "in", request("a"), request("b"), request("a")))
+
+
+async def test_an_empty_input_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputRefusedError, match="it has no lines") as refused:
+        await check(written(tmp_path / "in", "", ""))
+    assert refused.value.problems[0].code == "empty_file"
+
+
+async def test_of_many_problems_the_first_are_told_and_all_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(InputRefusedError, match="and 10 more") as refused:
+        await check(written(tmp_path / "in", *["{"] * 30))
+    assert [problem.line for problem in refused.value.problems] == list(range(1, 21))
+
+
+async def test_an_input_that_cannot_be_read_twice_is_copied(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, json.dumps(request("a")).encode())
+    os.close(write_end)
+    try:
+        assert set(await check(f"/dev/fd/{read_end}")) == {"a"}
+    finally:
+        os.close(read_end)
+
+
+def test_an_input_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match="cannot be read: No such file"):
+        InputFile(str(tmp_path / "none"))
+
+
+def test_answers_are_found_again(tmp_path: Path) -> None:
+    out = AnswerFile(str(tmp_path / "out"))
+    for custom_id in ("a", "b"):
+        out.append(answer_to(custom_id))
+    out.close()
+    assert answered(tmp_path / "out", "a", "b", "c") == {"a", "b"}
+
+
+@given(st.integers(min_value=0))
+def test_a_torn_last_line_is_cut_and_no_other(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:
+    path = tmp_path_factory.mktemp("torn") / "out"
+    lines = [answer_to("a"), answer_to("b")]
+    whole = b"".join(lines)
+    path.write_bytes(whole[: kept % (len(whole) + 1)])
+    num_whole = path.read_bytes().count(b"\n")
+    assert answered(path, "a", "b") == set(["a", "b"][:num_whole])
+    assert path.read_bytes() == b"".join(lines[:num_whole])
+
+
+def test_nothing_is_cut_from_a_file_that_no_run_has_begun(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_bytes(answer_to("a") + b"precious")
+    with pytest.raises(BatchError, match=r"line 2 of .*precious has no end"):
+        answered(path, "a", is_ours=False)
+    assert path.read_bytes().endswith(b"precious")
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    name = written(tmp_path / "in", request("a"))
+    with pytest.raises(BatchError, match=r"line 1 of .*in is no answer of a batch"):
+        answered(Path(name), "a")
+
+
+def test_an_answer_of_another_request_with_the_same_custom_id_is_refused(tmp_path: Path) -> None:
+    other = read_line(json.dumps(request("a", body={**CHAT, "seed": 1})).encode())
+    (tmp_path / "out").write_bytes(other.answered(200, "chatcmpl-1", {}))
+    with pytest.raises(BatchError, match="answers another request of the custom_id 'a'"):
+        answered(tmp_path / "out", "a")
+
+
+def test_a_second_answer_of_one_request_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(answer_to("a") * 2)
+    with pytest.raises(BatchError, match=r"line 2 of .* the custom_id 'a' a second time"):
+        answered(tmp_path / "out", "a")
+
+
+def test_a_file_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    first, second = AnswerFile(str(tmp_path / "out")), AnswerFile(str(tmp_path / "out"))
+    first.open()
+    with pytest.raises(BatchError, match="another run writes"):
+        second.open()
+    first.close()
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = AnswerFile(str(tmp_path / "out"))
+    out.append(answer_to("a"))
+    write = os.write
+
+    def write_some(fd: int, data: bytes) -> int:
+        if len(data) < 20:
+            raise OSError(28, "No space left on device")
+        return write(fd, data[:20])
+
+    monkeypatch.setattr(os, "write", write_some)
+    with pytest.raises(BatchError, match="cannot be written: No space left on device"):
+        out.append(answer_to("b"))
+    out.close()
+    assert (tmp_path / "out").read_bytes() == answer_to("a")
+
+
+def test_lines_reach_the_disk_once_a_second_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    ticks = itertools.count(0, 0.3)
+    out = AnswerFile(str(tmp_path / "out"), now=lambda: next(ticks))
+    for _ in range(8):
+        out.append(answer_to("a"))
+    assert len(synced) == 2
+    out.sync()
+    assert len(synced) == 3
+    out.close()
+
+
+def test_a_file_without_answers_is_not_made(tmp_path: Path) -> None:
+    errors = AnswerFile(str(tmp_path / "errors"))
+    errors.sync()
+    errors.close()
+    assert not (tmp_path / "errors").exists()
+
+
+def test_a_run_goes_on_with_the_secret_that_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "out.run"
+    first = RunFile(path)
+    first.begin()
+    again = RunFile(path)
+    assert (first.is_new, again.is_new) == (True, False)
+    assert again.secret == first.secret
+    assert path.stat().st_mode & 0o077 == 0
+    again.delete()
+    assert RunFile(path).secret != first.secret
+
+
+def test_a_run_that_was_killed_before_its_secret_was_written_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "out.run"
+    path.touch()
+    run = RunFile(path)
+    assert run.is_new
+    run.begin()
+    assert not RunFile(path).is_new
+
+
+def test_another_file_is_not_taken_for_the_file_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "out.run"
+    path.write_text("#!/bin/sh\n")
+    with pytest.raises(BatchError, match="is not the file of a run"):
+        RunFile(path)
+    assert path.read_text() == "#!/bin/sh\n"

@@ -1,0 +1,181 @@
+"""`BatchRun`: the lines of a batch that have no answer yet, a window of them in the queue at a time."""
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from headrace_broker import AsyncClient, BrokerSettings
+from headrace_broker.client import unavailable
+from headrace_broker.connections import connect_async
+from headrace_broker.stream_hub import StreamHub
+from headrace_gateway import ApiError
+from headrace_gateway.batch_line import BatchLine, read_line
+from headrace_gateway.model_catalog import ModelCatalog
+from headrace_workers.batch.answer_file import AnswerFile
+from headrace_workers.batch.input_file import InputFile
+from headrace_workers.batch.line_request import LineRequests
+from headrace_workers.batch.run_file import RunFile
+from headrace_workers.batch.validation import KnownLine, check_input, find_answered
+from headrace_workers.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """What a batch is told. `source`, `output` and `errors` are paths; `-` is standard input and output."""
+
+    source: str
+    output: str
+    errors: str
+    redis_url: str
+    window: int = 256
+    priority: int = 9
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """Lines of the input; those of runs before this one count, too."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.total > 0 and self.completed + self.failed == self.total
+
+
+class BatchRun:
+    """One run of a batch.
+
+    Args:
+        on_progress: told after each change of the counts.
+        on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
+    """
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        *,
+        on_progress: Callable[[BatchCounts], None] = lambda _: None,
+        on_waiting: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._settings: Final = settings
+        self._on_progress: Final = on_progress
+        self._on_waiting: Final = on_waiting
+        self.counts: Final = BatchCounts()
+        self._output: Final = AnswerFile(settings.output)
+        self._errors: Final = AnswerFile(settings.errors)
+
+    @property
+    def output_name(self) -> str:
+        return self._output.name
+
+    async def run(self) -> None:
+        """Send every line that has no answer, and write the answers as they come.
+
+        Raises InputRefusedError before anything is sent, BatchError and QueueUnavailableError where it cannot go on.
+        """
+        broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": self._settings.redis_url})
+        with InputFile(self._settings.source) as source:
+            async with AsyncClient(broker) as client:
+                models = ModelCatalog(client)
+                known = await check_input(source, models)
+                try:
+                    await self._answer_all(source, known, client, models)
+                finally:
+                    self._output.close()
+                    self._errors.close()
+
+    async def _answer_all(
+        self, source: InputFile, known: Mapping[str, KnownLine], client: AsyncClient, models: ModelCatalog
+    ) -> None:
+        self._output.open()
+        run = RunFile(Path(f"{self._settings.output}.run") if self._output.is_regular else None)
+        answered = self._find_answered(known, is_ours=not run.is_new)
+        run.begin()
+        self._on_progress(self.counts)
+        async with _patient_hub(client.settings) as hub:
+            requests = LineRequests(
+                client,
+                hub,
+                models,
+                secret=run.secret,
+                best_priority=self._settings.priority,
+                on_waiting=self._on_waiting,
+            )
+            try:
+                with unavailable(client.settings, "read the answers"):
+                    await self._answer_window(source, known, answered, requests)
+            finally:
+                self._output.sync()
+                self._errors.sync()
+        run.delete()
+
+    def _find_answered(self, known: Mapping[str, KnownLine], *, is_ours: bool) -> set[str]:
+        if self._errors.exists():
+            if self._output.exists() and self._errors.is_same_as(self._output):
+                raise BatchError(f"{self._errors.name} is the output: the errors need a file of their own")
+            self._errors.open()
+        completed = find_answered(self._output, known, is_ours=is_ours)
+        failed = find_answered(self._errors, known, is_ours=is_ours)
+        if twice := completed & failed:
+            where = f"in {self._output.name} and in {self._errors.name}"
+            raise BatchError(f"the custom_id {min(twice)[:64]!r} has an answer {where}: delete one of them")
+        self.counts.total = len(known)
+        self.counts.completed, self.counts.failed = len(completed), len(failed)
+        return completed | failed
+
+    async def _answer_window(
+        self, source: InputFile, known: Mapping[str, KnownLine], answered: set[str], requests: LineRequests
+    ) -> None:
+        window = asyncio.Semaphore(self._settings.window)
+
+        async def answer(line: BatchLine) -> None:
+            answer = await requests.answer(line)
+            if answer.is_success:
+                self._output.append(answer.line)
+                self.counts.completed += 1
+            else:
+                self._errors.append(answer.line)
+                self.counts.failed += 1
+            self._on_progress(self.counts)
+            window.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, raw in source.lines():
+                    line = _read_again(source, number, raw, known)
+                    if line.custom_id not in answered:
+                        await window.acquire()
+                        group.create_task(answer(line))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        if not self.counts.is_complete:
+            raise BatchError(f"{source.name} lost lines while the batch ran: run the command again")
+
+
+def _read_again(source: InputFile, number: int, raw: bytes, known: Mapping[str, KnownLine]) -> BatchLine:
+    try:
+        line = read_line(raw)
+    except ApiError:
+        line = None
+    if line is None or known.get(line.custom_id) != KnownLine(number, line.id):
+        raise BatchError(f"line {number} of {source.name} was changed while the batch ran: run the command again")
+    return line
+
+
+@asynccontextmanager
+async def _patient_hub(settings: BrokerSettings) -> AsyncIterator[StreamHub]:
+    """A hub that waits for as long as Redis is away."""
+    connection = connect_async(settings.redis_url)
+    hub = StreamHub(connection, patience=math.inf)
+    try:
+        yield hub
+    finally:
+        await hub.aclose()
+        await connection.aclose()

@@ -31,14 +31,17 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", choices=sorted(names), help="only these [default: all]")
     parser.add_argument("--json", metavar="FILE", help="write every round and the summary there")
     parser.add_argument("--logs", metavar="FOLDER", help="keep the workers' logs there")
+    parser.add_argument("--vllm", metavar="PYTHON", help="workers whose engine is vLLM, by the Python that has it")
     options = parser.parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as temporary:
         logs = Path(options.logs or temporary) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        model = save_chaos_model(Path(temporary) / "tiny")
+        # vLLM's attention on a CPU wants heads of 32 numbers at least
+        model = save_chaos_model(Path(temporary) / "tiny", "qwen2" if options.vllm else "llama")
+        engine = vllm_settings(options.vllm) if options.vllm else None
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Site(model, logs) as site, Progress(*columns, console=console) as progress:
+        with Site(model, logs, engine_settings=engine) as site, Progress(*columns, console=console) as progress:
             harness = Harness(site, options.seed)
             task = progress.add_task("undisturbed runs", total=options.rounds)
             harness.learn()
@@ -60,6 +63,11 @@ def main() -> int:
     if options.json:
         Path(options.json).write_text(json.dumps({"summary": lines, "rounds": [asdict(r) for r in rounds]}, indent=1))
     return 1 if lines[-1]["problems"] else 0
+
+
+def vllm_settings(python: str) -> dict[str, object]:
+    """Uncompiled, so that an engine that was killed is back after seconds."""
+    return {"engine": "vllm", "engine_python": python, "engine_args": '{"enforce_eager": true}', "device": "auto"}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import random
 import resource
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -46,17 +47,25 @@ class Site:
 
     Args:
         folder: for the workers' logs; it stays.
+        engine_settings: of the workers, by name; those that the tiny model wants where there are none.
     """
 
     lease_seconds = 2.0
 
-    def __init__(self, model: str, folder: Path, num_workers: int = 2) -> None:
+    def __init__(
+        self, model: str, folder: Path, num_workers: int = 2, engine_settings: Mapping[str, object] | None = None
+    ) -> None:
         self.server = make_server(program=_without_file_size_signal(folder), appendonly=True)
         self.server.start()
         self.service = Service(self.server, model, folder)
         self.client = self.service.client
         self._ended: list[str] = []
-        settings = {"lease_seconds": self.lease_seconds, "grace_seconds": 0.3, "delivery_limit": 1000}
+        settings: dict[str, object] = {
+            "lease_seconds": self.lease_seconds,
+            "grace_seconds": 0.3,
+            "delivery_limit": 1000,
+        }
+        settings |= engine_settings or {}
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
         skew = ClockSkew(folder)
         self.posts = [
@@ -66,6 +75,7 @@ class Site:
                 environ=skew.environ(_CLOCK_HOURS[number % 2]),
                 publish_interval=_PUBLISH_INTERVAL[number % 2],
                 **settings,
+                **(engine_settings or {}),
             )
             for number in range(num_workers)
         ]

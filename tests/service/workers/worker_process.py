@@ -25,6 +25,7 @@ HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()
 _MARKER = "HEADRACE_TEST_MARKER"
 DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
 """Names the device of every worker whose test asks for none, to run all service tests on another runner."""
+_ENGINES = (b"headrace_engine.core.child", b"headrace_engine_vllm.child")
 PATIENCE = 150.0
 """Seconds that only a failure takes in full; a slow machine may need much of it."""
 
@@ -131,7 +132,7 @@ class WorkerProcess:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for pid in self.processes():
-                if pid != self.process.pid and b"headrace_engine.core.child" in _read(pid, "cmdline"):
+                if pid != self.process.pid and any(name in _read(pid, "cmdline") for name in _ENGINES):
                     return pid
             time.sleep(0.01)
         raise AssertionError("the worker has no engine process")

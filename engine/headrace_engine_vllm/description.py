@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.platforms import current_platform
 
@@ -58,11 +58,12 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
     runner = startup.runner_version(engine)
     drafts = vllm_config.speculative_config is not None
     lora, grammars = config.lora is not None, not config.model.skip_tokenizer_init
-    limits = _limits_of_v2() if runner == 2 else {}
+    limits: dict[str, Any] = _limits_of_v2() if runner == 2 else {}
     return EngineCapabilities(
         # a draft's acceptance depends on where steps end, and so do the draws
         draws=None if drafts else draws_name(version, runner, current_platform.device_type),
         exact_resume="greedy" if drafts else exact,
+        version=version,
         **limits,
         temperature_range=_TEMPERATURES,
         prompt_logprobs=True,
@@ -83,7 +84,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
     )
 
 
-def _limits_of_v2() -> dict[str, int]:
+def _limits_of_v2() -> dict[str, Any]:
     from vllm import envs
 
     return {

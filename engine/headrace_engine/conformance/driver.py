@@ -109,7 +109,6 @@ class EngineUnderTest:
         seed: int = 1,
         priority: int = 0,
         cache_salt: str = "",
-        end_tokens: Sequence[int] | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         **params: Any,
     ) -> EngineCoreRequest:
@@ -121,7 +120,7 @@ class EngineUnderTest:
             prompt_token_ids=list(self.prompt() if prompt is None else prompt),
             sampling_params=SamplingParams(**wanted),
             seed=seed,
-            eos_token_ids=list(self.end_tokens if end_tokens is None else end_tokens),
+            eos_token_ids=list(self.end_tokens),
             priority=priority,
             arrival_time=float(number),
             cache_salt=cache_salt,
@@ -303,7 +302,7 @@ class EngineUnderTest:
         if not answer.tokens:
             answer.first_step = len(self.steps)
         answer.tokens += output.new_token_ids
-        answer.num_cached_tokens = output.num_cached_tokens
+        answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
         answer.finish, answer.stop_reason, answer.error = output.finish_reason, output.stop_reason, output.error
         most = answer.request.sampling_params.max_tokens
         num_tokens = len(answer.request.output_token_ids) + len(answer.tokens)

@@ -36,20 +36,10 @@ def a_stop_token_ends_with_its_id(engine: EngineUnderTest) -> None:
     expect(answer.tokens == whole.tokens[: place + 1], "the tokens before the stop token are others than without it")
 
 
-@case()
-def an_end_token_ends_without_a_stop_reason(engine: EngineUnderTest) -> None:
-    """The first of the request's end tokens that is drawn ends the output with stop; stop_reason is None."""
-    whole = engine.run_one(engine.request())
-    place, token = last_new_token(whole)
-    request = engine.request(ignore_eos=False, end_tokens=[*engine.end_tokens, token])
-    end = min([place, *[i for i, t in enumerate(whole.tokens) if t in engine.end_tokens]])
-    _expect_end(engine.run_one(request), ("stop", None), end + 1)
-
-
 @case(BIAS)
-def the_models_own_end_token_ends(engine: EngineUnderTest) -> None:
-    """The model's own end token ends the output with stop and without a stop_reason."""
-    for end in _own_end_tokens(engine):
+def an_end_token_ends_without_a_stop_reason(engine: EngineUnderTest) -> None:
+    """Each end token of the model and its tokenizer ends the output with stop; stop_reason is None."""
+    for end in own_end_tokens(engine):
         answer = engine.run_one(engine.request(ignore_eos=False, logit_bias={end: 100.0}))
         _expect_end(answer, ("stop", None), 1)
 
@@ -57,7 +47,7 @@ def the_models_own_end_token_ends(engine: EngineUnderTest) -> None:
 @case(BIAS)
 def ignore_eos_goes_on(engine: EngineUnderTest) -> None:
     """With ignore_eos an end token is a token like any other."""
-    end = _own_end_tokens(engine)[0]
+    end = own_end_tokens(engine)[0]
     answer = engine.run_one(engine.request(logit_bias={end: 100.0}, max_tokens=6))
     _expect_end(answer, ("length", None), 6)
     expect(answer.tokens == [end] * 6, "logit_bias of 100 does not make the end token the only one")
@@ -66,7 +56,7 @@ def ignore_eos_goes_on(engine: EngineUnderTest) -> None:
 @case(BIAS, STOPS)
 def an_end_token_that_was_asked_for_is_the_stop_reason(engine: EngineUnderTest) -> None:
     """With ignore_eos, an end token among stop_token_ids ends the output and is its stop_reason."""
-    end = _own_end_tokens(engine)[0]
+    end = own_end_tokens(engine)[0]
     answer = engine.run_one(engine.request(logit_bias={end: 100.0}, stop_token_ids=[end]))
     _expect_end(answer, ("stop", end), 1)
 
@@ -74,7 +64,7 @@ def an_end_token_that_was_asked_for_is_the_stop_reason(engine: EngineUnderTest) 
 @case(feature("min_tokens"), BIAS)
 def min_tokens_holds_the_end_token_back(engine: EngineUnderTest) -> None:
     """No end token is drawn among the first min_tokens tokens, however likely it is; then it is."""
-    end = _own_end_tokens(engine)[0]
+    end = own_end_tokens(engine)[0]
     answer = engine.run_one(engine.request(ignore_eos=False, logit_bias={end: 100.0}, min_tokens=5))
     _expect_end(answer, ("stop", None), 6)
     expect(not set(answer.tokens[:5]) & set(engine.end_tokens), "an end token was drawn before min_tokens")
@@ -114,7 +104,7 @@ def last_new_token(answer: Answer) -> tuple[int, int]:
     return places[-1], tokens[places[-1]]
 
 
-def _own_end_tokens(engine: EngineUnderTest) -> list[int]:
+def own_end_tokens(engine: EngineUnderTest) -> list[int]:
     if not engine.end_tokens:
         raise DoesNotApply("the model has no end token")
     return engine.end_tokens

@@ -4,9 +4,11 @@ The emitted tokens are output, not prompt: penalties, min_tokens, bad words, gra
 and the draws count from the prompt's end.
 """
 
+import contextlib
+
 from headrace_engine.conformance.case import GREEDY_RESUME, DoesNotApply, case, case_for_each, expect
 from headrace_engine.conformance.driver import Answer, EngineUnderTest, expect_same
-from headrace_engine.conformance.endings import last_new_token
+from headrace_engine.conformance.endings import BIAS, last_new_token, own_end_tokens
 from headrace_engine.conformance.logprobs import values
 from headrace_engine.conformance.variants import VARIANTS, Variant
 
@@ -42,14 +44,12 @@ def emitted_tokens_are_not_sent_again(engine: EngineUnderTest) -> None:
 def an_attempt_that_had_ended_is_answered_at_once(engine: EngineUnderTest) -> None:
     """Where the emitted tokens were all, by max_tokens, stop or end token, the end comes alone, with its reason."""
     plain = engine.run_one(engine.request())
-    try:
-        _, token = last_new_token(plain)
-        requests = [
-            engine.request(stop_token_ids=[token]),
-            engine.request(ignore_eos=False, end_tokens=[*engine.end_tokens, token]),
-        ]
-    except DoesNotApply:
-        requests = []
+    requests = []
+    with contextlib.suppress(DoesNotApply):
+        requests.append(engine.request(stop_token_ids=[last_new_token(plain)[1]]))
+        bias = {own_end_tokens(engine)[0]: 100.0}
+        if BIAS.holds(engine.capabilities):
+            requests.append(engine.request(ignore_eos=False, logit_bias=bias))
     ended = [plain, *engine.run(*requests)]
     for whole, answer in zip(
         ended, engine.run(*[engine.again(whole.request, whole.tokens) for whole in ended]), strict=True

@@ -30,7 +30,7 @@ SCHEMA = {
 }
 CHOICES = ["the quick brown fox", "the quick red hen", "nothing of it"]
 REGEX = "[a-f]{3}(-[a-f]{4}){2}"
-GRAMMAR = 'start: "<" WORD ("," WORD)~1..2 ">"\nWORD: /[a-c]{2,4}/\n'
+GRAMMAR = 'start: "<" WORD "," WORD ("," WORD)? ">"\nWORD: /[a-c]{2,4}/\n'
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,8 @@ class Suite:
         """Answers from where KV blocks and tokens a step are plenty; and how many blocks the longest request takes."""
         self._references = engine.run(*pressure.long_requests(engine))
         engine.settle()
-        engine.run_one(engine.request(engine.prompt(engine.info.max_model_len - 1), max_tokens=None))
+        # It has to run for some steps: where it ends in its first, an engine may tell of blocks that are free again.
+        engine.run_one(engine.request(engine.prompt(engine.info.max_model_len - 8), max_tokens=None))
         used = max(step.kv_blocks_used for step in engine.steps)
         # An engine that does not tell how many it uses is given blocks as if they were of 16 tokens.
         self._blocks_of_a_request = used or -(-engine.info.max_model_len // 16)

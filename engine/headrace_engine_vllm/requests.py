@@ -101,8 +101,10 @@ def output_of(request: RunningRequest, theirs: "VLLMOutput", eos_token_ids: froz
         cached = theirs.prefill_stats.num_cached_tokens
         output.num_cached_tokens = min(cached, len(request.message.prompt_token_ids))
     if theirs.new_logprobs is not None:
-        lists = theirs.new_logprobs
-        output.logprobs = _positions(lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks)
+        lists, wanted = theirs.new_logprobs, request.message.sampling_params.logprobs
+        positions = _positions(lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks)
+        # vLLM gives every request of a batch as many as one of them asked for; -1 asks for all
+        output.logprobs = positions if wanted == -1 else [_likeliest(position, wanted or 0) for position in positions]
     if theirs.new_prompt_logprobs_tensors is not None:
         output.prompt_logprobs = _positions(*theirs.new_prompt_logprobs_tensors[:3])
     if theirs.finish_reason is not None:
@@ -135,6 +137,11 @@ def _why_it_failed(request: RunningRequest) -> str:
 def _positions(ids: Any, logprobs: Any, ranks: Any) -> "list[TokenLogprobs]":
     rows = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
     return [_position(*row) for row in rows]
+
+
+def _likeliest(position: "TokenLogprobs", count: int) -> "TokenLogprobs":
+    """The drawn token, and so many of the likeliest ones."""
+    return [position[0], *(other for other in position[1:] if other[2] <= count)]
 
 
 def _position(ids: list[int], logprobs: list[float], rank: int) -> "TokenLogprobs":

@@ -65,6 +65,16 @@ def test_a_request_beyond_a_limit_of_the_engine_is_answered_and_never_reaches_it
     assert len(desk.engine.sent) == 1
 
 
+@pytest.mark.parametrize("params", [{"temperature": 3}, {"stop_token_ids": [5, 6], "min_tokens": 1}, {"seed": 7}])
+def test_what_needs_no_process_to_be_prepared_passes_the_same_door(params: dict[str, Any]) -> None:
+    limits = without(temperature_range=(0.01, 2.0), max_stop_token_ids=2, draws=None)
+    desk = Desk(capabilities=limits, prepares_plain_requests=True)
+    desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": params}))
+    desk.settle()
+    assert desk.results["r1"]["error"]["code"] == "invalid_request"
+    assert desk.engine.sent == []
+
+
 def test_a_message_without_a_seed_is_served_where_seeds_repeat_nothing() -> None:
     desk = Desk(engine="vllm", capabilities=without(draws=None))
     desk.accept(FakeCeleryRequest("r1", SAMPLED))

@@ -84,7 +84,8 @@ def test_log_probabilities_begin_with_the_drawn_token(service: Service) -> None:
     assert len(output["logprobs"]) == len(output["token_ids"])
     assert [position[0][0] for position in output["logprobs"]] == output["token_ids"]
     assert all(len(position) == 3 for position in output["logprobs"])  # the drawn one is the best
-    assert len(result["prompt_logprobs"]) == result["usage"]["prompt_tokens"] - 1
+    assert len(result["prompt_logprobs"]) == result["usage"]["prompt_tokens"]
+    assert result["prompt_logprobs"][0] is None
 
 
 def test_a_repeated_prompt_comes_from_the_prefix_cache(service: Service) -> None:

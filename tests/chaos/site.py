@@ -47,7 +47,7 @@ class Site:
 
     Args:
         folder: for the workers' logs; it stays.
-        engine_settings: of the workers, by name; those that the tiny model wants where there are none.
+        engine_settings: of the workers, by name, beside those of the harness.
     """
 
     lease_seconds = 2.0
@@ -60,12 +60,11 @@ class Site:
         self.service = Service(self.server, model, folder)
         self.client = self.service.client
         self._ended: list[str] = []
-        settings: dict[str, object] = {
+        settings = {
             "lease_seconds": self.lease_seconds,
             "grace_seconds": 0.3,
             "delivery_limit": 1000,
         }
-        settings |= engine_settings or {}
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
         skew = ClockSkew(folder)
         self.posts = [

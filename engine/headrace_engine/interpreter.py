@@ -10,9 +10,11 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _OLDEST_PYTHON: Final = (3, 11)
 _PROBE_SECONDS: Final = 30.0
+_PROBE_BYTES: Final = 4096
+"""More than the probe prints."""
 _PROBE: Final = """
 import importlib.util, json, sys
 found = importlib.util.find_spec("msgpack") is not None
@@ -48,15 +52,11 @@ def check(python: str) -> bool:
     Raises:
         ConfigError: it cannot be run, is no Python or is too old.
     """
-    command = [_program(python), "-c", _PROBE]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_SECONDS, check=True, text=True
-        )
-        version, cache_tag, has_msgpack = json.loads(done.stdout)
+        version, cache_tag, has_msgpack = json.loads(_output([_program(python), "-c", _PROBE]))
     except OSError as error:
         raise ConfigError(f"engine_python is {python!r}, which cannot be run: {error.strerror}") from error
-    except (subprocess.SubprocessError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"engine_python is {python!r}, which is no Python interpreter") from error
     if tuple(version) < _OLDEST_PYTHON:
         needed = ".".join(map(str, _OLDEST_PYTHON))
@@ -64,6 +64,30 @@ def check(python: str) -> bool:
             f"engine_python is {python!r}, Python {version[0]}.{version[1]}; it must be at least {needed}"
         )
     return cache_tag == sys.implementation.cache_tag or not has_msgpack
+
+
+def _output(command: list[str]) -> bytes:
+    """What a command prints; empty where it fails or takes too long. It may be any program: one that never ends, or
+    never ceases to print."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
+    )
+    assert process.stdout is not None
+    end = threading.Timer(_PROBE_SECONDS, _kill_group, [process.pid])
+    end.start()
+    try:
+        printed = process.stdout.read(_PROBE_BYTES)
+        if len(printed) == _PROBE_BYTES:
+            _kill_group(process.pid)
+        return b"" if process.wait() else printed
+    finally:
+        end.cancel()
+        process.stdout.close()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 class LinkedPackages:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.metrics.stats import SchedulerStats
 
+from headrace_engine.capabilities import ExactResume
 from headrace_engine.capability_checks import CapabilityChecks
 from headrace_engine.core.lora_manager import LoadedLoRA, LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.request_queue import QueueLimits
 from headrace_engine.core.runner_factory import load_tokenizer
 from headrace_engine.core.stop_check import check_stop
-from headrace_engine.errors import ConfigError, LoRAError, QueueFullError
+from headrace_engine.errors import LoRAError, QueueFullError
 from headrace_engine.request import EngineCoreRequest, FinishReason, Request
 from headrace_engine_vllm import description, probe, startup, statistics
 from headrace_engine_vllm.adapters import Adapters
@@ -54,7 +55,7 @@ class VLLMCore:
         self._num_blocks = self._engine.vllm_config.cache_config.num_gpu_blocks or 0
         self._last_stats = SchedulerStats()
         self.model_info = description.model_info(self._engine, config)
-        self.capabilities = description.capabilities(self._engine, config, version, "none")
+        self._claim("none")
         self._eos_token_ids = frozenset(self.model_info.eos_token_ids)
         self._queue = QueueLimits(config.scheduler.max_num_queued_requests, config.scheduler.max_num_queued_tokens)
         self._running: dict[str, RunningRequest] = {}
@@ -68,8 +69,11 @@ class VLLMCore:
 
     def warm_up(self) -> None:
         """Compute the first requests before there are any, and find out what can be resumed exactly."""
-        exact = probe.exact_resume(self)
+        self._claim(probe.exact_resume(self))
+
+    def _claim(self, exact: ExactResume) -> None:
         self.capabilities = description.capabilities(self._engine, self._config, self._version, exact)
+        self._checks = CapabilityChecks(self._config.engine, self.capabilities, self.model_info.eos_token_ids)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -105,9 +109,8 @@ class VLLMCore:
                 self._answers.append(answer)
                 _release(lora)
                 return
-        checks = CapabilityChecks(self._config.engine, self.capabilities, self.model_info.eos_token_ids)
-        # the door has asked, too; but what exceeds a limit would end vLLM, whoever let it in
-        problems = checks.problems(message.sampling_params, message.bad_words_token_ids)
+        # the door has asked already; but vLLM does not survive a request that exceeds a limit
+        problems = self._checks.problems(message.sampling_params, message.bad_words_token_ids)
         refusal = "; ".join(problems) or self._queue_in_vllm(message, lora)
         if refusal:
             _release(lora)
@@ -238,11 +241,7 @@ class VLLMCore:
         if lora is None:
             return None
         loras = LoRAManager(lora, self._adapters, lambda: self.wake())
-        try:
-            for request in lora.preload:
-                loras.add_lora(request)
-        except LoRAError as error:
-            raise ConfigError(str(error)) from error
+        loras.preload(lora.preload)
         return loras
 
     def _add_those_with_adapters(self, loras: LoRAManager) -> None:

@@ -16,6 +16,7 @@ from headrace_gateway.call import Call
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.json_object import read_object
 from headrace_gateway.problems import shown
 from headrace_gateway.settings import MAX_BODY_BYTES
 
@@ -24,7 +25,6 @@ MAX_CUSTOM_ID: Final = 512
 ENDPOINTS: Final = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
 """What a line's `url` may be, and how the ids of its answers begin."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
-_DECODER: Final = msgspec.json.Decoder()
 _ENCODE: Final = msgspec.json.Encoder().encode
 
 
@@ -69,14 +69,7 @@ def read_line(raw: bytes) -> BatchLine:
     """Read a line of the input; `read_call` checks its body. Raises ApiError, with OpenAI's code where it has one."""
     if len(raw) > MAX_LINE_BYTES:
         raise invalid(f"the line must be at most {MAX_LINE_BYTES} bytes", code="line_too_large")
-    try:
-        line = _DECODER.decode(raw)
-    except RecursionError:
-        raise invalid("the line is nested too deep", code="invalid_json_line") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the line is not valid JSON: {error}", code="invalid_json_line") from None
-    if not isinstance(line, dict):
-        raise invalid("the line must be a JSON object", code="invalid_json_line")
+    line = read_object(raw, "line", "invalid_json_line")
     custom_id, method, url, body = (line.get(name) for name in _FIELDS)
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
         message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters, not {shown(custom_id)}"

@@ -1,13 +1,11 @@
 """Read a request's body: bounded in size, strict JSON, an object at the top."""
 
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from headrace_gateway.errors import ApiError, invalid
-
-_DECODER: Final = msgspec.json.Decoder()
+from headrace_gateway.json_object import read_object
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -17,16 +15,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         raise _refused(415, f"the content type must be application/json, not {kind[:60]!r}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise _refused(415, "compressed bodies are not read: send the body without Content-Encoding")
-    raw = await _read(request, max_bytes)
-    try:
-        body = _DECODER.decode(raw)
-    except RecursionError:
-        raise invalid("the body is nested too deep", code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
-    return body
+    return read_object(await _read(request, max_bytes), "body", "invalid_json")
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

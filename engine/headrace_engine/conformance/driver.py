@@ -28,7 +28,7 @@ TEXT = (
     "A mill stands by the river, and the headrace carries the water to its wheel. The wheel turns the stone, "
     "the stone grinds the corn, and the baker in the village makes bread of the flour. In winter the water freezes; "
     "then the miller mends his tools, counts 12 sacks, and waits for spring. When the snow melts the river rises fast, "
-    "and whoever lives below the weir carries chairs and books upstairs. A heron watches all of it from the far bank. "
+    "and the people below the weir carry chairs and books upstairs. A heron watches all of it from the far bank. "
 )
 
 

@@ -276,11 +276,7 @@ class EngineCore:
         if not (capabilities.lora and capabilities.mixed_batches):
             raise ConfigError("enable_lora is set, but this device's runner serves no LoRA adapters")
         loras = LoRAManager(config.lora, self.runner, lambda: self.wake())
-        try:
-            for request in config.lora.preload:
-                loras.add_lora(request)
-        except LoRAError as error:
-            raise ConfigError(str(error)) from error
+        loras.preload(config.lora.preload)
         return loras
 
     def _add_those_with_adapters(self, loras: LoRAManager) -> None:

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from headrace_engine.config import LoRAConfig
-from headrace_engine.errors import LoRACapacityError, LoRAError
+from headrace_engine.errors import ConfigError, LoRACapacityError, LoRAError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, LoRAVersion
 from headrace_engine.runner.contracts import AdapterLoader
@@ -66,6 +66,14 @@ class LoRAManager:
         self._parked: list[EngineCoreRequest] = []
         self._loading: tuple[int, Future[bool]] | None = None
         self._news = False
+
+    def preload(self, requests: Iterable[LoRARequest]) -> None:
+        """Load the adapters that the engine is started with. Raises ConfigError where one cannot be served."""
+        try:
+            for request in requests:
+                self.add_lora(request)
+        except LoRAError as error:
+            raise ConfigError(str(error)) from error
 
     # -- adapters -------------------------------------------------------------------------------------------------
 

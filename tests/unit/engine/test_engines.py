@@ -274,10 +274,20 @@ def test_what_a_child_has_started_ends_with_it(start: Start, end: str, rank_star
     os.close(rank)
 
 
-@pytest.mark.parametrize("python", ["/no/such/python", "no-such-python", "true", "cat", __file__])
+@pytest.mark.parametrize("python", ["/no/such/python", "no-such-python", "true", "cat", "yes", __file__])
 def test_a_wrong_interpreter_is_refused_before_anything_starts(installed: None, python: str) -> None:
     problem = config_error(engine="fake", engine_python=python)
     assert problem.startswith(f"engine_python is {python!r}, which ")
+
+
+def test_a_program_that_never_ends_is_refused_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "_PROBE_SECONDS", 0.2)
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nsleep 600 &\nwait\n")  # which holds the pipe, too
+    sleeper.chmod(0o700)
+    assert config_error(engine_python=str(sleeper)) == f"engine_python is '{sleeper}', which is no Python interpreter"
 
 
 def test_an_interpreter_that_is_too_old_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,22 @@
+"""`read_object`: JSON from outside that must be an object."""
+
+from typing import Any, Final
+
+import msgspec
+
+from headrace_gateway.errors import invalid
+
+_DECODER: Final = msgspec.json.Decoder()
+
+
+def read_object(raw: bytes, name: str, code: str) -> dict[str, Any]:
+    """Raises ApiError 400 with this code, whose sentence calls it by this name."""
+    try:
+        value = _DECODER.decode(raw)
+    except RecursionError:
+        raise invalid(f"the {name} is nested too deep", code=code) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the {name} is not valid JSON: {error}", code=code) from None
+    if not isinstance(value, dict):
+        raise invalid(f"the {name} must be a JSON object", code=code)
+    return value

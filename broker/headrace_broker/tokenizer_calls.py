@@ -1,6 +1,6 @@
 """Calls of a model's tokenizer, for those who have none: a worker of the model answers them beside its requests.
 
-    asker --call--> headrace:tokenizer:calls:<model> --> worker --answer--> headrace:tokenizer:answer:<call id> --> asker
+    asker --> headrace:tokenizer:calls:<model> --> worker --> headrace:tokenizer:answer:<call id> --> asker
 
 So the very code that tokenises requests counts their tokens. Calls wait for no free slot. They are bounded in number
 and in time, and none is kept: one that nobody has answered in time is forgotten. What their bodies and answers hold is

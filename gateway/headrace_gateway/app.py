@@ -18,7 +18,15 @@ from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
+from headrace_gateway import (
+    anthropic_endpoints,
+    generation,
+    models_endpoint,
+    overview,
+    page_files,
+    probes,
+    tokenizer_endpoints,
+)
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
@@ -39,6 +47,7 @@ _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
 _EXPOSED: Final = (
     "x-request-id",
+    "request-id",
     "x-client-request-id",
     "x-headrace-id",
     "x-headrace-queued-ms",
@@ -112,6 +121,7 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *anthropic_endpoints.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,
             *overview.routes,

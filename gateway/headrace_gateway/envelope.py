@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from headrace_gateway.broker_errors import not_found
-from headrace_gateway.call import AnswerForm, ChatForm
+from headrace_gateway.call import AnswerForm, ChatForm, MessageForm
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -46,7 +46,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Envelope)
-_ID: Final = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
+_ID: Final = re.compile(r"((chatcmpl|cmpl)-|msg_)[0-9a-f]{32}")
 _KEPT_BEYOND: Final = 3600
 """Seconds that an envelope outlives its stream, so that a late reader is told what has become of it."""
 
@@ -78,7 +78,7 @@ class EnvelopeStore:
         if envelope is None or envelope.key != key.name or envelope.tenant != key.tenant:
             raise not_found(f"no answer {answer_id[:80]!r} is kept")
         form = envelope.form
-        if envelope.version != VERSION or (isinstance(form, ChatForm) and not _knows_parsers(form)):
+        if envelope.version != VERSION or (isinstance(form, ChatForm | MessageForm) and not _knows_parsers(form)):
             raise _other_release()
         return envelope
 
@@ -100,7 +100,7 @@ def _key(answer_id: str) -> str:
     return f"headrace:gw:req:{answer_id}"
 
 
-def _knows_parsers(form: ChatForm) -> bool:
+def _knows_parsers(form: ChatForm | MessageForm) -> bool:
     return form.tool_parser in {None, *TOOL_PARSERS} and form.reasoning_parser in {None, *REASONING_PARSERS}
 
 

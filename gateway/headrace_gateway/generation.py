@@ -1,7 +1,7 @@
 """The endpoints that generate: create an answer, and read one again, from wherever a reader stopped."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Final
@@ -55,17 +55,17 @@ async def _create(request: Request, kind: str) -> Response:
     model, lora = await gateway.models.find(body.get("model"), key)
     call = read_chat(body, model=model, lora=lora) if kind == "chatcmpl" else read_completion(body, lora=lora)
     request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    envelope = await _submit(gateway, key, call, headers, kind, model.name)
+    envelope = await submit(gateway, key, call, headers, f"{kind}-", model.name)
     if call.stream:
-        return await _streamed(gateway, key, envelope, headers.resume, arrived=arrived)
-    return await unless_disconnected(request.receive, partial(_plain, gateway, key, envelope, _PLAIN_WAIT))
+        return await streamed(gateway, key, envelope, sse.DataFraming(headers.resume), arrived=arrived)
+    return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
 
 
-async def _submit(
-    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, kind: str, queue_model: str
+async def submit(
+    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, prefix: str, queue_model: str
 ) -> Envelope:
     """Keep the envelope, then put the requests into the queue: no answer can be lost between the two."""
-    answer_id = new_id(kind)
+    answer_id = new_id(prefix)
     request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
     envelope = Envelope(
         id=answer_id,
@@ -85,7 +85,7 @@ async def _submit(
         "abandon_after": headers.abandon_after,
     }
     requests = [
-        _named({**submission, **options, "request_id": request_id}, headers, key, kind, number)
+        _named({**submission, **options, "request_id": request_id}, headers, key, prefix.rstrip("-_"), number)
         for number, (submission, request_id) in enumerate(zip(call.submissions, request_ids, strict=True))
     ]
     await gateway.envelopes.put(envelope)
@@ -121,12 +121,12 @@ def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str,
 
 async def read_chat_again(request: Request) -> Response:
     """`GET /v1/chat/completions/{id}`: the answer, or its stream from a cursor on."""
-    return await _read_again(request, ChatForm)
+    return await read_again(request, ChatForm)
 
 
 async def read_completion_again(request: Request) -> Response:
     """`GET /v1/completions/{id}`."""
-    return await _read_again(request, CompletionForm)
+    return await read_again(request, CompletionForm)
 
 
 def require_redis(request: Request) -> None:
@@ -135,7 +135,10 @@ def require_redis(request: Request) -> None:
         raise unavailable()
 
 
-async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
+async def read_again(
+    request: Request, kind: type[AnswerForm], framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming
+) -> Response:
+    """The answer of this kind of form that is kept under the request's id, or its stream from a cursor on."""
     require_redis(request)
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
@@ -149,7 +152,7 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
         after = Cursor.parse(starting_after, param="starting_after")
     accepts_events = "text/event-stream" in request.headers.get("accept", "")
     if not (_flag(request, "stream") or last_event_id or accepts_events):
-        wait = partial(_plain, gateway, key, envelope, gateway.settings.hold_status)
+        wait = partial(plain, gateway, key, envelope, gateway.settings.hold_status)
         return await unless_disconnected(request.receive, wait)
     if len(envelope.request_ids) > 1:
         message = "the stream of several prompts cannot be rejoined: read the whole answer without stream"
@@ -157,7 +160,7 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
     gateway.metrics.rejoined("start" if after is None else "cursor")
-    return await _streamed(gateway, key, envelope, style, after)
+    return await streamed(gateway, key, envelope, framing(style), after)
 
 
 def _flag(request: Request, name: str) -> bool:
@@ -179,11 +182,11 @@ async def _charged_reader(
             await gateway.limits.charge(key, envelope.id, reader.num_tokens)
 
 
-async def _streamed(
+async def streamed(
     gateway: Gateway,
     key: ApiKey,
     envelope: Envelope,
-    style: ResumeStyle,
+    framing: sse.Framing,
     after: Cursor | None = None,
     *,
     arrived: float | None = None,
@@ -205,7 +208,7 @@ async def _streamed(
             reader,
             first,
             opened.pop_all(),
-            framing=sse.DataFraming(style),
+            framing=framing,
             keep_alive=gateway.settings.keep_alive,
             headers=headers,
         )
@@ -223,10 +226,12 @@ async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | No
     return []
 
 
-async def _plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float) -> Response:
+async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float = _PLAIN_WAIT) -> Response:
     """The whole answer; 202 where it is not there after so many seconds."""
-    form: AnswerForm = msgspec.structs.replace(envelope.form, include_usage=True, continuous_usage=False)
-    envelope = msgspec.structs.replace(envelope, form=form)
+    form = envelope.form
+    if isinstance(form, ChatForm | CompletionForm):
+        form = msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
+        envelope = msgspec.structs.replace(envelope, form=form)
     deadline = time.monotonic() + seconds
     answer: list[dict[str, Any]] = []
     async with _charged_reader(gateway, key, envelope) as reader:

@@ -5,8 +5,8 @@ import secrets
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess: 128 random bits."""
-    return f"{prefix}-{secrets.token_hex(16)}"
+    """An id that nobody can guess: 128 random bits behind a prefix such as `chatcmpl-` or `resp_`."""
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def call_id(completion_id: str, choice: int, call: int) -> str:

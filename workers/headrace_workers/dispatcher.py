@@ -181,6 +181,17 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._in_flight)
 
+    # -- calls of the tokenizer -----------------------------------------------------------------------------------
+
+    @property
+    def answers_calls(self) -> bool:
+        """Whether calls of the tokenizer may be taken: no slot, and no living engine, is needed for them."""
+        return self._processor is not None and not (self._draining or self._paused)
+
+    def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
+        """See `Preparation.answer_call`."""
+        self._preparation.answer_call(kind, body, answered)
+
     # -- from the queue -------------------------------------------------------------------------------------------
 
     def accept(self, celery_request: Any, run_task: RunTask) -> None:
@@ -486,6 +497,7 @@ class Dispatcher:
                     seen=time.time(),
                     weights=self._model_info.weights,
                     loras=self._adapters.names,
+                    tokenizer_calls=True,
                     **self._formats,
                 )
         except REDIS_ERRORS as error:

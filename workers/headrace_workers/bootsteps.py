@@ -19,7 +19,7 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields

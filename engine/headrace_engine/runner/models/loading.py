@@ -20,11 +20,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from headrace_engine.checkpoint import pretrained_source, unreadable
-from headrace_engine.config import ModelConfig
-from headrace_engine.engine_args_checks import FITTING_LENGTH
+from headrace_engine.config import FITTING_LENGTH, ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner import generation, rope
-from headrace_engine.runner.load_errors import lasting_errors
+from headrace_engine.runner.models import generation, rope
+from headrace_engine.runner.models.load_errors import lasting_errors
 
 logger = logging.getLogger(__name__)
 

@@ -15,23 +15,27 @@ from transformers import PreTrainedModel
 from headrace_engine.checkpoint import fingerprint
 from headrace_engine.config import CacheConfig, ModelConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner import generation, int8_linear, memory, models, packed_linear, probe, rope, row_tiles
+from headrace_engine.runner import memory
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo
-from headrace_engine.runner.cuda.device import check_model_fits
-from headrace_engine.runner.fused import elementwise, native_linear
+from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
-from headrace_engine.runner.fused.device_linear import DeviceLinear, TritonLinear
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
-from headrace_engine.runner.fused.native_linear import NativeLinear
 from headrace_engine.runner.fused.short_forward import ShortForward
-from headrace_engine.runner.load_errors import lasting_errors
+from headrace_engine.runner.linear import int8_linear, native_linear, packed_linear
+from headrace_engine.runner.linear.device_linear import DeviceLinear, TritonLinear
+from headrace_engine.runner.linear.native_linear import NativeLinear
+from headrace_engine.runner.linear.packed_linear import PackedLinear
+from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
 from headrace_engine.runner.lora.layers import LoRALayers
-from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
-from headrace_engine.runner.probe import ModelLayout
+from headrace_engine.runner.memory import check_model_fits
+from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles
+from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.probe import ModelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +67,18 @@ class PagedModel:
         device: torch.device = _CPU,
     ) -> None:
         self._device = device
-        hf_config = models.load_config(config)
+        hf_config = loading.load_config(config)
         computes_bfloat16 = device.type != "cpu" or packed_linear.computes_bfloat16()
-        dtype = models.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
-        max_model_len = models.resolve_max_model_len(config, hf_config)
-        models.check_architecture(config, hf_config)
+        dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
+        max_model_len = loading.resolve_max_model_len(config, hf_config)
+        loading.check_architecture(config, hf_config)
         with lasting_errors(config.model, "loaded"):  # it reads the headers of the weights
             memory.check_weights_fit(config.model, dtype)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
-        self._model: PreTrainedModel = models.load_weights(config, hf_config, dtype, self._attention)
+        self._model: PreTrainedModel = loading.load_weights(config, hf_config, dtype, self._attention)
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
-        with packed_linear.watch_weights(self._model) as read_weights:
+        with watch_weights(self._model) as read_weights:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
         self.spec = AttentionSpec(
             layers=self._layout.layers,
@@ -127,13 +131,13 @@ class PagedModel:
             linear = int8_linear.Int8Linear
         if linear is None:
             return
-        if fuse_layers and elementwise.is_built():
+        if fuse_layers and native_ops.is_built():
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
             self._stack = self._stack_layers()
         head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together
-        self.num_packed = packed_linear.pack_linear_layers(self._model, {*keep, head}, linear)
+        self.num_packed = pack_linear_layers(self._model, {*keep, head}, linear)
         if exact is not None:
-            self.num_packed += packed_linear.pack_linear_layers(self._model, keep, exact)
+            self.num_packed += pack_linear_layers(self._model, keep, exact)
         if self._stack is not None and self._layout.keeps_logits:
             self._short_forward = ShortForward.of(self._model, self._stack, self.info.max_model_len)
 

@@ -12,8 +12,8 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, rows_at
 from headrace_engine.runner.contracts import ModelInfo, StepBatch
-from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.sampler import NO_TOKEN, draw_tokens
+from headrace_engine.runner.models.paged_model import PagedModel
+from headrace_engine.runner.sampling.sampler import NO_TOKEN, draw_tokens
 
 
 class DraftModel:

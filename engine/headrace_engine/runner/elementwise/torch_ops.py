@@ -1,4 +1,4 @@
-"""The passes between matrix products in plain torch: `Passes` for a device without Triton, and for tests.
+"""The passes between matrix products in plain torch: `ElementwiseOps` for a device without Triton, and for tests.
 
 Each result is rounded to the type of the data where transformers' modules round it.
 """

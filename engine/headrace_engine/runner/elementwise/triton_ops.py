@@ -1,4 +1,4 @@
-"""The passes between matrix products by the kernels of `triton_elementwise.py`: `Passes` for a GPU.
+"""`ElementwiseOps` for a GPU, by the kernels of `triton_kernels.py`.
 
 Sizes of blocks are arithmetic, not measured. On the CPU the kernels run in Triton's interpreter, to be checked.
 """
@@ -12,7 +12,7 @@ _ROPE_BLOCK = 2048
 
 def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`hidden += delta` in place, where there is one; returns its root-mean-square norm (Zhang and Sennrich 2019)."""
-    from headrace_engine.runner.fused.triton_elementwise import add_rms_norm_kernel
+    from headrace_engine.runner.elementwise.triton_kernels import add_rms_norm_kernel
 
     rows, features = hidden.shape
     out = torch.empty_like(hidden)
@@ -48,7 +48,7 @@ def norm_rope(
     Raises:
         ValueError: queries alone are normalised, or keys alone, or not by one weight an element of a head.
     """
-    from headrace_engine.runner.fused.triton_elementwise import norm_rope_kernel
+    from headrace_engine.runner.elementwise.triton_kernels import norm_rope_kernel
 
     weights = [weight for weight in (q_weight, k_weight) if weight is not None]
     if len(weights) == 1 or any(weight.shape != (head_dim,) for weight in weights):
@@ -79,7 +79,7 @@ def norm_rope(
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[tokens, gate | up] -> silu(gate) * up, [tokens, half the features] (SwiGLU, Shazeer 2020)."""
-    from headrace_engine.runner.fused.triton_elementwise import silu_mul_kernel
+    from headrace_engine.runner.elementwise.triton_kernels import silu_mul_kernel
 
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, features))

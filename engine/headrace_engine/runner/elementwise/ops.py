@@ -1,7 +1,6 @@
-"""What stands between the matrix products of a decoder layer: `Passes`, of which there are three forms.
+"""`ElementwiseOps`: what a decoder layer computes between its matrix products.
 
-The compiled one of the CPU is `elementwise.py`; a GPU has Triton's (`triton_passes.py`); plain torch computes the same
-on any device (`torch_passes.py`).
+There are three implementations: `native_ops` for the CPU, `triton_ops` for a GPU, and `torch_ops` for any device.
 """
 
 from typing import Protocol
@@ -9,7 +8,7 @@ from typing import Protocol
 import torch
 
 
-class Passes(Protocol):
+class ElementwiseOps(Protocol):
     """All tensors are float32 or bfloat16 of one type, contiguous, two-dimensional: [tokens, features]."""
 
     def add_rms_norm(

@@ -7,8 +7,8 @@ the input has its own scale, no request's result depends on what is computed bes
 import torch
 
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner.fused import elementwise
-from headrace_engine.runner.packed_linear import PreparedLinear
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 
 _ROWS_HINT = 64  # as in `packed_linear`
 _ZERO_POINT = 128  # oneDNN's fast kernels take unsigned inputs only
@@ -30,9 +30,9 @@ class Int8Linear(PreparedLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         self.out_features, self.in_features = weight.shape
-        if self.in_features > elementwise.MOST_FEATURES:
+        if self.in_features > native_ops.MOST_FEATURES:
             raise ConfigError(
-                f"quantization int8 takes up to {elementwise.MOST_FEATURES} input features, "
+                f"quantization int8 takes up to {native_ops.MOST_FEATURES} input features, "
                 f"a layer has {self.in_features}"
             )
         values = weight.detach().float()
@@ -45,12 +45,12 @@ class Int8Linear(PreparedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features] of the same type."""
-        levels, scales = elementwise.quantise_rows(x.reshape(-1, self.in_features))
+        levels, scales = native_ops.quantise_rows(x.reshape(-1, self.in_features))
         sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             *(levels, 1.0, _ZERO_POINT, self._packed, self._scales, self._zero_points, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
-        return elementwise.scale_rows(sums, scales, self._bias, x.dtype).view(*x.shape[:-1], self.out_features)
+        return native_ops.scale_rows(sums, scales, self._bias, x.dtype).view(*x.shape[:-1], self.out_features)
 
 
 def check_supported() -> None:
@@ -59,6 +59,6 @@ def check_supported() -> None:
     if not (capabilities.get("avx512_vnni") or capabilities.get("avx_vnni") or capabilities.get("amx_int8")):
         raise ConfigError("quantization int8 needs a processor with VNNI or AMX instructions, which this one lacks")
     try:
-        elementwise.library()
+        native_ops.library()
     except OSError as error:
         raise ConfigError(f"quantization int8 needs its compiled kernels: {error}") from error

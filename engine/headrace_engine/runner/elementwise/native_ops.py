@@ -9,7 +9,7 @@ import logging
 
 import torch
 
-from headrace_engine.runner import native_library
+from headrace_engine.runner.native import native_library
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ct
 @functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernels. Raises OSError, whose message says what is missing."""
-    kernels = native_library.load("headrace_engine.runner.fused", "elementwise.c")
+    kernels = native_library.load("headrace_engine.runner.elementwise", "elementwise.c")
     common = (_int, _int, _long)  # type, threads, rows
     signatures = {
         "headrace_add_rms_norm": (*common, _int, _pointer, _pointer, _pointer, _float, _pointer),

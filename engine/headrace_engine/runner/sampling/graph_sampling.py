@@ -1,6 +1,6 @@
 """Drawing tokens inside the graph: no sort, no device randomness, no shape that depends on values.
 
-The same draw as `runner/sampler.py` makes, from the `CANDIDATES` most likely tokens: arg max for greedy rows, else the
+The same draw as `sampler.py` makes, from the `CANDIDATES` most likely tokens: arg max for greedy rows, else the
 inverse of the cumulative distribution in token order at the host's u. Where the candidates do not hold every token
 that the row's parameters keep, the result says so, and the host draws from the logits.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace_engine.runner.sampler import SamplingRow
+from headrace_engine.runner.sampling.sampler import SamplingRow
 from headrace_engine.sampling_params import SamplingParams
 
 CANDIDATES = 256

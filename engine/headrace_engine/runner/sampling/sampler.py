@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace_engine.runner import native_library
 from headrace_engine.runner.contracts import TokenLogprobs
-from headrace_engine.runner.fused import elementwise
-from headrace_engine.runner.token_rules import TokenRules
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.sampling.token_rules import TokenRules
 from headrace_engine.sampling_params import SamplingParams
 
 NO_TOKEN = -1
@@ -79,7 +79,7 @@ def draw_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     return token_ids
 
 
-_has_kernels = functools.cache(elementwise.is_built)
+_has_kernels = functools.cache(native_ops.is_built)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     if logits.dtype in native_library.DTYPES and _has_kernels():
-        return elementwise.argmax(logits)
+        return native_ops.argmax(logits)
     if logits.dtype is not torch.bfloat16:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's own time
     # Above zero numbers have the order of their bits; to widen all of them first takes ten times as long.

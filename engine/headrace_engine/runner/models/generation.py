@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from headrace_engine.config import ModelConfig
 from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
-from headrace_engine.runner.load_errors import lasting_errors
+from headrace_engine.runner.models.load_errors import lasting_errors
 from headrace_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,12 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "../vectors.h"
-#include "../matrix_tiles.h"
-#include "../cores.h"
-#include "../team.h"
+#include "../native/vectors.h"
+#include "../native/matrix_tiles.h"
+#include "../native/cores.h"
+#include "../native/team.h"
 #include "linear.h"
+#include "../native/struct_layout.h"
 
 #if defined(__AVX__) && !defined(__AVX512F__)
 #define VECTORS 2
@@ -275,3 +276,9 @@ void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, co
         }
     }
 }
+
+EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
+              FIELD(linear_args, result), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
+              FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
+              FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, upcoming));

@@ -6,7 +6,7 @@
  */
 #include <math.h>
 
-#include "../vectors.h"
+#include "../native/vectors.h"
 
 #define MOST_DIM 32768           /* elements of a row; the scratch row lives on the stack */
 #define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */

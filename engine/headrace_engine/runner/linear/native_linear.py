@@ -11,10 +11,12 @@ import os
 import torch
 
 from headrace_engine.openmp import spin_count
-from headrace_engine.runner import native_library, packed_linear
-from headrace_engine.runner.fused.norm import Norm
-from headrace_engine.runner.huge_pages import HugePages
-from headrace_engine.runner.packed_linear import PreparedLinear
+from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.linear import packed_linear
+from headrace_engine.runner.linear.prepared_linear import PreparedLinear
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.native.huge_pages import HugePages
+from headrace_engine.runner.native.struct_layout import check_layout
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +39,12 @@ class LinearArgs(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernel. Raises OSError, whose message says what is missing."""
-    return declared(native_library.load("headrace_engine.runner.fused", "linear.c"))
+    return declared(native_library.load("headrace_engine.runner.linear", "linear.c"))
 
 
 def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """A library made from linear.c with the types of its functions."""
+    """Declare the functions of a library that was built from linear.c. Raises LayoutError."""
+    check_layout(kernels, "linear_args", LinearArgs)
     kernels.headrace_linear.argtypes, kernels.headrace_linear.restype = (ctypes.POINTER(LinearArgs),), ctypes.c_int
     sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
     kernels.headrace_packed_size.argtypes = (ctypes.c_int, *sizes)

@@ -5,15 +5,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from headrace_engine.runner.fused import torch_passes, triton_passes
-from headrace_engine.runner.fused.passes import Passes
-from headrace_engine.runner.packed_linear import PreparedLinear
+from headrace_engine.runner.elementwise import torch_ops, triton_ops
+from headrace_engine.runner.elementwise.ops import ElementwiseOps
+from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 
 
 class DeviceLinear(PreparedLinear):
     """Takes the place of one or several merged `nn.Linear`, on the device of their weights."""
 
-    passes: ClassVar[Passes] = torch_passes
+    ops: ClassVar[ElementwiseOps] = torch_ops
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -35,4 +35,4 @@ class DeviceLinear(PreparedLinear):
 class TritonLinear(DeviceLinear):
     """With Triton's kernels between the products."""
 
-    passes: ClassVar[Passes] = triton_passes
+    ops: ClassVar[ElementwiseOps] = triton_ops

@@ -70,7 +70,7 @@ reference: $(STAMP) ## docs/reference, written from the code
 
 # A broken link or anchor is a warning, and a warning fails. Nothing is fetched while it builds.
 docs: $(DOCS)/.installed ## the site of docs/ in build/docs, in an environment of 120 MB
-	@$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/docs/doctrees docs build/docs/html
+	@$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -d build/docs/doctrees docs build/docs/html
 	@echo "build/docs/html/index.html"
 
 $(DOCS)/.installed: docs/requirements.txt

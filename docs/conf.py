@@ -1,5 +1,8 @@
 """The site that `make docs` builds from this folder, and its navigation."""
 
+import re
+from pathlib import Path
+
 project = "Headrace"
 project_copyright = "the Headrace authors"
 html_title = "Headrace"
@@ -50,6 +53,17 @@ def _toctree(pages, caption=None):
     return "\n".join(["", "```{toctree}", *lines, "", *pages, "```", ""])
 
 
+def _offer_pages_outside(app, docname, content):
+    """Make links to Markdown files outside this folder downloads, which they are not by themselves."""
+    folder = Path(app.srcdir, docname).parent
+
+    def link(match):
+        is_inside = (folder / match["path"]).resolve().is_relative_to(app.srcdir)
+        return match[0] if is_inside else f"](path:{match['path']})"
+
+    content[0] = re.sub(r"\]\((?P<path>\.\./[^)#\s]+\.md)\)", link, content[0])
+
+
 def _append_navigation(_app, docname, content):
     """Append the trees of pages here: in the files, GitHub would show them as code."""
     if docname == "index":
@@ -59,5 +73,6 @@ def _append_navigation(_app, docname, content):
 
 
 def setup(app):
+    app.connect("source-read", _offer_pages_outside)
     app.connect("source-read", _append_navigation)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Celery's command line and Flower on a real worker, with the URL and no application: as README.md shows them.
+"""Celery's command line and Flower on a real worker, with the URL and no application: as docs/enqueue.md shows them.
 
 Redis has the users that are shipped; these tools are the operator's.
 """

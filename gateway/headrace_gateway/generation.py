@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
+from headrace_gateway import sse
 from headrace_gateway.answer_reader import AnswerReader, PlacedChunk, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
@@ -204,7 +205,7 @@ async def _streamed(
             reader,
             first,
             opened.pop_all(),
-            style=style,
+            framing=sse.DataFraming(style),
             keep_alive=gateway.settings.keep_alive,
             headers=headers,
         )

@@ -79,7 +79,7 @@ def celery(service: Service, arguments: str, *, code: int = 0) -> str:
     return done.stdout
 
 
-def test_the_readme_shows_these_commands() -> None:
+def test_the_page_shows_these_commands() -> None:
     shown = "\n".join(commands())
     for word in ("status", "inspect active", "call headrace.generate", "events --dump", "flower"):
         assert word in shown

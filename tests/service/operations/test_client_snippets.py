@@ -100,7 +100,8 @@ def test_every_kind_of_client_has_a_snippet() -> None:
 
 
 def test_the_curl_line_of_the_quickstart_works_as_it_stands(service: Service, gateway: LocalGateway) -> None:
-    (line,) = re.findall(r"^curl -N .*\\\n.*$", (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"), re.MULTILINE)
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^curl -N .*\\\n.*$", quickstart, re.MULTILINE)
     line = line.replace("http://127.0.0.1:8000", gateway.url).replace("smollm2-135m-instruct", "tiny")
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout

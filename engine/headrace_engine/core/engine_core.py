@@ -88,11 +88,11 @@ class EngineCore:
         self._grammars = GrammarPreparation(self._create_grammar_compiler)
         self._tokenizer: TokenizerParts | None = None
         """Kept from a door's call until the first grammar, which needs it, too."""
-        self.wake: Callable[[], None] = _nobody_sleeps
-        """Set by whoever sleeps until `has_work()`: called, from any thread, when it has come true by itself."""
+        self.wake: Callable[[], None] = _no_op_wake
+        """Set by the caller that waits for `has_work()`. Called, from any thread, when that becomes true by itself."""
         self.loras = self._load_adapters(config, runner.capabilities())
         self._answers: list[EngineCoreOutput] = []
-        """News that no step has to be computed for."""
+        """Outputs without a step: refusals, and ends of requests that were complete when they came."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -114,7 +114,7 @@ class EngineCore:
         request = Request(message, self.scheduler.kv.block_size, lora)
         answer = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
         if message.output_token_ids:
-            # An earlier attempt may have died between its last token and the news that it was the last.
+            # An earlier attempt may have died after its last token, before it said that it was the last.
             answer.finish_reason, answer.stop_reason = check_stop(request, self.model_info.max_model_len)
         if answer.finish_reason is not None:
             self.scheduler.queue_limits.leave(_released(request).request_id)
@@ -187,7 +187,7 @@ class EngineCore:
         return self.loras.call(method, *args)
 
     def has_work(self) -> bool:
-        if self.loras is not None and self.loras.has_news:
+        if self.loras is not None and self.loras.may_be_ready:
             return True
         return bool(self._answers or self._grammars) or self.scheduler.has_work()
 
@@ -200,12 +200,12 @@ class EngineCore:
         self._grammars.load()
 
     def step(self) -> EngineCoreOutputs:
-        """Compute one step and return its news. Call only while `has_work()`."""
+        """Compute one step and return its outputs. Call only while `has_work()`."""
         with self._stepping:
             return self._step()
 
     def _step(self) -> EngineCoreOutputs:
-        if self.loras is not None and self.loras.has_news:
+        if self.loras is not None and self.loras.may_be_ready:
             self._add_those_with_adapters(self.loras)
         started = time.perf_counter()
         if self._grammars:
@@ -213,21 +213,21 @@ class EngineCore:
         batch = self.scheduler.schedule()
         scheduled = time.perf_counter()
         stats = self.scheduler.stats
-        news: list[EngineCoreOutput] = []
+        new_outputs: list[EngineCoreOutput] = []
         if self._runs_ahead:
-            updating = self._launch(batch, news)
+            updating = self._launch(batch, new_outputs)
         else:
             output = self._run(batch, lambda: self.runner.execute_model(batch))
-            updating = self._update(batch, output, None, news)
+            updating = self._update(batch, output, None, new_outputs)
         for request, failed in self.scheduler.take_those_without_grammar():
             self._grammars.add(request, failed)
         stats.step_seconds = time.perf_counter() - started
         stats.phase_seconds = {"schedule": scheduled - started, **stats.phase_seconds, "update": updating}
         stats.compiled_graphs, stats.warm_up_seconds, stats.fallback_operators = self._compilation
         answers, self._answers = self._answers, []
-        return EngineCoreOutputs(outputs=answers + news, stats=stats)
+        return EngineCoreOutputs(outputs=answers + new_outputs, stats=stats)
 
-    def _launch(self, batch: StepBatch, news: list[EngineCoreOutput]) -> float:
+    def _launch(self, batch: StepBatch, new_outputs: list[EngineCoreOutput]) -> float:
         """Give the device a step, and take in the one before it; this one, too, where the next has to wait for it.
 
         Returns the seconds that the scheduler took for the results.
@@ -237,17 +237,17 @@ class EngineCore:
         before = self._in_flight
         launched = _InFlight(batch, requests, self._run(batch, lambda: runner.launch_model(batch)))
         self._in_flight = launched
-        seconds = self._take_in(before, news) if before is not None else 0.0
+        seconds = self._take_in(before, new_outputs) if before is not None else 0.0
         if launched.step.is_complete:
             self._in_flight = None
-            seconds += self._take_in(launched, news)
+            seconds += self._take_in(launched, new_outputs)
         return seconds
 
-    def _take_in(self, launched: "_InFlight", news: list[EngineCoreOutput]) -> float:
+    def _take_in(self, launched: "_InFlight", new_outputs: list[EngineCoreOutput]) -> float:
         output = self._run(launched.batch, launched.step.result)
         if output.void_request_ids and self._in_flight is not None:
             self._in_flight.forget(output.void_request_ids)
-        return self._update(launched.batch, output, launched.requests, news)
+        return self._update(launched.batch, output, launched.requests, new_outputs)
 
     def _run(self, batch: StepBatch, compute: Callable[[], T]) -> T:
         try:
@@ -257,11 +257,11 @@ class EngineCore:
             raise
 
     def _update(
-        self, batch: StepBatch, output: StepOutput, requests: list[Request] | None, news: list[EngineCoreOutput]
+        self, batch: StepBatch, output: StepOutput, requests: list[Request] | None, new_outputs: list[EngineCoreOutput]
     ) -> float:
         """Take a step's results in; returns the seconds that it took."""
         executed = time.perf_counter()
-        news += self.scheduler.update_from_output(batch, output, requests)
+        new_outputs += self.scheduler.update_from_output(batch, output, requests)
         stats = self.scheduler.stats
         for phase, seconds in output.phase_seconds.items():
             stats.phase_seconds[phase] = stats.phase_seconds.get(phase, 0.0) + seconds
@@ -324,7 +324,7 @@ class EngineCore:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step on the device, and the requests in it: whoever bears one of their ids later is not meant."""
+    """A step on the device, and the requests in it. A later request with the same id is not one of them."""
 
     batch: StepBatch
     requests: list[Request]
@@ -349,7 +349,7 @@ def _released(request: Request) -> Request:
 _NO_LORA = "this engine serves no LoRA adapters: enable_lora is not set"
 
 
-def _nobody_sleeps() -> None:
+def _no_op_wake() -> None:
     """For a core whose owner calls `step` as it likes."""
 
 

@@ -10,7 +10,8 @@ DOCS := .venv-docs
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 
-.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -107,6 +108,9 @@ bench-gateway: $(STAMP) ## what HTTP costs beside the queue's own client, and 1,
 
 bench-serve: $(STAMP) $(VLLM_VENV)/.installed ## `vllm bench serve` against the gateway and vLLM's own server
 	@$(BIN)/python benchmarks/serve_beside_vllm.py --vllm $(VLLM_VENV)/bin/python
+
+bench-vllm-queue: $(STAMP) $(VLLM_VENV)/.installed ## what the queue costs in front of vLLM, beside its own `LLM.generate`
+	@$(BIN)/python benchmarks/vllm_queue.py --vllm $(VLLM_VENV)/bin/python
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py

@@ -12,10 +12,10 @@ from engine.perplexity import perplexity, prompts
 from engine.test_real_model import model as model  # the fixture
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.cpu import CPURunner
-from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.runner.models.paged_model import PagedModel
 
 pytestmark = pytest.mark.torch
 

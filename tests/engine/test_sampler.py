@@ -12,8 +12,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from headrace_engine.runner.rng import uniform
-from headrace_engine.runner.sampler import SamplingRow, sample
+from headrace_engine.runner.sampling.rng import uniform
+from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -43,7 +43,7 @@ SERVED: frozenset[Outcome] = frozenset({"stop", "length"})
 
 @dataclass(slots=True)
 class Totals:
-    """What happened since the worker started, for whoever asks the worker itself."""
+    """Count what happened since the worker started, for remote control."""
 
     tokens: int = 0
     requests: int = 0

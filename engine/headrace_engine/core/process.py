@@ -134,7 +134,7 @@ class EngineCoreProcess:
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
         number, answer = next(self._call_numbers), Future[Any]()
-        answer.set_running_or_notify_cancel()  # whoever waits for it may be cancelled; the call is made all the same
+        answer.set_running_or_notify_cancel()  # its waiter may be cancelled; the call is made all the same
         self._calls[number] = answer
         try:
             self._send(["call", number, method, list(args)])

@@ -258,6 +258,7 @@ class WorkerSettings(BaseSettings):
         ).create_engine_config()
         if config.lora is not None:
             config.lora.preload = adapters.named()
+            config.lora.needs_hot_load = self.lora_dir is not None
         return config
 
     def stall_limit(self) -> float:

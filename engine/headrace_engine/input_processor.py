@@ -14,7 +14,7 @@ from headrace_engine.bad_words import tokenize_bad_words
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.chat import ChatMessage as ChatMessage
 from headrace_engine.chat import ChatOptions, read_messages
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker

@@ -40,7 +40,7 @@ async def call_tokenizer(
 
 async def count_tokens(gateway: Gateway, model: RegisteredModel, prompt: SubmitRequest, *, prompt_field: str) -> int:
     """How many tokens the prompt of a request has: the `prompt_tokens` that its answer would tell."""
-    body = {"request": prompt_of(prompt)}
+    body = {"request": prompt_of(submission)}
     result = await call_tokenizer(gateway, model, "count", body, prompt_field=prompt_field)
     return int(result["count"])
 

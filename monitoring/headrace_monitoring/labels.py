@@ -46,8 +46,10 @@ Endpoint = Literal[
     "chat_completions", "completions", "messages", "tokenizer", "models", "operations", "page", "probes", "other"
 ]
 Rejoin = Literal["start", "cursor"]
+WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+WEBHOOK_OUTCOMES: tuple[WebhookOutcome, ...] = get_args(WebhookOutcome)
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")
 
 # where a value outside its set is counted: a new reason must not become a new series

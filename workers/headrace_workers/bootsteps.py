@@ -20,7 +20,7 @@ from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.tokenizer_calls import TokenizerCalls
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
@@ -66,6 +66,7 @@ class EngineStep(bootsteps.StartStopStep):
             model=settings.served_name,
             queue=queue,
             version=version("headrace"),
+            stall_limit=settings.stall_limit(),
             label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
         )
         if config.engine != OWN_ENGINE:  # what it tells is known when it is ready

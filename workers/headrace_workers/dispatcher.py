@@ -24,7 +24,7 @@ from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter, begun_with, draws_of
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.input_processor import CheckedPrompt, InputProcessor, ProcessedRequest
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.contracts import ModelInfo

@@ -11,8 +11,10 @@ from headrace_broker.errors import SettingsError
 from headrace_broker.messages import name_problems
 from headrace_broker.settings import BrokerSettings
 from headrace_engine import default_model
-from headrace_engine.config import EngineArgs, EngineConfig
-from headrace_engine.engines import OWN_ENGINE, find_engine
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine_args import EngineArgs
+from headrace_engine.engine_names import OWN_ENGINE
+from headrace_engine.engines import find_engine
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers.adapters import Adapters
@@ -83,6 +85,7 @@ class WorkerSettings(BaseSettings):
     kv_cache_dtype: str = "auto"
     """bfloat16: keys and values in half the memory under a float32 model, a little less exact. fp8: cuda only."""
     attention_backend: str = "auto"
+    """Kernel of paged attention: auto, native, torch or triton."""
     quantization: str | None = None
     """int8: the decoder's matrix products in 8 bits; faster, a little less exact."""
     enforce_eager: bool = False
@@ -114,6 +117,7 @@ class WorkerSettings(BaseSettings):
     max_cpu_loras: int | None = Field(None, ge=1)
     """Most adapters in memory; None means max_loras, or all named ones where these are more."""
     trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint or its tokenizer."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
     """0 takes a free port."""
@@ -134,6 +138,7 @@ class WorkerSettings(BaseSettings):
     """An engine that has work and makes no step for so long is killed and started again; None: the engine's own limit,
     or STALL_SECONDS."""
     log_level: str = "INFO"
+    """DEBUG, INFO, WARNING or ERROR."""
     log_json: bool | None = None
     """None: JSON unless the log goes to a terminal."""
 
@@ -253,6 +258,7 @@ class WorkerSettings(BaseSettings):
         ).create_engine_config()
         if config.lora is not None:
             config.lora.preload = adapters.named()
+            config.lora.needs_hot_load = self.lora_dir is not None
         return config
 
     def stall_limit(self) -> float:

@@ -10,13 +10,13 @@ import pytest
 
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.capability_checks import config_problems
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, InvalidRequestError, LoRAError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request_checks import RequestChecks
 from headrace_engine.runner.contracts import DRAWS, ModelInfo
-from headrace_engine.runner.rng import uniform
+from headrace_engine.runner.sampling.rng import uniform
 from headrace_engine.sampling_params import SamplingParams
 from unit.engine import fake_engine
 
@@ -186,6 +186,16 @@ def test_options_that_the_loaded_engine_does_not_serve_are_named() -> None:
         "enable_lora is set, but the engine headrace serves no LoRA adapters here",
         "logits_processors is engine.processors:CountUp, but the engine headrace takes none of Headrace's",
     ]
+
+
+def test_a_folder_of_adapters_needs_an_engine_that_loads_them_while_it_runs() -> None:
+    config = EngineArgs(model="m", enable_lora=True).create_engine_config()
+    assert config_problems(config, EngineCapabilities(lora=True)) == []
+    assert config.lora is not None
+    config.lora.needs_hot_load = True
+    assert config_problems(config, EngineCapabilities(lora=True, lora_hot_load=True)) == []
+    [problem] = config_problems(config, EngineCapabilities(lora=True))
+    assert "lora_dir is set, but the engine headrace loads no LoRA adapters while it runs" in problem
 
 
 def test_an_engine_without_adapters_does_not_start_where_they_are_wanted(

@@ -17,9 +17,10 @@ import pytest
 
 from headrace_engine import interpreter
 from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import AsyncEngineArgs, EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.frames import PROTOCOL, protocol_problem
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import AsyncEngineArgs, EngineArgs
 from headrace_engine.engines import find_engine
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.llm_engine import LLMEngine, start_core
@@ -161,6 +162,20 @@ def test_a_child_of_another_engine_serves_requests(start: Start) -> None:
     first, last = core.get_outputs(), core.get_outputs()
     assert first is not None and first.outputs[0].new_token_ids == [5]
     assert last is not None and last.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("code", ["import no_such_package", "raise RuntimeError('it is built for another one')", None])
+def test_a_child_that_cannot_be_imported_is_told_as_what_no_retry_can_mend(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: str | None
+) -> None:
+    if code is not None:
+        (tmp_path / "broken_child.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(fake_engine.FakeEngine, "child_module", "broken_child")
+    with pytest.raises(ConfigError, match="-m broken_child failed before it could say why") as caught:
+        start().wait_ready(20)
+    assert "pip install fake-engine" in str(caught.value)
+    assert (code or "No module named broken_child") in capfd.readouterr().err
 
 
 def test_the_library_runs_another_engine_in_a_child(start: Start) -> None:

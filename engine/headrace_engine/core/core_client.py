@@ -1,0 +1,104 @@
+"""How the doors talk to a core: one protocol, the core in this process or in a child.
+
+`InProcessCore` lives here, the child in `process.py`.
+"""
+
+import queue
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.errors import EngineDeadError
+from headrace_engine.request import EngineCoreRequest
+from headrace_engine.runner.contracts import ModelInfo
+
+
+class CoreClient(Protocol):
+    """Requests go in at any time and from any thread; outputs are taken by one thread."""
+
+    @property
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    def add_request(self, request: EngineCoreRequest) -> None: ...
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None: ...
+
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        """`EngineCore.call`, in the core's process. Answered while somebody takes outputs, or waits with `wait`."""
+
+    def wait(self, answer: "Future[Any]") -> None:
+        """Block until a call is answered, for a caller who is the one that takes outputs."""
+
+    def get_outputs(self) -> EngineCoreOutputs | None:
+        """Block until a step is done and return it; None after `shutdown`.
+
+        Raises:
+            EngineDeadError: the core failed.
+        """
+
+    def shutdown(self) -> None: ...
+
+    def close(self) -> None:
+        """Give back what the outputs came through; after `shutdown`, when nobody takes outputs any more."""
+
+
+class InProcessCore:
+    """The core in the caller's process; a step is computed when the caller asks for outputs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.core = EngineCore(config, create_runner(config))
+        self.model_info = self.core.model_info
+        self.capabilities = self.core.capabilities
+        self._commands: queue.SimpleQueue[EngineCoreRequest | list[str] | None] = queue.SimpleQueue()
+        self.core.wake = lambda: self._commands.put([])  # to abort nobody: enough to look for work again
+        self._stopped = False
+        self._failure: str | None = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._commands.put(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self._commands.put(list(request_ids))
+
+    def call(self, method: str, *args: Any) -> "Future[Any]":
+        return self.core.call(method, *args)
+
+    def wait(self, answer: "Future[Any]") -> None:
+        answer.exception()
+
+    def get_outputs(self) -> EngineCoreOutputs | None:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+        while not self._stopped:
+            while not self._commands.empty() or not self.core.has_work():
+                command = self._commands.get()
+                if command is None:
+                    self._stopped = True
+                    return None
+                if isinstance(command, EngineCoreRequest):
+                    self.core.add_request(command)
+                else:
+                    self.core.abort_requests(command)
+            try:
+                outputs = self.core.step()
+            except Exception as error:
+                self._failure = f"the engine core failed: {type(error).__name__}: {error}"
+                raise EngineDeadError(self._failure) from error
+            if outputs.outputs or outputs.stats.num_requests:
+                return outputs
+        return None
+
+    def shutdown(self) -> None:
+        self._commands.put(None)
+        self.core.shutdown()
+
+    def close(self) -> None:
+        """Nothing to give back: the core lives here."""

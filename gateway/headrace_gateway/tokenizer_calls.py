@@ -38,7 +38,9 @@ async def call_tokenizer(
         raise api_error_of_end(error.code, str(error), prompt_field=prompt_field) from error
 
 
-async def count_tokens(gateway: Gateway, model: RegisteredModel, prompt: SubmitRequest, *, prompt_field: str) -> int:
+async def count_tokens(
+    gateway: Gateway, model: RegisteredModel, submission: SubmitRequest, *, prompt_field: str
+) -> int:
     """How many tokens the prompt of a request has: the `prompt_tokens` that its answer would tell."""
     body = {"request": prompt_of(submission)}
     result = await call_tokenizer(gateway, model, "count", body, prompt_field=prompt_field)

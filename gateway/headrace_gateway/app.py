@@ -1,11 +1,12 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,9 +18,10 @@ from starlette.responses import Response
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes
+from headrace_gateway import generation, models_endpoint, overview, page_files, probes, responses
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
+from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
@@ -31,6 +33,8 @@ from headrace_gateway.openapi import document
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
+from headrace_gateway.response_collector import ResponseCollector
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
@@ -73,11 +77,16 @@ def make_app(
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+            open_responses = Claims(redis, "responses")
+            stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
+            collector = ResponseCollector(
+                redis, open_responses, envelopes, stored, metrics, None, longest=broker.result_ttl_seconds / 4
+            )
             app.state.gateway = Gateway(
-                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis)
+                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis), stored
             )
             try:
-                async with watch.watching(redis):
+                async with watch.watching(redis), _running(collector.run()):
                     yield
             finally:
                 await hub.aclose()
@@ -100,7 +109,14 @@ def make_app(
     public = (*probes.routes, *page_files.routes)
     middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes, *document.routes],
+        routes=[
+            *public,
+            *generation.routes,
+            *responses.routes,
+            *models_endpoint.routes,
+            *overview.routes,
+            *document.routes,
+        ],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,
@@ -113,6 +129,20 @@ def make_app(
     app.router.redirect_slashes = False  # a redirect would lose the body of a POST in some clients
     app.state.redis_watch = watch
     return app
+
+
+@asynccontextmanager
+async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run what works beside the requests while the block runs."""
+    tasks = [asyncio.create_task(role) for role in roles]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 def _answer(request: Request, error: ApiError) -> Response:

@@ -17,6 +17,7 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 if TYPE_CHECKING:
     from headrace_gateway.envelope import EnvelopeStore
     from headrace_gateway.model_catalog import ModelCatalog
+    from headrace_gateway.response_store import ResponseStore
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    responses: "ResponseStore"
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

@@ -42,10 +42,11 @@ RETURN_REASONS = (
 """Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
-Endpoint = Literal["chat_completions", "completions", "models", "operations", "page", "probes", "other"]
+Endpoint = Literal["chat_completions", "completions", "responses", "models", "operations", "page", "probes", "other"]
 Rejoin = Literal["start", "cursor"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+RESPONSE_ENDS = ("completed", "incomplete", "failed", "cancelled")
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")
 
 # where a value outside its set is counted: a new reason must not become a new series

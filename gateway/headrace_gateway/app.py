@@ -18,7 +18,16 @@ from starlette.responses import Response
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes, responses
+from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_gateway import (
+    generation,
+    models_endpoint,
+    overview,
+    page_files,
+    probes,
+    responses,
+    tokenizer_endpoints,
+)
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.claims import Claims
@@ -83,7 +92,16 @@ def make_app(
                 redis, open_responses, envelopes, stored, metrics, None, longest=broker.result_ttl_seconds / 4
             )
             app.state.gateway = Gateway(
-                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis), stored
+                settings,
+                client,
+                redis,
+                ModelCatalog(client),
+                envelopes,
+                hub,
+                metrics,
+                RateLimits(redis),
+                stored,
+                TokenizerAsker(redis),
             )
             try:
                 async with watch.watching(redis), _running(collector.run()):
@@ -113,6 +131,7 @@ def make_app(
             *public,
             *generation.routes,
             *responses.routes,
+            *tokenizer_endpoints.routes,
             *models_endpoint.routes,
             *overview.routes,
             *document.routes,

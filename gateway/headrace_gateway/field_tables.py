@@ -57,6 +57,11 @@ RESPONSE: Final = frozenset(
     }
 )
 """Of the Responses API; it has the sampling parameters, too, but for those in RESPONSE_REFUSED."""
+TOKENIZE_PROMPT: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+TOKENIZE_CHAT: Final = TOKENIZE_PROMPT - {"prompt"} | frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+)
+DETOKENIZE: Final = frozenset({"model", "tokens"})
 
 IGNORED: Final = {
     "user": "the tenant comes from the API key",

@@ -24,6 +24,8 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/chat/completions", "chat_completions"),
     ("/v1/completions", "completions"),
     ("/v1/responses", "responses"),
+    ("/tokenize", "tokenizer"),
+    ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),
     ("/headrace/", "operations"),
     ("/page/", "page"),

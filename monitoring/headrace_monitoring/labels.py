@@ -33,13 +33,14 @@ RETURN_REASONS = (
     "redis",
     "drain",
     "cleared",
+    "preempted",
     "engine_given_up",
     "stream_refused",
     "fenced",
     "rolled_back",
     "result_not_stored",
 )
-"""Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
+"""Why a worker gives a message back. The first five are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
 Endpoint = Literal["chat_completions", "completions", "tokenizer", "models", "operations", "page", "probes", "other"]

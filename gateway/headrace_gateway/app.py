@@ -19,10 +19,15 @@ from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_gateway import generation, models_endpoint, overview, page_files, probes
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.batch import batches_endpoint
+from headrace_gateway.batch.batch_runner import running_batches
+from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.files import files_endpoint
+from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
@@ -73,11 +78,21 @@ def make_app(
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+            files = None if settings.files is None else StoredFiles(settings.files)
             app.state.gateway = Gateway(
-                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis)
+                settings,
+                client,
+                redis,
+                ModelCatalog(client),
+                envelopes,
+                hub,
+                metrics,
+                RateLimits(redis),
+                files,
+                BatchStore(redis),
             )
             try:
-                async with watch.watching(redis):
+                async with watch.watching(redis), running_batches(app.state.gateway):
                     yield
             finally:
                 await hub.aclose()
@@ -100,7 +115,15 @@ def make_app(
     public = (*probes.routes, *page_files.routes)
     middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes, *document.routes],
+        routes=[
+            *public,
+            *generation.routes,
+            *models_endpoint.routes,
+            *files_endpoint.routes,
+            *batches_endpoint.routes,
+            *overview.routes,
+            *document.routes,
+        ],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,

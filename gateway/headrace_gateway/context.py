@@ -15,7 +15,9 @@ from headrace_gateway.settings import GatewaySettings
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
+    from headrace_gateway.batch.batch_store import BatchStore
     from headrace_gateway.envelope import EnvelopeStore
+    from headrace_gateway.files.stored_files import StoredFiles
     from headrace_gateway.model_catalog import ModelCatalog
 
 
@@ -31,6 +33,8 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    files: "StoredFiles | None"
+    batches: "BatchStore"
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,8 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/chat/completions", "chat_completions"),
     ("/v1/completions", "completions"),
     ("/v1/models", "models"),
+    ("/v1/files", "files"),
+    ("/v1/batches", "batches"),
     ("/headrace/", "operations"),
     ("/page/", "page"),
     ("/health", "probes"),

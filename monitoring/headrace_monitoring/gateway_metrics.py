@@ -47,6 +47,21 @@ class GatewayMetrics:
             "gateway_key_file_valid", "0 while the key file cannot be used and the keys of an older one are in use."
         )
         self._key_file_valid.set(1)
+        self._batch_lines = make.counters(
+            "gateway_batch_lines_total",
+            "Lines of batches that got their answer or error, by outcome.",
+            "outcome",
+            labels.BATCH_LINE_OUTCOMES,
+        )
+        self._batches = make.gauge("gateway_batches", "Batches that this replica works on.")
+        self._batches_waiting = make.gauge(
+            "gateway_batches_waiting_for_storage",
+            "Batches of this replica that cannot write to the directory of files, or read it.",
+        )
+        self._batch_idle = make.gauge(
+            "gateway_batch_idle_seconds",
+            "Longest time for which a batch of this replica has got no answer of a line.",
+        )
 
     def answered(self, endpoint: labels.Endpoint, status: int | None) -> None:
         """An answer ended; `status` is None where the client left before there was one."""
@@ -77,6 +92,15 @@ class GatewayMetrics:
     def key_file_read(self, *, valid: bool) -> None:
         """A new version of the key file was looked at."""
         self._key_file_valid.set(valid)
+
+    def batch_line(self, outcome: labels.BatchLineOutcome) -> None:
+        self._batch_lines[outcome].inc()
+
+    def batches(self, count: int, waiting_for_storage: int, idle_seconds: float) -> None:
+        """What this replica works on now."""
+        self._batches.set(count)
+        self._batches_waiting.set(waiting_for_storage)
+        self._batch_idle.set(idle_seconds)
 
     def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
         """What Prometheus scrapes."""

@@ -46,7 +46,7 @@ class BatchStore:
     """
 
     def __init__(
-        self, client: "redis.asyncio.Redis", *, claim_seconds: float = 20.0, now: Callable[[], float] = time.time
+        self, client: "redis.asyncio.Redis", *, claim_seconds: float = 10.0, now: Callable[[], float] = time.time
     ) -> None:
         self._client: Final = client
         self._now: Final = now

@@ -1,7 +1,6 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +28,17 @@ from headrace_gateway import (
     tokenizer_endpoints,
 )
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.batch import batches_endpoint
+from headrace_gateway.batch.batch_runner import running_batches
+from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.event_stream import end_tasks
+from headrace_gateway.files import files_endpoint
+from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
@@ -45,6 +50,9 @@ from headrace_gateway.request_log import RequestLog
 from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.watched_file import WatchedFile
+from headrace_gateway.webhooks.announcer import Webhooks
+from headrace_gateway.webhooks.endpoint_file import read_endpoints
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
@@ -69,7 +77,8 @@ def make_app(
 
     What else it must know of the queue, such as HEADRACE_MAX_QUEUED_REQUESTS, is read from the environment.
 
-    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a bad setting of the queue.
+    Raises GatewaySettingsError where the key file or the webhook file cannot be used, SettingsError for a bad setting
+    of the queue.
     """
     broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": settings.redis_url})
     metrics = GatewayMetrics() if metrics is None else metrics
@@ -77,6 +86,14 @@ def make_app(
     key_file = None
     if settings.keys is not None:
         key_file = KeyFile(settings.keys, when_read=lambda valid: metrics.key_file_read(valid=valid))
+    webhook_file = None
+    if settings.webhooks is not None:
+        webhook_file = WatchedFile(
+            "webhook file",
+            settings.webhooks,
+            read_endpoints,
+            when_read=lambda valid: metrics.webhook_file_read(valid=valid),
+        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -88,9 +105,17 @@ def make_app(
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
             open_responses = Claims(redis, "responses")
             stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
+            webhooks = Webhooks(redis, webhook_file, metrics)
             collector = ResponseCollector(
-                redis, open_responses, envelopes, stored, metrics, None, longest=broker.result_ttl_seconds / 4
+                redis,
+                open_responses,
+                envelopes,
+                stored,
+                metrics,
+                webhooks.announce,
+                longest=broker.result_ttl_seconds / 4,
             )
+            files = None if settings.files is None else StoredFiles(settings.files)
             app.state.gateway = Gateway(
                 settings,
                 client,
@@ -102,9 +127,16 @@ def make_app(
                 RateLimits(redis),
                 stored,
                 TokenizerAsker(redis),
+                webhooks,
+                files,
+                BatchStore(redis),
             )
             try:
-                async with watch.watching(redis), _running(collector.run()):
+                async with (
+                    watch.watching(redis),
+                    _running(webhooks.run(), collector.run()),
+                    running_batches(app.state.gateway),
+                ):
                     yield
             finally:
                 await hub.aclose()
@@ -133,6 +165,8 @@ def make_app(
             *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,
+            *files_endpoint.routes,
+            *batches_endpoint.routes,
             *overview.routes,
             *document.routes,
         ],
@@ -157,11 +191,7 @@ async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*tasks)
 
 
 def _answer(request: Request, error: ApiError) -> Response:

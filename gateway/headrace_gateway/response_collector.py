@@ -56,7 +56,7 @@ class ResponseCollector:
         envelopes: EnvelopeStore,
         responses: ResponseStore,
         metrics: GatewayMetrics,
-        announce: Announce | None,
+        announce: Announce,
         *,
         longest: float,
     ) -> None:
@@ -148,7 +148,7 @@ class ResponseCollector:
 
     async def _tell(self, envelope: Envelope, status: str) -> None:
         assert isinstance(envelope.form, ResponseForm)
-        if self._announce is None or not envelope.form.background:
+        if not envelope.form.background:
             return
         at = int(time.time())
         await self._announce(f"response.{status}", envelope.id, key=envelope.key, tenant=envelope.tenant, at=at)

@@ -24,9 +24,12 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/chat/completions", "chat_completions"),
     ("/v1/completions", "completions"),
     ("/v1/messages", "messages"),
+    ("/v1/responses", "responses"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),
+    ("/v1/files", "files"),
+    ("/v1/batches", "batches"),
     ("/headrace/", "operations"),
     ("/page/", "page"),
     ("/health", "probes"),
@@ -101,7 +104,7 @@ class _Exchange:
             self._start(message)
         elif message.get("body") and not self._has_body:
             self._has_body = True
-            if self._endpoint in ("chat_completions", "completions", "messages") and self.status == 200:
+            if self._endpoint in ("chat_completions", "completions", "messages", "responses") and self.status == 200:
                 self._metrics.first_byte(time.monotonic() - self._began)
         await self._send(message)
 

@@ -17,8 +17,9 @@ from starlette.routing import Route
 from headrace_gateway import cursor, field_tables
 from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
 from headrace_gateway.json_response import JsonResponse
-from headrace_gateway.openapi import anthropic_schemas, schemas, tokenizer_schemas
+from headrace_gateway.openapi import anthropic_schemas, response_schemas, schemas, tokenizer_schemas
 from headrace_gateway.openapi.schemas import Schema, closed, integer, or_null
+from headrace_gateway.responses import MAX_PAGE
 
 PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
 
@@ -71,9 +72,35 @@ def document() -> dict[str, Any]:
             "/v1/messages": {"post": _of_anthropic(_create("create_message", "Message"))},
             "/v1/messages/{id}": {"get": _of_anthropic(_read("read_message", "Message"))},
             "/v1/messages/count_tokens": {"post": _of_anthropic(_ask("count_message_tokens", "MessageTokens"))},
-            "/v1/responses/input_tokens": {"post": _ask("count_response_tokens", "ResponseInputTokens")},
+            "/v1/responses/input_tokens": {
+                "post": _ask("count_response_tokens", "ResponseInputTokens", "ResponseRequest")
+            },
             "/tokenize": {"post": _ask("tokenize", "Tokenized")},
             "/detokenize": {"post": _ask("detokenize", "Detokenized")},
+            "/v1/responses": {"post": _create("create_response", "Response")},
+            "/v1/responses/{id}": {
+                "get": _of_response(
+                    "read_response",
+                    "Read a Response, or its events",
+                    _answer_or_stream("Response"),
+                    _parameter("query", "stream", schemas.BOOLEAN),
+                    _parameter("query", "starting_after", integer(0, 10**18)),
+                ),
+                "delete": _of_response("delete_response", "Delete a Response", _json("DeletedResponse")),
+            },
+            "/v1/responses/{id}/cancel": {
+                "post": _of_response("cancel_response", "Cancel a Response in the background", _json("Response")),
+            },
+            "/v1/responses/{id}/input_items": {
+                "get": _of_response(
+                    "list_input_items",
+                    "List the input of a Response",
+                    _json("ResponseItems"),
+                    _parameter("query", "limit", integer(1, MAX_PAGE)),
+                    _parameter("query", "order", {"enum": ["asc", "desc"]}),
+                    _parameter("query", "after", schemas.STRING),
+                ),
+            },
             "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
             "/ready": {
                 "get": _operation(
@@ -94,7 +121,6 @@ def document() -> dict[str, Any]:
                 "CompletionRequest": _body(field_tables.COMPLETION, schemas.COMPLETION_FIELDS, "model", "prompt"),
                 "MessageRequest": anthropic_schemas.body(field_tables.MESSAGES, "max_tokens"),
                 "MessageTokensRequest": anthropic_schemas.body(field_tables.COUNTED_MESSAGES),
-                "ResponseInputTokensRequest": tokenizer_schemas.RESPONSE_REQUEST,
                 "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
                 "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
                 "ChatCompletion": schemas.CHAT_COMPLETION,
@@ -104,6 +130,10 @@ def document() -> dict[str, Any]:
                 "ResponseInputTokens": tokenizer_schemas.RESPONSE_TOKENS,
                 "Tokenized": tokenizer_schemas.TOKENIZED,
                 "Detokenized": tokenizer_schemas.DETOKENIZED,
+                "ResponseRequest": response_schemas.request(schemas.FIELDS),
+                "Response": response_schemas.RESPONSE,
+                "DeletedResponse": response_schemas.DELETED,
+                "ResponseItems": response_schemas.ITEMS,
                 "Unfinished": schemas.UNFINISHED,
                 "Model": schemas.MODEL,
                 "Models": schemas.MODELS,
@@ -176,9 +206,10 @@ def _create(name: str, answer: str) -> dict[str, Any]:
     }
 
 
-def _ask(name: str, answer: str) -> dict[str, Any]:
+def _ask(name: str, answer: str, request: str | None = None) -> dict[str, Any]:
+    schema = _ref(request or f"{answer}Request")
     return _operation(name, f"Ask a tokenizer: {answer}", _WHEN_ASKED, {"200": _json(answer)}) | {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(f"{answer}Request")}}}
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
     }
 
 
@@ -205,6 +236,11 @@ def _read(name: str, answer: str) -> dict[str, Any]:
             _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
         ]
     }
+
+
+def _of_response(name: str, summary: str, found: dict[str, Any], *query: dict[str, Any]) -> dict[str, Any]:
+    operation = _operation(name, summary, _WHEN_READ, {"200": found})
+    return operation | {"parameters": [_parameter("path", "id", schemas.STRING), *query]}
 
 
 def _answer_or_stream(answer: str) -> dict[str, Any]:

@@ -36,12 +36,6 @@ TOKENIZE_REQUEST: Final = either(
 DETOKENIZE_REQUEST: Final = closed(
     {"model": or_null(STRING), "tokens": array(integer(0, rules.MAX_TOKEN_ID), maxItems=MAX_PROMPT_TOKENS)}, "tokens"
 )
-RESPONSE_REQUEST: Final[Schema] = {
-    "type": "object",
-    "description": "What `POST /v1/responses` takes.",
-    "properties": {"model": STRING},
-    "required": ["model"],
-}
 
 
 def _answer(properties: Schema) -> Schema:

@@ -30,19 +30,19 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
         document: dict[str, Any] = json.load(response)
     narrowed = copy.deepcopy(document)
     schemas = narrowed["components"]["schemas"]
-    for name in ("DetokenizedRequest", "ResponseInputTokensRequest", "MessageTokensRequest"):
+    for name in ("DetokenizedRequest", "MessageTokensRequest"):
         schemas[name]["properties"]["model"] = {"const": gateway.model}
     for one in schemas["TokenizedRequest"]["anyOf"]:
         one["properties"]["model"] = {"const": gateway.model}
-    schemas["MessageRequest"]["properties"] |= {"model": {"const": gateway.model}, "max_tokens": {"enum": [1, 2, 3]}}
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
-        schema = narrowed["components"]["schemas"][name]
+    limits = {"ChatCompletionRequest": "max_tokens", "CompletionRequest": "max_tokens", "MessageRequest": "max_tokens"}
+    limits["ResponseRequest"] = "max_output_tokens"
+    for name, limit in limits.items():
+        schema = schemas[name]
         schema["properties"]["model"] = {"const": gateway.model}
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("n", "max_tokens", "max_completion_tokens", "max_output_tokens"):
             if field in schema["properties"]:
                 schema["properties"][field] = {"type": "integer", "minimum": 1, "maximum": 3}
-        schema["required"].append("max_tokens")
-        schema["properties"]["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
+        schema["required"].append(limit)
     return narrowed
 
 

@@ -23,6 +23,7 @@ _CLIENT_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/chat/completions", "chat_completions"),
     ("/v1/completions", "completions"),
+    ("/v1/responses", "responses"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),
@@ -102,7 +103,7 @@ class _Exchange:
             self._start(message)
         elif message.get("body") and not self._has_body:
             self._has_body = True
-            if self._endpoint in ("chat_completions", "completions") and self.status == 200:
+            if self._endpoint in ("chat_completions", "completions", "responses") and self.status == 200:
                 self._metrics.first_byte(time.monotonic() - self._began)
         await self._send(message)
 

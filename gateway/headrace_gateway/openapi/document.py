@@ -17,8 +17,9 @@ from starlette.routing import Route
 from headrace_gateway import cursor, field_tables
 from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
 from headrace_gateway.json_response import JsonResponse
-from headrace_gateway.openapi import schemas
+from headrace_gateway.openapi import response_schemas, schemas
 from headrace_gateway.openapi.schemas import Schema, closed, integer, or_null
+from headrace_gateway.responses import MAX_PAGE
 
 PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
 
@@ -65,6 +66,30 @@ def document() -> dict[str, Any]:
             "/v1/chat/completions/{id}": {"get": _read("read_chat_completion", "ChatCompletion")},
             "/v1/completions": {"post": _create("create_completion", "Completion")},
             "/v1/completions/{id}": {"get": _read("read_completion", "Completion")},
+            "/v1/responses": {"post": _create("create_response", "Response")},
+            "/v1/responses/{id}": {
+                "get": _of_response(
+                    "read_response",
+                    "Read a Response, or its events",
+                    _answer_or_stream("Response"),
+                    _parameter("query", "stream", schemas.BOOLEAN),
+                    _parameter("query", "starting_after", integer(0, 10**18)),
+                ),
+                "delete": _of_response("delete_response", "Delete a Response", _json("DeletedResponse")),
+            },
+            "/v1/responses/{id}/cancel": {
+                "post": _of_response("cancel_response", "Cancel a Response in the background", _json("Response")),
+            },
+            "/v1/responses/{id}/input_items": {
+                "get": _of_response(
+                    "list_input_items",
+                    "List the input of a Response",
+                    _json("ResponseItems"),
+                    _parameter("query", "limit", integer(1, MAX_PAGE)),
+                    _parameter("query", "order", {"enum": ["asc", "desc"]}),
+                    _parameter("query", "after", schemas.STRING),
+                ),
+            },
             "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
             "/ready": {
                 "get": _operation(
@@ -85,6 +110,10 @@ def document() -> dict[str, Any]:
                 "CompletionRequest": _body(field_tables.COMPLETION, schemas.COMPLETION_FIELDS, "model", "prompt"),
                 "ChatCompletion": schemas.CHAT_COMPLETION,
                 "Completion": schemas.COMPLETION,
+                "ResponseRequest": response_schemas.request(schemas.FIELDS),
+                "Response": response_schemas.RESPONSE,
+                "DeletedResponse": response_schemas.DELETED,
+                "ResponseItems": response_schemas.ITEMS,
                 "Unfinished": schemas.UNFINISHED,
                 "Model": schemas.MODEL,
                 "Models": schemas.MODELS,
@@ -169,6 +198,11 @@ def _read(name: str, answer: str) -> dict[str, Any]:
             _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
         ]
     }
+
+
+def _of_response(name: str, summary: str, found: dict[str, Any], *query: dict[str, Any]) -> dict[str, Any]:
+    operation = _operation(name, summary, _WHEN_READ, {"200": found})
+    return operation | {"parameters": [_parameter("path", "id", schemas.STRING), *query]}
 
 
 def _answer_or_stream(answer: str) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
-import contextlib
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -18,7 +17,8 @@ from starlette.responses import Response
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes
+from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
@@ -40,6 +40,8 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
+_PATIENCE_SECONDS: Final = 10.0
+"""A role may take so long to end before it is cancelled again."""
 _EXPOSED: Final = (
     "x-request-id",
     "x-client-request-id",
@@ -88,7 +90,16 @@ def make_app(
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
             webhooks = Webhooks(redis, webhook_file, metrics)
             app.state.gateway = Gateway(
-                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis), webhooks
+                settings,
+                client,
+                redis,
+                ModelCatalog(client),
+                envelopes,
+                hub,
+                metrics,
+                RateLimits(redis),
+                TokenizerAsker(redis),
+                webhooks,
             )
             try:
                 async with watch.watching(redis), _running(webhooks.run()):
@@ -114,7 +125,14 @@ def make_app(
     public = (*probes.routes, *page_files.routes)
     middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes, *document.routes],
+        routes=[
+            *public,
+            *generation.routes,
+            *tokenizer_endpoints.routes,
+            *models_endpoint.routes,
+            *overview.routes,
+            *document.routes,
+        ],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,
@@ -136,11 +154,19 @@ async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in tasks:
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel them until they end: asyncio.wait_for of Python 3.11, in redis-py, can lose a cancellation."""
+    going = set(tasks)
+    while going:
+        for task in going:
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        _, going = await asyncio.wait(going, timeout=_PATIENCE_SECONDS)
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(error, Exception):
+            raise error
 
 
 def _answer(request: Request, error: ApiError) -> Response:

@@ -42,7 +42,7 @@ RETURN_REASONS = (
 """Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
-Endpoint = Literal["chat_completions", "completions", "models", "operations", "page", "probes", "other"]
+Endpoint = Literal["chat_completions", "completions", "tokenizer", "models", "operations", "page", "probes", "other"]
 Rejoin = Literal["start", "cursor"]
 WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
@@ -81,6 +81,7 @@ REFUSALS = (
     "internal_error",
     "stopping",
     "other_release",
+    "tokenizer_unavailable",
     OTHER,
 )
 """Codes of the gateway's errors."""

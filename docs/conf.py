@@ -29,6 +29,7 @@ NAVIGATION = {
         "tool-calls",
         "batch",
         "gateway",
+        "anthropic",
         "library",
         "lora",
         "speculative-decoding",

@@ -1,11 +1,12 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,6 +34,9 @@ from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.watched_file import WatchedFile
+from headrace_gateway.webhooks.announcer import Webhooks
+from headrace_gateway.webhooks.endpoint_file import read_endpoints
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
@@ -57,7 +61,8 @@ def make_app(
 
     What else it must know of the queue, such as HEADRACE_MAX_QUEUED_REQUESTS, is read from the environment.
 
-    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a bad setting of the queue.
+    Raises GatewaySettingsError where the key file or the webhook file cannot be used, SettingsError for a bad setting
+    of the queue.
     """
     broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": settings.redis_url})
     metrics = GatewayMetrics() if metrics is None else metrics
@@ -65,6 +70,14 @@ def make_app(
     key_file = None
     if settings.keys is not None:
         key_file = KeyFile(settings.keys, when_read=lambda valid: metrics.key_file_read(valid=valid))
+    webhook_file = None
+    if settings.webhooks is not None:
+        webhook_file = WatchedFile(
+            "webhook file",
+            settings.webhooks,
+            read_endpoints,
+            when_read=lambda valid: metrics.webhook_file_read(valid=valid),
+        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -74,6 +87,7 @@ def make_app(
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+            webhooks = Webhooks(redis, webhook_file, metrics)
             app.state.gateway = Gateway(
                 settings,
                 client,
@@ -84,9 +98,10 @@ def make_app(
                 metrics,
                 RateLimits(redis),
                 TokenizerAsker(redis),
+                webhooks,
             )
             try:
-                async with watch.watching(redis):
+                async with watch.watching(redis), _running(webhooks.run()):
                     yield
             finally:
                 await hub.aclose()
@@ -129,6 +144,20 @@ def make_app(
     app.router.redirect_slashes = False  # a redirect would lose the body of a POST in some clients
     app.state.redis_watch = watch
     return app
+
+
+@asynccontextmanager
+async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run what works beside the requests while the block runs."""
+    tasks = [asyncio.create_task(role) for role in roles]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 def _answer(request: Request, error: ApiError) -> Response:

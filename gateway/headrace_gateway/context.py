@@ -13,6 +13,7 @@ from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.webhooks.announcer import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Gateway:
     metrics: GatewayMetrics
     limits: RateLimits
     tokenizers: TokenizerAsker
+    webhooks: Webhooks
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

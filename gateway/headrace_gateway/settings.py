@@ -22,6 +22,8 @@ class GatewaySettings:
     port: int = 8000
     keys: Path | None = None
     """The key file. Without one the gateway listens on loopback only."""
+    webhooks: Path | None = None
+    """The webhook file. Without one nobody is told anything."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of browsers that may call from another site; `*`: all."""
     max_body_bytes: int = MAX_BODY_BYTES

@@ -33,19 +33,22 @@ RETURN_REASONS = (
     "redis",
     "drain",
     "cleared",
+    "preempted",
     "engine_given_up",
     "stream_refused",
     "fenced",
     "rolled_back",
     "result_not_stored",
 )
-"""Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
+"""Why a worker gives a message back. The first five are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
 Endpoint = Literal["chat_completions", "completions", "tokenizer", "models", "operations", "page", "probes", "other"]
 Rejoin = Literal["start", "cursor"]
+WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+WEBHOOK_OUTCOMES: tuple[WebhookOutcome, ...] = get_args(WebhookOutcome)
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")
 
 # where a value outside its set is counted: a new reason must not become a new series

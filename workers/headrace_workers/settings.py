@@ -134,6 +134,10 @@ class WorkerSettings(BaseSettings):
 
     A cancelled request is stopped at its next chunk.
     """
+    max_preemptions: int = Field(3, ge=0)
+    """So often a request may be handed back to the queue to make room for requests of better priorities; 0: never."""
+    preemption_wait_seconds: float = Field(0.05, ge=0, le=60)
+    """For so long a request waits for a free slot of any worker before it preempts another one."""
     stall_seconds: float | None = Field(None, gt=0)
     """An engine that has work and makes no step for so long is killed and started again; None: the engine's own limit,
     or STALL_SECONDS."""
@@ -258,6 +262,7 @@ class WorkerSettings(BaseSettings):
         ).create_engine_config()
         if config.lora is not None:
             config.lora.preload = adapters.named()
+            config.lora.needs_hot_load = self.lora_dir is not None
         return config
 
     def stall_limit(self) -> float:

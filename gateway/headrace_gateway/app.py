@@ -21,10 +21,15 @@ from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.batch import batches_endpoint
+from headrace_gateway.batch.batch_runner import running_batches
+from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.files import files_endpoint
+from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
@@ -88,6 +93,7 @@ def make_app(
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
             webhooks = Webhooks(redis, webhook_file, metrics)
+            files = None if settings.files is None else StoredFiles(settings.files)
             app.state.gateway = Gateway(
                 settings,
                 client,
@@ -99,9 +105,15 @@ def make_app(
                 RateLimits(redis),
                 TokenizerAsker(redis),
                 webhooks,
+                files,
+                BatchStore(redis),
             )
             try:
-                async with watch.watching(redis), _running(webhooks.run()):
+                async with (
+                    watch.watching(redis),
+                    _running(webhooks.run()),
+                    running_batches(app.state.gateway),
+                ):
                     yield
             finally:
                 await hub.aclose()
@@ -129,6 +141,8 @@ def make_app(
             *generation.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,
+            *files_endpoint.routes,
+            *batches_endpoint.routes,
             *overview.routes,
             *document.routes,
         ],

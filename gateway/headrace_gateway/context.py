@@ -17,7 +17,9 @@ from headrace_gateway.webhooks.announcer import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
+    from headrace_gateway.batch.batch_store import BatchStore
     from headrace_gateway.envelope import EnvelopeStore
+    from headrace_gateway.files.stored_files import StoredFiles
     from headrace_gateway.model_catalog import ModelCatalog
 
 
@@ -35,6 +37,8 @@ class Gateway:
     limits: RateLimits
     tokenizers: TokenizerAsker
     webhooks: Webhooks
+    files: "StoredFiles | None"
+    batches: "BatchStore"
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,8 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),
+    ("/v1/files", "files"),
+    ("/v1/batches", "batches"),
     ("/headrace/", "operations"),
     ("/page/", "page"),
     ("/health", "probes"),

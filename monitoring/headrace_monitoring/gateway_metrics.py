@@ -68,6 +68,21 @@ class GatewayMetrics:
         self._webhook_endpoints_disabled = make.gauge(
             "gateway_webhook_endpoints_disabled", "Endpoints of webhooks that answered 410 and get nothing any more."
         )
+        self._batch_lines = make.counters(
+            "gateway_batch_lines_total",
+            "Lines of batches that got their answer or error, by outcome.",
+            "outcome",
+            labels.BATCH_LINE_OUTCOMES,
+        )
+        self._batches = make.gauge("gateway_batches", "Batches that this replica works on.")
+        self._batches_waiting = make.gauge(
+            "gateway_batches_waiting_for_storage",
+            "Batches of this replica that cannot write to the directory of files, or read it.",
+        )
+        self._batch_idle = make.gauge(
+            "gateway_batch_idle_seconds",
+            "Longest time for which a batch of this replica has got no answer of a line.",
+        )
 
     def answered(self, endpoint: labels.Endpoint, status: int | None) -> None:
         """An answer ended; `status` is None where the client left before there was one."""
@@ -112,6 +127,15 @@ class GatewayMetrics:
         self._webhooks_undelivered.set(undelivered)
         self._webhooks_oldest.set(oldest_seconds)
         self._webhook_endpoints_disabled.set(disabled)
+
+    def batch_line(self, outcome: labels.BatchLineOutcome) -> None:
+        self._batch_lines[outcome].inc()
+
+    def batches(self, count: int, waiting_for_storage: int, idle_seconds: float) -> None:
+        """What this replica works on now."""
+        self._batches.set(count)
+        self._batches_waiting.set(waiting_for_storage)
+        self._batch_idle.set(idle_seconds)
 
     def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
         """What Prometheus scrapes."""

@@ -69,14 +69,6 @@ def document() -> dict[str, Any]:
             "/v1/chat/completions/{id}": {"get": _read("read_chat_completion", "ChatCompletion")},
             "/v1/completions": {"post": _create("create_completion", "Completion")},
             "/v1/completions/{id}": {"get": _read("read_completion", "Completion")},
-            "/v1/messages": {"post": _of_anthropic(_create("create_message", "Message"))},
-            "/v1/messages/{id}": {"get": _of_anthropic(_read("read_message", "Message"))},
-            "/v1/messages/count_tokens": {"post": _of_anthropic(_ask("count_message_tokens", "MessageTokens"))},
-            "/v1/responses/input_tokens": {
-                "post": _ask("count_response_tokens", "ResponseInputTokens", "ResponseRequest")
-            },
-            "/tokenize": {"post": _ask("tokenize", "Tokenized")},
-            "/detokenize": {"post": _ask("detokenize", "Detokenized")},
             "/v1/responses": {"post": _create("create_response", "Response")},
             "/v1/responses/{id}": {
                 "get": _of_response(
@@ -101,6 +93,14 @@ def document() -> dict[str, Any]:
                     _parameter("query", "after", schemas.STRING),
                 ),
             },
+            "/v1/messages": {"post": _of_anthropic(_create("create_message", "Message"))},
+            "/v1/messages/{id}": {"get": _of_anthropic(_read("read_message", "Message"))},
+            "/v1/messages/count_tokens": {"post": _of_anthropic(_ask("count_message_tokens", "MessageTokens"))},
+            "/v1/responses/input_tokens": {
+                "post": _ask("count_response_tokens", "ResponseInputTokens", "ResponseRequest")
+            },
+            "/tokenize": {"post": _ask("tokenize", "Tokenized")},
+            "/detokenize": {"post": _ask("detokenize", "Detokenized")},
             "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
             "/ready": {
                 "get": _operation(
@@ -125,15 +125,15 @@ def document() -> dict[str, Any]:
                 "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
                 "ChatCompletion": schemas.CHAT_COMPLETION,
                 "Completion": schemas.COMPLETION,
+                "ResponseRequest": response_schemas.request(schemas.FIELDS),
+                "Response": response_schemas.RESPONSE,
+                "DeletedResponse": response_schemas.DELETED,
+                "ResponseItems": response_schemas.ITEMS,
                 "Message": anthropic_schemas.MESSAGE,
                 "MessageTokens": anthropic_schemas.TOKENS,
                 "ResponseInputTokens": tokenizer_schemas.RESPONSE_TOKENS,
                 "Tokenized": tokenizer_schemas.TOKENIZED,
                 "Detokenized": tokenizer_schemas.DETOKENIZED,
-                "ResponseRequest": response_schemas.request(schemas.FIELDS),
-                "Response": response_schemas.RESPONSE,
-                "DeletedResponse": response_schemas.DELETED,
-                "ResponseItems": response_schemas.ITEMS,
                 "Unfinished": schemas.UNFINISHED,
                 "Model": schemas.MODEL,
                 "Models": schemas.MODELS,

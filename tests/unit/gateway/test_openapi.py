@@ -40,9 +40,9 @@ def test_every_endpoint_of_the_api_is_told() -> None:
         (route.path.replace(":path", ""), method.lower())
         for route in (
             *generation.routes,
-            *responses.routes,
             *anthropic_endpoints.routes,
             *tokenizer_endpoints.routes,
+            *responses.routes,
             *models_endpoint.routes,
             *probes.routes,
             *document.routes,
@@ -64,6 +64,11 @@ def test_a_body_has_the_fields_of_the_tables(schema: str, served: frozenset[str]
     assert SCHEMAS[schema]["additionalProperties"] is False
 
 
+def test_a_body_of_a_response_has_the_fields_of_its_tables() -> None:
+    fields = field_tables.RESPONSE | (field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys())
+    assert set(SCHEMAS["ResponseRequest"]["properties"]) == fields | field_tables.IGNORED.keys()
+
+
 @pytest.mark.parametrize("name", sorted(field_tables.MESSAGES - {"model"}))
 def test_the_document_and_the_reader_of_messages_accept_the_same_values(name: str) -> None:
     values: list[Any] = [None, -3, 0, 1, 2.5, 10**30, "", "a", [], [1], [""], {}, {"1": 1}, {"type": "adaptive"}, True]
@@ -76,11 +81,6 @@ def test_the_document_and_the_reader_of_messages_accept_the_same_values(name: st
             body = {field: each for field, each in {**least, name: value}.items() if field in served}
             if outcome(read, body, model=model(), lora=None) is None:
                 assert Draft202012Validator(SCHEMAS[schema]).is_valid(body), value
-
-
-def test_a_body_of_a_response_has_the_fields_of_its_tables() -> None:
-    fields = field_tables.RESPONSE | (field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys())
-    assert set(SCHEMAS["ResponseRequest"]["properties"]) == fields | field_tables.IGNORED.keys()
 
 
 @pytest.mark.parametrize("name", SAMPLING_VALUES)

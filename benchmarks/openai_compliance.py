@@ -1,4 +1,4 @@
-"""Run llm-comply, a suite of another project for servers with OpenAI's API, against a gateway and a worker.
+"""Run llm-comply, a suite of another project for OpenAI's and Anthropic's APIs, against a gateway and a worker.
 
 `make comply` installs the suite (MIT) into .venv-comply and runs this with its command. The table is in
 docs/gateway.md. The exit status is 1 where a test fails for a reason that is not listed here, or a listed one passes.
@@ -19,17 +19,24 @@ from headrace_engine import default_model
 from headrace_workers.local_gateway import LocalGateway
 from headrace_workers.local_worker import LocalWorker
 
-# llm-comply skips its test of reasoning where the model's name holds no name of a reasoning model, such as o1
-SERVED_NAME: Final = f"{default_model.NAME}-as-o1"
+# llm-comply skips its tests of reasoning where the model's name holds no name of a reasoning model
+SERVED_NAME: Final = f"{default_model.NAME}-as-o1-and-claude-4"
 REFUSED: Final = "HTTP 400 (expected [200])"
 REASONING: Final = (
     "it sends `reasoning`, a field of the Responses API that OpenAI's schema of chats lacks; it also sends "
     "`reasoning_effort`, which the default model's template does not read"
 )
+FORMATS: Final = {
+    "openai-chat": (),
+    "anthropic": ("--auth-header", "x-api-key", "--no-bearer"),
+}
+"""The suites, and what each is called with."""
 # By test: the first error that it is to report, and why.
 EXPLAINED: Final = {
     "chat-image-input": (REFUSED, "only text is served, so the image is refused"),
     "chat-reasoning-summary": (REFUSED, REASONING),
+    "anth-image-input": (REFUSED, "only text is served, so the image is refused"),
+    "anth-thinking-display": (REFUSED, "it asks for thinking, which the default model has not"),
 }
 REQUEST_SECONDS: Final = 60
 SUITE_SECONDS: Final = 600
@@ -38,7 +45,7 @@ SUITE_SECONDS: Final = 600
 def main() -> int:
     (command,) = sys.argv[1:]
     with running_gateway() as gateway:
-        results = results_of(command, gateway.url)
+        results = [result for kind in FORMATS for result in results_of(command, kind, gateway.url)]
     counts: Counter[str] = Counter()
     print("| test | outcome | why |\n|---|---|---|")
     for result in results:
@@ -80,9 +87,9 @@ def running_gateway() -> Iterator[LocalGateway]:
         yield gateway
 
 
-def results_of(command: str, url: str) -> list[dict[str, Any]]:
-    """Run all tests of chats. Raises RuntimeError where the suite gave no results."""
-    options = ["--format", "openai-chat", "--json", "--timeout", str(REQUEST_SECONDS)]
+def results_of(command: str, kind: str, url: str) -> list[dict[str, Any]]:
+    """Run all tests of one format. Raises RuntimeError where the suite gave no results."""
+    options = ["--format", kind, *FORMATS[kind], "--json", "--timeout", str(REQUEST_SECONDS)]
     # the gateway has no key file, so any key will do
     target = ["--base-url", f"{url}/v1", "--api-key", "none", "--model", SERVED_NAME]
     suite = subprocess.run([command, *options, *target], capture_output=True, text=True, timeout=SUITE_SECONDS)

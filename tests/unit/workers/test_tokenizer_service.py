@@ -1,0 +1,206 @@
+"""Calls of the tokenizer inside a worker: beside the messages, one at a time, and each with an answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.events import pack, unpack
+from headrace_broker.tokenizer_calls import TokenizerCall
+from headrace_engine.input_processor import InputProcessor
+from headrace_engine.tokenizer import ModelTokenizer, NoTokenizer
+from headrace_workers.preparation_process import QUICK_BODY_BYTES
+from headrace_workers.tokenizer_answers import TokenizerAnswers
+from headrace_workers.tokenizer_service import TokenizerService
+from unit.engine.letters import load_tokenizer
+from unit.workers.desk import Desk
+from unit.workers.fakes import AWAY, MODEL, FakeCeleryRequest, FakeHub
+
+pytestmark = pytest.mark.torch
+
+CALL = TokenizerCall("1", "count", pack({"request": {"prompt": "abc"}}))
+
+
+@pytest.fixture
+def answers() -> TokenizerAnswers:
+    tokenizer = ModelTokenizer(load_tokenizer(None))
+    return TokenizerAnswers(InputProcessor(MODEL, tokenizer), tokenizer)
+
+
+def ask(answers: TokenizerAnswers, kind: str, **body: Any) -> dict[str, Any]:
+    return unpack(answers.answer(kind, pack(body)))
+
+
+def test_tokens_come_with_their_texts_and_go_back_to_the_text(answers: TokenizerAnswers) -> None:
+    told = ask(answers, "tokenize", request={"prompt": "abc"}, token_strs=True)["result"]
+    assert told["token_strs"] == ["a", "b", "c"]
+    assert (told["count"], told["max_model_len"]) == (3, MODEL.max_model_len)
+    assert ask(answers, "count", request={"prompt": "abc"})["result"] == {
+        "count": 3,
+        "max_model_len": MODEL.max_model_len,
+    }
+    assert ask(answers, "detokenize", tokens=told["tokens"])["result"] == {"prompt": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "named"),
+    [
+        ("count", {}, "exactly one of prompt"),
+        ("count", {"request": {"prompt": 3}}, "prompt must be a string"),
+        ("count", {"request": {"messages": [{"role": "user", "content": "a"}]}}, "no chat template"),
+        ("count", {"request": 7}, "must be a map"),
+        ("detokenize", {"tokens": "abc"}, "tokens must be a list"),
+        ("detokenize", {"tokens": [100]}, "tokens must be below 100"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(
+    answers: TokenizerAnswers, kind: str, body: dict[str, Any], named: str
+) -> None:
+    error = ask(answers, kind, **body)["error"]
+    assert (error["code"], named in error["message"]) == ("invalid_request", True), error
+
+
+def test_a_fault_tells_its_place_and_quotes_nothing() -> None:
+    class Broken(ModelTokenizer):
+        def encode(self, text: str) -> list[int]:
+            raise ZeroDivisionError(text)
+
+    tokenizer = Broken(load_tokenizer(None))
+    error = ask(TokenizerAnswers(InputProcessor(MODEL, tokenizer), tokenizer), "count", request={"prompt": "secret"})
+    assert error["error"]["code"] == "engine_error"
+    assert "ZeroDivisionError" in error["error"]["message"]
+    assert "secret" not in error["error"]["message"]
+
+
+def test_a_worker_without_a_tokenizer_refuses_by_name() -> None:
+    tokenizer = NoTokenizer()
+    error = ask(TokenizerAnswers(InputProcessor(MODEL, tokenizer), tokenizer), "count", request={"prompt": "a"})
+    assert "skip_tokenizer_init" in error["error"]["message"]
+
+
+def answered(desk: Desk, body: bytes = CALL.body) -> list[bytes]:
+    found: list[bytes] = []
+    desk.dispatcher.answer_call("count", body, found.append)
+    return found
+
+
+def test_a_call_takes_no_slot_and_is_answered_while_all_are_busy() -> None:
+    desk = Desk()
+    while desk.dispatcher.credit():
+        desk.accept(FakeCeleryRequest(f"r{desk.dispatcher.credit()}"))
+    (answer,) = answered(desk)
+    assert unpack(answer)["result"]["count"] == 3
+    assert desk.dispatcher.credit() == 0
+
+
+def test_a_call_counts_for_no_message() -> None:
+    desk = Desk()
+    desk.quick.is_held = True
+    credit = desk.dispatcher.credit()
+    found = answered(desk)
+    assert (desk.dispatcher.credit(), desk.dispatcher.is_idle, found) == (credit, True, [])
+    desk.quick.answer()
+    assert unpack(found[0])["result"]["count"] == 3
+
+
+def test_a_call_that_is_not_quick_goes_on_in_the_slow_lane() -> None:
+    desk = Desk()
+    desk.quick.is_held = True
+    found = answered(desk)
+    desk.quick.answer("slow")
+    assert unpack(found[0])["result"]["count"] == 3
+    assert unpack(answered(desk, CALL.body + b" " * QUICK_BODY_BYTES)[0])["error"]  # is no map, and was not quick
+    assert not desk.quick.submitted
+
+
+def test_a_call_whose_process_died_is_refused_with_the_reason() -> None:
+    desk = Desk()
+    desk.quick.is_held = True
+    found = answered(desk)
+    desk.quick.answer("refused", "invalid_request", "it takes too long")
+    assert unpack(found[0])["error"] == {"code": "invalid_request", "message": "it takes too long"}
+
+
+class FakeCalls:
+    """Redis's side: what it gives, or raises, in its order; then nothing more."""
+
+    def __init__(self, *given: Any) -> None:
+        self._given = list(given)
+        self.sent: SimpleQueue[tuple[str, bytes]] = SimpleQueue()
+        self.is_empty = threading.Event()
+        self.takes = 0
+
+    def take(self, seconds: float) -> TokenizerCall | None:
+        self.takes += 1
+        if not self._given:
+            self.is_empty.set()
+            threading.Event().wait(0.01)
+            return None
+        given = self._given.pop(0)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    def answer(self, call: TokenizerCall, answer: bytes) -> None:
+        self.sent.put((call.id, answer))
+
+
+def serving(calls: Any, answer: Callable[..., None], *, is_open: bool = True) -> tuple[TokenizerService, Any]:
+    """A service whose event loop the test turns."""
+    service, hub = TokenizerService(calls, answer, lambda: is_open), FakeHub()
+    service.attach(hub)
+    service.start()
+    return service, hub
+
+
+def turn(hub: Any) -> None:
+    (on_readable,) = hub.readers.values()
+    on_readable()
+
+
+def test_a_call_is_answered_on_the_event_loop_and_the_next_one_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_workers.tokenizer_service.TAKE_SECONDS", 0.01)
+    taken: list[Any] = []
+    calls = FakeCalls(CALL, redis.ConnectionError("away"), ValueError("odd"), None, TokenizerCall("2", "count", b""))
+    service, hub = serving(calls, lambda kind, body, answered: taken.append((kind, body, answered)))
+    try:
+        turn(hub)  # reading waits for the call
+        kind, body, done = taken.pop()
+        assert (kind, body, calls.takes) == ("count", CALL.body, 1)  # one at a time
+        done(b"first")
+        assert calls.sent.get(timeout=60) == ("1", b"first")
+        turn(hub)
+        taken.pop()[2](b"second")
+        assert calls.sent.get(timeout=60) == ("2", b"second")
+    finally:
+        service.stop()
+
+
+def test_a_worker_that_drains_takes_no_call_and_one_that_stops_waits_for_none() -> None:
+    calls = FakeCalls(CALL)
+    service, _ = serving(calls, lambda *_: None, is_open=False)
+    service.stop()
+    service._thread.join(60)
+    assert (service._thread.is_alive(), calls.takes) == (False, 0)
+    service, hub = serving(FakeCalls(CALL), lambda *_: None)
+    turn(hub)
+    service.stop()
+    service._thread.join(60)
+    assert not service._thread.is_alive()
+
+
+def test_the_dispatcher_is_open_for_calls_until_it_drains_and_while_redis_refuses() -> None:
+    desk = Desk()
+    desk.redis.error = AWAY
+    assert desk.dispatcher.answers_calls
+    desk.dispatcher.pause()
+    assert not desk.dispatcher.answers_calls
+    desk.dispatcher.resume()
+    assert desk.dispatcher.answers_calls
+    desk.dispatcher.drain()
+    assert not desk.dispatcher.answers_calls

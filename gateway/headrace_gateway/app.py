@@ -165,8 +165,8 @@ def make_app(
             *public,
             *generation.routes,
             *anthropic_endpoints.routes,
+            *tokenizer_endpoints.routes,  # before the path of a response's id, which its own path would match
             *responses.routes,
-            *tokenizer_endpoints.routes,
             *models_endpoint.routes,
             *files_endpoint.routes,
             *batches_endpoint.routes,

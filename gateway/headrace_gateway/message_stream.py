@@ -19,6 +19,8 @@ from headrace_gateway.ids import call_id
 from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, ParserEvent, Reasoning
 
 Event = dict[str, Any]
+_CALLER: Final = {"type": "direct"}
+"""The model itself calls a tool, not a program that it wrote."""
 
 
 class MessageStream:
@@ -67,7 +69,14 @@ class MessageStream:
                 "content": [],
                 "stop_reason": None,
                 "stop_sequence": None,
-                "usage": {**_usage(prompt_tokens or 0, 0, 0), "service_tier": "standard"},
+                "stop_details": None,
+                "container": None,
+                "usage": {
+                    **_usage(prompt_tokens or 0, 0, 0),
+                    "cache_creation": None,
+                    "inference_geo": None,
+                    "service_tier": "standard",
+                },
             },
         }
 
@@ -82,7 +91,7 @@ class MessageStream:
 
     def _block_events(self, event: ParserEvent) -> Iterator[Event]:
         if isinstance(event, Content):
-            yield from self._open_block("text", text="")
+            yield from self._open_block("text", text="", citations=None)
             yield self._delta("text_delta", text=event.text)
         elif isinstance(event, Reasoning):
             if self._form.shows_thinking:
@@ -92,7 +101,7 @@ class MessageStream:
             self._has_calls = True
             yield from self._close()
             identity = call_id(self._envelope.id, 0, event.index).replace("call_", "toolu_")
-            yield from self._open_block("tool_use", id=identity, name=event.name, input={})
+            yield from self._open_block("tool_use", id=identity, name=event.name, input={}, caller=_CALLER)
         else:
             assert isinstance(event, CallArguments)
             yield self._delta("input_json_delta", partial_json=event.json)
@@ -142,7 +151,12 @@ class MessageStream:
             *self._close(),
             {
                 "type": "message_delta",
-                "delta": {"stop_reason": reason, "stop_sequence": sequence},
+                "delta": {
+                    "stop_reason": reason,
+                    "stop_sequence": sequence,
+                    "stop_details": None,
+                    "container": None,
+                },
                 "usage": told,
             },
             {"type": "message_stop"},
@@ -156,4 +170,6 @@ def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Event:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached_tokens,
         "output_tokens": output_tokens,
+        "output_tokens_details": None,
+        "server_tool_use": None,
     }

@@ -41,7 +41,8 @@ def read_response(
     if logprobs is not None:
         sampling["logprobs"] = logprobs
     tools = _read_tools(given, problems)
-    if "format" in given.get("text", {}) and "structured_outputs" in sampling and tools.shown:
+    has_format = isinstance(given.get("text"), Mapping) and "format" in given["text"]
+    if has_format and "structured_outputs" in sampling and tools.shown:
         problems.add("text.format", "text.format does not go with tools: a call could not be written")
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
     effort = chat_fields.effort_variables(reasoning["effort"], model, problems, name="reasoning.effort")

@@ -143,6 +143,7 @@ def _answer(properties: Schema, *optional: str) -> Schema:
     }
 
 
+_NULL: Final[Schema] = {"type": "null"}
 MESSAGE: Final = _answer(
     {
         "id": STRING,
@@ -151,25 +152,31 @@ MESSAGE: Final = _answer(
         "model": STRING,
         "content": array(
             either(
-                _answer({"type": {"const": "text"}, "text": STRING}),
+                _answer({"type": {"const": "text"}, "text": STRING, "citations": _NULL}),
                 _answer({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
-                _answer({"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": OBJECT}),
+                _answer(
+                    {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": OBJECT, "caller": OBJECT}
+                ),
             )
         ),
         "stop_reason": {
             "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
         },
         "stop_sequence": or_null(STRING),
+        "stop_details": _NULL,
+        "container": _NULL,
         "usage": _answer(
             {
                 "input_tokens": INTEGER,
                 "cache_creation_input_tokens": INTEGER,
                 "cache_read_input_tokens": INTEGER,
+                "cache_creation": _NULL,
                 "output_tokens": INTEGER,
-                "output_tokens_details": _answer({"thinking_tokens": INTEGER}),
+                "output_tokens_details": or_null(_answer({"thinking_tokens": INTEGER})),
+                "server_tool_use": _NULL,
+                "inference_geo": _NULL,
                 "service_tier": {"const": "standard"},
-            },
-            "output_tokens_details",
+            }
         ),
     }
 )

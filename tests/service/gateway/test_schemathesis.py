@@ -30,10 +30,9 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
         document: dict[str, Any] = json.load(response)
     narrowed = copy.deepcopy(document)
     schemas = narrowed["components"]["schemas"]
-    for name in ("DetokenizedRequest", "MessageTokensRequest"):
-        schemas[name]["properties"]["model"] = {"const": gateway.model}
-    for one in schemas["TokenizedRequest"]["anyOf"]:
-        one["properties"]["model"] = {"const": gateway.model}
+    schemas["MessageTokensRequest"]["properties"]["model"] = {"const": gateway.model}
+    for one in (schemas["DetokenizedRequest"], *schemas["TokenizedRequest"]["anyOf"]):
+        one["properties"]["model"] = {"enum": [gateway.model, None]}
     limits = {"ChatCompletionRequest": "max_tokens", "CompletionRequest": "max_tokens", "MessageRequest": "max_tokens"}
     limits["ResponseRequest"] = "max_output_tokens"
     for name, limit in limits.items():
@@ -42,7 +41,7 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
         for field in ("n", "max_tokens", "max_completion_tokens", "max_output_tokens"):
             if field in schema["properties"]:
                 schema["properties"][field] = {"type": "integer", "minimum": 1, "maximum": 3}
-        schema["required"].append(limit)
+        schema["required"] = sorted({*schema["required"], limit})
     return narrowed
 
 

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace_gateway import field_tables
 from headrace_gateway.anthropic_errors import anthropic_error, is_anthropic
@@ -10,7 +12,7 @@ from headrace_gateway.anthropic_fields import read_counted, read_message
 from headrace_gateway.broker_errors import unavailable
 from headrace_gateway.call import Call, MessageForm
 from headrace_gateway.errors import ApiError
-from unit.gateway.bodies import model, refusal
+from unit.gateway.bodies import JSON, model, outcome, refusal
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [USER]}
@@ -212,6 +214,26 @@ def test_a_count_reads_the_same_prompt() -> None:
 def test_what_is_wrong_is_told_by_its_name(fields: dict[str, Any], named: str) -> None:
     error = refusal(read_message, {**BODY, **fields}, model=model(**CALLING), lora=None)
     assert named in error.message
+
+
+_WORDS = st.sampled_from(
+    (
+        *("type", "text", "role", "content", "user", "assistant", "tool_use", "tool_result", "thinking", "enabled"),
+        *("tool_use_id", "input", "id", "custom", "input_schema", "auto", "tool", "format", "schema", "effort", "name"),
+    )
+)
+_PARTS = st.recursive(
+    st.one_of(_WORDS, JSON),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_WORDS, inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(field_tables.MESSAGES - {"model"})), _PARTS, max_size=4))
+def test_any_object_is_read_or_refused(body: dict[str, Any]) -> None:
+    for read_body in (read_message, read_counted):
+        error = outcome(read_body, {**BODY, **body}, model=model(**CALLING, **REASONING), lora=None)
+        assert error is None or (error.status == 400 and error.message)
 
 
 @pytest.mark.parametrize(

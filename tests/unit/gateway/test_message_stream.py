@@ -60,6 +60,10 @@ async def test_blocks_follow_each_other_and_each_is_closed() -> None:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
         "output_tokens": 0,
+        "output_tokens_details": None,
+        "server_tool_use": None,
+        "cache_creation": None,
+        "inference_geo": None,
         "service_tier": "standard",
     }
     assert events[-2]["usage"] == {
@@ -68,6 +72,7 @@ async def test_blocks_follow_each_other_and_each_is_closed() -> None:
         "cache_read_input_tokens": 4,
         "output_tokens": 3,
         "output_tokens_details": {"thinking_tokens": 3},
+        "server_tool_use": None,
     }
     assert len({event["content_block"]["id"] for event in events if event.get("content_block", {}).get("id")}) == 2
 

@@ -68,6 +68,7 @@ def form(**fields: Any) -> ResponseForm:
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_request"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_request"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "unsupported_parameter"),
+        ({"text": False}, "text", "invalid_request"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_request"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "invalid_request"),

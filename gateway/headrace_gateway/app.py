@@ -162,6 +162,7 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *responses.refused,
             *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,

@@ -126,6 +126,11 @@ async def input_items(request: Request) -> Response:
     return JsonResponse({"object": "list", "data": page, **ids, "has_more": len(items) > len(page)})
 
 
+async def compact(_request: Request) -> Response:
+    """`POST /v1/responses/compact`: it would else be taken for an id."""
+    raise not_found("contexts are not compacted here: continue with the items that matter as input")
+
+
 async def _find(request: Request) -> tuple[Gateway, Envelope]:
     generation.require_redis(request)
     gateway = gateway_of(request)
@@ -169,3 +174,5 @@ routes: Final = [
     Route(f"{_ID}/cancel", cancel, methods=["POST"]),
     Route(f"{_ID}/input_items", input_items, methods=["GET"]),
 ]
+refused: Final = [Route("/v1/responses/compact", compact, methods=["POST"])]
+"""What OpenAI serves and this gateway does not, before `routes`."""

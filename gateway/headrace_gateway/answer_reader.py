@@ -10,12 +10,13 @@ from msgspec import Struct
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError
 from headrace_broker.stream_hub import StreamHub, Subscription
 from headrace_gateway.broker_errors import api_error_of, api_error_of_end
-from headrace_gateway.call import ChatForm, CompletionForm, ResponseForm
+from headrace_gateway.call import ChatForm, CompletionForm, MessageForm, ResponseForm
 from headrace_gateway.chat_stream import ChatStream
 from headrace_gateway.completion_stream import CompletionStream
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.message_stream import MessageStream
 from headrace_gateway.response_stream import ResponseStream
 
 PlacedChunk: TypeAlias = tuple[dict[str, Any], Cursor]
@@ -39,6 +40,7 @@ class AnswerStream(Protocol):
 _STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
     ChatForm: ChatStream,
     CompletionForm: CompletionStream,
+    MessageForm: MessageStream,
     ResponseForm: ResponseStream,
 }
 """Who writes the chunks of an answer of this form."""

@@ -19,6 +19,7 @@ from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway import (
+    anthropic_endpoints,
     generation,
     models_endpoint,
     overview,
@@ -59,6 +60,7 @@ _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
 _EXPOSED: Final = (
     "x-request-id",
+    "request-id",
     "x-client-request-id",
     "x-headrace-id",
     "x-headrace-queued-ms",
@@ -162,6 +164,7 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *anthropic_endpoints.routes,
             *responses.refused,
             *responses.routes,
             *tokenizer_endpoints.routes,

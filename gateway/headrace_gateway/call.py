@@ -67,6 +67,20 @@ class CompletionForm(msgspec.Struct, frozen=True, kw_only=True, tag="completion"
     service_tier: str | None = None
 
 
+class MessageForm(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+    """How a message of Anthropic's API is written."""
+
+    max_tokens: int
+    stop_sequences: tuple[str, ...] = ()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    tools: tuple[ToolForm, ...] = ()
+    """Those that may be called: a call of another one is text."""
+    parallel_tool_calls: bool = True
+    shows_thinking: bool = False
+    service_tier: str | None = None
+
+
 class ResponseForm(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     """How an object of the Responses API is written."""
 
@@ -87,7 +101,7 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     service_tier: str | None = None
 
 
-AnswerForm: TypeAlias = ChatForm | CompletionForm | ResponseForm
+AnswerForm: TypeAlias = ChatForm | CompletionForm | ResponseForm | MessageForm
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from headrace_gateway.broker_errors import not_found
-from headrace_gateway.call import AnswerForm, ChatForm, ResponseForm
+from headrace_gateway.call import AnswerForm, ChatForm, MessageForm, ResponseForm
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -46,7 +46,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Envelope)
-_ID: Final = re.compile(r"((chatcmpl|cmpl)-|resp_)[0-9a-f]{32}")
+_ID: Final = re.compile(r"((chatcmpl|cmpl)-|resp_|msg_)[0-9a-f]{32}")
 _KEPT_BEYOND: Final = 3600
 """Seconds that an envelope outlives its stream, so that a late reader is told what has become of it."""
 
@@ -100,7 +100,9 @@ class EnvelopeStore:
 def check_release(envelope: Envelope) -> None:
     """Raises ApiError 503 where only a newer replica can write the answer."""
     form = envelope.form
-    if envelope.version != VERSION or (isinstance(form, ChatForm | ResponseForm) and not _knows_parsers(form)):
+    if envelope.version != VERSION or (
+        isinstance(form, ChatForm | MessageForm | ResponseForm) and not _knows_parsers(form)
+    ):
         raise _other_release()
 
 
@@ -108,7 +110,7 @@ def envelope_key(answer_id: str) -> str:
     return f"headrace:gw:req:{answer_id}"
 
 
-def _knows_parsers(form: ChatForm | ResponseForm) -> bool:
+def _knows_parsers(form: ChatForm | MessageForm | ResponseForm) -> bool:
     return form.tool_parser in {None, *TOOL_PARSERS} and form.reasoning_parser in {None, *REASONING_PARSERS}
 
 

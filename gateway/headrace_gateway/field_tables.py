@@ -62,6 +62,25 @@ TOKENIZE_CHAT: Final = TOKENIZE_PROMPT - {"prompt"} | frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 )
 DETOKENIZE: Final = frozenset({"model", "tokens"})
+COUNTED_MESSAGES: Final = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "context_management", "speed"}
+)
+MESSAGES: Final = COUNTED_MESSAGES | frozenset(
+    {"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"}
+)
+MESSAGES_IGNORED: Final = {
+    "cache_control": "the prefix cache needs no marks",
+    "diagnostics": "the prefix cache tells no reasons",
+    "metadata": "the tenant comes from the API key",
+    "service_tier": "there is one tier; the header X-Headrace-Priority chooses the priority",
+}
+MESSAGES_REFUSED: Final = {
+    "container": "the service runs no tools",
+    "inference_geo": "workers are where the operator starts them",
+    "mcp_servers": "the service runs no tools",
+    "user_profile_id": "the tenant comes from the API key",
+    "workspace_id": "the tenant comes from the API key",
+}
 
 IGNORED: Final = {
     "user": "the tenant comes from the API key",

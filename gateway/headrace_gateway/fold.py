@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Final
 
-from headrace_gateway.call import AnswerForm, ChatForm, ResponseForm
+from headrace_gateway.call import AnswerForm, ChatForm, MessageForm, ResponseForm
+from headrace_gateway.message_fold import fold_message
 
 Chunk = dict[str, Any]
 _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
@@ -11,6 +12,8 @@ _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
 
 def fold(chunks: Iterable[Chunk], form: AnswerForm) -> Chunk:
     """Join all chunks of an answer that succeeded; they must have been written with `include_usage`."""
+    if isinstance(form, MessageForm):
+        return fold_message(chunks)
     joined = Fold(form)
     for chunk in chunks:
         joined.add(chunk)

@@ -1,7 +1,7 @@
 """The endpoints that generate: create an answer, and read one again, from wherever a reader stopped."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Final
@@ -26,7 +26,7 @@ from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.event_stream import EventStream, unless_disconnected
 from headrace_gateway.fold import fold
-from headrace_gateway.headers import CallHeaders, read_headers
+from headrace_gateway.headers import CallHeaders, ResumeStyle, read_headers
 from headrace_gateway.ids import new_id
 from headrace_gateway.input_items import with_ids
 from headrace_gateway.json_response import JsonResponse
@@ -134,12 +134,12 @@ def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str,
 
 async def read_chat_again(request: Request) -> Response:
     """`GET /v1/chat/completions/{id}`: the answer, or its stream from a cursor on."""
-    return await _read_again(request, ChatForm)
+    return await read_again(request, ChatForm)
 
 
 async def read_completion_again(request: Request) -> Response:
     """`GET /v1/completions/{id}`."""
-    return await _read_again(request, CompletionForm)
+    return await read_again(request, CompletionForm)
 
 
 def require_redis(request: Request) -> None:
@@ -148,7 +148,10 @@ def require_redis(request: Request) -> None:
         raise unavailable()
 
 
-async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
+async def read_again(
+    request: Request, kind: type[AnswerForm], framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming
+) -> Response:
+    """The answer of this kind of form that is kept under the request's id, or its stream from a cursor on."""
     require_redis(request)
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
@@ -170,7 +173,7 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
     gateway.metrics.rejoined("start" if after is None else "cursor")
-    return await streamed(gateway, key, envelope, sse.DataFraming(style), after)
+    return await streamed(gateway, key, envelope, framing(style), after)
 
 
 def flag(request: Request, name: str) -> bool:

@@ -14,6 +14,11 @@ _NAME: Final = re.compile(NAME_PATTERN)
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 
+def is_name(name: object) -> bool:
+    """Whether a function may have this name."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
     """What the body says of tools."""
@@ -65,7 +70,7 @@ def _read_tool(path: str, tool: Any, problems: Problems, place: str) -> ToolForm
     if not isinstance(function.get("description", ""), str | None):
         message = f"{path}.description must be a string, not {shown(function['description'])}"
         problems.add(f"{path}.description", message)
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_name(name):
         message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
         problems.add(f"{path}.name", message)
         fine = False

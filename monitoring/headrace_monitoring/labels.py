@@ -47,6 +47,7 @@ Endpoint = Literal[
     "chat_completions",
     "completions",
     "responses",
+    "messages",
     "tokenizer",
     "models",
     "files",

@@ -29,6 +29,12 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
     with urllib.request.urlopen(f"{gateway.url}/openapi.json") as response:
         document: dict[str, Any] = json.load(response)
     narrowed = copy.deepcopy(document)
+    schemas = narrowed["components"]["schemas"]
+    for name in ("DetokenizedRequest", "ResponseInputTokensRequest", "MessageTokensRequest"):
+        schemas[name]["properties"]["model"] = {"const": gateway.model}
+    for one in schemas["TokenizedRequest"]["anyOf"]:
+        one["properties"]["model"] = {"const": gateway.model}
+    schemas["MessageRequest"]["properties"] |= {"model": {"const": gateway.model}, "max_tokens": {"enum": [1, 2, 3]}}
     limits = {"ChatCompletionRequest": "max_tokens", "CompletionRequest": "max_tokens"}
     limits["ResponseRequest"] = "max_output_tokens"
     for name, limit in limits.items():

@@ -22,7 +22,7 @@ from headrace_gateway.event_stream import unless_disconnected
 from headrace_gateway.headers import LONGEST_EXPIRES, CallHeaders, read_headers
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
-from headrace_gateway.response_chain import read_history
+from headrace_gateway.response_chain import read_history, with_references
 from headrace_gateway.response_fields import read_response
 from headrace_gateway.response_replay import replay
 from headrace_gateway.response_stream import ResponseStream, response_object
@@ -40,6 +40,7 @@ async def create(request: Request) -> Response:
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
     history = await read_history(gateway, key, body.get("previous_response_id"))
+    body["input"] = await with_references(gateway, key, body.get("input"))
     call = read_response(body, model=model, lora=lora, history=history)
     assert isinstance(call.form, ResponseForm)
     if call.form.background:

@@ -275,6 +275,31 @@ async def test_input_items_come_in_pages(redis_server: EmbeddedServer, redis_cli
             assert (await http.get(f"{PATH}/{created}?{query}")).status_code == 400
 
 
+async def test_items_are_named_by_their_ids(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys", "mine", "other")
+    mine, other = bearer(keys["mine"]), bearer(keys["other"])
+    async with gateway_of(redis_server, redis_client, keys=tmp_path / "keys") as (_, http):
+        created = (await http.post(PATH, json=BODY, headers=mine)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        (said,) = (await http.get(f"{PATH}/{created}", headers=mine)).json()["output"]
+        (asked,) = (await http.get(f"{PATH}/{created}/input_items", headers=mine)).json()["data"]
+        names = [{"type": "item_reference", "id": item["id"]} for item in (asked, said)]
+        body = {**BODY, "input": [*names, {"role": "user", "content": "more"}]}
+        again = await http.post(PATH, json=body, headers=mine)
+        assert again.status_code == 200
+        path = f"{PATH}/{again.json()['id']}/input_items?order=asc"
+        items = (await http.get(path, headers=mine)).json()["data"]
+        assert [item["content"][0]["text"] for item in items] == ["a", "four", "more"]
+        assert items[:2] == [asked, said]
+        for headers, name in ((other, names[0]), (mine, {"type": "item_reference", "id": "msg_1"})):
+            refused = await http.post(PATH, json={**BODY, "input": [name]}, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
+
+
 async def test_a_chain_is_bounded(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:

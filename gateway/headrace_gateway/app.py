@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -18,12 +18,28 @@ from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
+from headrace_gateway import (
+    anthropic_endpoints,
+    generation,
+    models_endpoint,
+    overview,
+    page_files,
+    probes,
+    responses,
+    tokenizer_endpoints,
+)
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.batch import batches_endpoint
+from headrace_gateway.batch.batch_runner import running_batches
+from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.broker_errors import api_error_of, unavailable
+from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.event_stream import end_tasks
+from headrace_gateway.files import files_endpoint
+from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
@@ -32,6 +48,8 @@ from headrace_gateway.openapi import document
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
+from headrace_gateway.response_collector import ResponseCollector
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.announcer import Webhooks
@@ -40,10 +58,9 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
-_PATIENCE_SECONDS: Final = 10.0
-"""A role may take so long to end before it is cancelled again."""
 _EXPOSED: Final = (
     "x-request-id",
+    "request-id",
     "x-client-request-id",
     "x-headrace-id",
     "x-headrace-queued-ms",
@@ -88,7 +105,19 @@ def make_app(
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+            open_responses = Claims(redis, "responses")
+            stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
             webhooks = Webhooks(redis, webhook_file, metrics)
+            collector = ResponseCollector(
+                redis,
+                open_responses,
+                envelopes,
+                stored,
+                metrics,
+                webhooks.announce,
+                longest=broker.result_ttl_seconds / 4,
+            )
+            files = None if settings.files is None else StoredFiles(settings.files)
             app.state.gateway = Gateway(
                 settings,
                 client,
@@ -98,11 +127,18 @@ def make_app(
                 hub,
                 metrics,
                 RateLimits(redis),
+                stored,
                 TokenizerAsker(redis),
                 webhooks,
+                files,
+                BatchStore(redis),
             )
             try:
-                async with watch.watching(redis), _running(webhooks.run()):
+                async with (
+                    watch.watching(redis),
+                    _running(webhooks.run(), collector.run()),
+                    running_batches(app.state.gateway),
+                ):
                     yield
             finally:
                 await hub.aclose()
@@ -128,8 +164,12 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *anthropic_endpoints.routes,
+            *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,
+            *files_endpoint.routes,
+            *batches_endpoint.routes,
             *overview.routes,
             *document.routes,
         ],
@@ -154,19 +194,7 @@ async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await _end(tasks)
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel them until they end: asyncio.wait_for of Python 3.11, in redis-py, can lose a cancellation."""
-    going = set(tasks)
-    while going:
-        for task in going:
-            task.cancel()
-        _, going = await asyncio.wait(going, timeout=_PATIENCE_SECONDS)
-    for error in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(error, Exception):
-            raise error
+        await end_tasks(*tasks)
 
 
 def _answer(request: Request, error: ApiError) -> Response:

@@ -73,11 +73,32 @@ def _option(name: str, description: str, **rest: Any) -> Any:
     default=_DEFAULTS.abandon_after,
 )
 @_option(
+    "--store-life",
+    "How long a stored response is kept in Redis after its end.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.store_life,
+)
+@_option(
     "--shutdown",
     "Time for open answers after SIGTERM; clients then rejoin elsewhere.",
     type=float,
     metavar="S",
     default=_DEFAULTS.shutdown,
+)
+@_option(
+    "--files",
+    "Directory of uploads and batches, shared by all replicas [default: none, no batches].",
+    type=click.Path(path_type=Path, file_okay=False),
+)
+@_option("--max-file-bytes", "Largest upload.", type=int, default=_DEFAULTS.max_file_bytes)
+@_option("--max-kept-bytes", "Most that one key's files may have.", type=int, default=_DEFAULTS.max_kept_bytes)
+@_option("--batch-window", "Most lines of batches in the queue.", type=int, default=_DEFAULTS.batch_window)
+@_option(
+    "--batch-priority",
+    "Best priority of a batch's lines; 9 is served last.",
+    type=click.IntRange(0, 9),
+    default=_DEFAULTS.batch_priority,
 )
 @_option("--metrics-host", "Address of /metrics.", default="127.0.0.1")
 @_option("--metrics-port", "Port of /metrics, 0 for a free one [default: no metrics].", type=_PORT)

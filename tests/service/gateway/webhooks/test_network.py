@@ -112,9 +112,9 @@ async def test_a_host_that_is_not_found_is_a_failure() -> None:
 
 async def test_little_of_a_long_body_is_read() -> None:
     sent: list[int] = []
-    async with Receiver(endless_body(204, sent)) as receiver:
-        assert (await post(receiver.url, Names(["127.0.0.1"]))).status == 204
-    assert sum(sent) < 32 * 2**20  # what the buffers of both sockets hold
+    async with Receiver(endless_body(200, sent)) as receiver:
+        assert (await post(receiver.url, Names(["127.0.0.1"]))).status == 200
+    assert sum(sent) < 12 * 2**20  # what the buffers of both sockets hold
 
 
 async def test_an_attempt_has_an_end() -> None:

@@ -17,7 +17,8 @@ from starlette.responses import Response
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes
+from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.batch import batches_endpoint
 from headrace_gateway.batch.batch_runner import running_batches
@@ -88,8 +89,9 @@ def make_app(
                 hub,
                 metrics,
                 RateLimits(redis),
-                files,
-                BatchStore(redis),
+                TokenizerAsker(redis),
+                files=files,
+                batches=BatchStore(redis),
             )
             try:
                 async with watch.watching(redis), running_batches(app.state.gateway):
@@ -118,6 +120,7 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *tokenizer_endpoints.routes,
             *models_endpoint.routes,
             *files_endpoint.routes,
             *batches_endpoint.routes,

@@ -43,7 +43,16 @@ RETURN_REASONS = (
 RESULT_PHASES = ("detokenize", "publish")
 
 Endpoint = Literal[
-    "chat_completions", "completions", "models", "files", "batches", "operations", "page", "probes", "other"
+    "chat_completions",
+    "completions",
+    "tokenizer",
+    "models",
+    "files",
+    "batches",
+    "operations",
+    "page",
+    "probes",
+    "other",
 ]
 Rejoin = Literal["start", "cursor"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
@@ -83,6 +92,7 @@ REFUSALS = (
     "internal_error",
     "stopping",
     "other_release",
+    "tokenizer_unavailable",
     "no_files",
     "invalid_form",
     "unsupported_value",

@@ -15,6 +15,7 @@ from headrace_gateway.batch.batch_store import ClaimLostError
 from headrace_gateway.batch.batch_work import BatchTools, BatchWork
 from headrace_gateway.batch.line_request import patient_hub
 from headrace_gateway.batch.window import SharedWindow
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
 from headrace_monitoring.logging import frames
@@ -49,6 +50,7 @@ class BatchRunner:
                 except REDIS_ERRORS as error:
                     logger.debug("no turn: %s", type(error).__name__)
                 self._tell()
+                check_cancelled()
                 await asyncio.sleep(_TURN_SECONDS)
         finally:
             await self._hand_over()

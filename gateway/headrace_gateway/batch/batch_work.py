@@ -27,6 +27,7 @@ from headrace_gateway.batch.segments import SegmentWriter, answered_ids, committ
 from headrace_gateway.batch.validation import CheckedInput, check_input
 from headrace_gateway.batch.window import SharedWindow, answer_lines
 from headrace_gateway.batch_line import BatchLine, read_line
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError, InputRefusedError
 from headrace_gateway.files.stored_files import FileLostError, StoredFiles
@@ -143,6 +144,7 @@ class BatchWork:
                         source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
             except QueueUnavailableError as error:
+                check_cancelled()
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
                 await asyncio.sleep(self._tools.pause)
 
@@ -244,6 +246,7 @@ class BatchWork:
         A replica that takes over a batch which is to be stopped joins what the first has sent, so that it is cancelled.
         """
         while True:
+            check_cancelled()
             await asyncio.sleep(_LOOK_SECONDS)
             if time.time() >= record.expires_at:
                 return "batch_expired"
@@ -319,6 +322,7 @@ class BatchWork:
             try:
                 return await act()
             except REDIS_ERRORS as error:
+                check_cancelled()
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, type(error).__name__)
                 await asyncio.sleep(self._tools.pause)
 

@@ -28,6 +28,7 @@ from headrace_gateway.answer_reader import open_reader
 from headrace_gateway.batch_line import BatchLine
 from headrace_gateway.broker_errors import api_error_of
 from headrace_gateway.call_fields import bounded_priority
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError
 from headrace_gateway.fold import Fold
@@ -141,6 +142,7 @@ class LineRequests:
             except redis.RedisError as error:  # out of memory, read-only: both may pass, and the attempt is joined
                 if isinstance(error, redis.exceptions.NoPermissionError):
                     raise
+                check_cancelled()
                 self._on_waiting(f"Redis refuses: {error}")
                 await asyncio.sleep(self._pause)
 
@@ -259,6 +261,7 @@ class LineRequests:
                 if error.code != "model_not_found":
                     raise
                 self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
+            check_cancelled()
             await asyncio.sleep(pause)
 
 

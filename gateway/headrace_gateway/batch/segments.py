@@ -20,6 +20,7 @@ from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.batch_record import Batch, Committed
 from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.batch.line_request import LineAnswer
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError
 
@@ -130,6 +131,7 @@ class SegmentWriter:
             try:
                 await self._store.commit(self._claim, segment, committed)
             except REDIS_ERRORS as error:  # what may have been done is done again
+                check_cancelled()
                 logger.warning("batch not committed: id=%s (%s)", self._claim.item, type(error).__name__)
                 await asyncio.sleep(self._pause)
             else:

@@ -60,6 +60,11 @@ def queue_lists(queue: str) -> list[str]:
     return [f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue for step in PRIORITY_STEPS]
 
 
+def level_of(list_name: str) -> int:
+    """The priority step of one of a queue's lists."""
+    return int(list_name.partition(PRIORITY_SEPARATOR)[2] or 0)
+
+
 def sorted_ids_key(list_name: str) -> str:
     """The lease ids of the messages that have been sorted out of this list, the longest there first."""
     return f"{READY_PREFIX}ids:{list_name}"

@@ -33,18 +33,21 @@ RETURN_REASONS = (
     "redis",
     "drain",
     "cleared",
+    "preempted",
     "engine_given_up",
     "stream_refused",
     "fenced",
     "rolled_back",
     "result_not_stored",
 )
-"""Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
+"""Why a worker gives a message back. The first five are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
 Endpoint = Literal[
     "chat_completions",
     "completions",
+    "responses",
+    "messages",
     "tokenizer",
     "models",
     "files",
@@ -55,8 +58,11 @@ Endpoint = Literal[
     "other",
 ]
 Rejoin = Literal["start", "cursor"]
+WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+RESPONSE_ENDS = ("completed", "incomplete", "failed", "cancelled")
+WEBHOOK_OUTCOMES: tuple[WebhookOutcome, ...] = get_args(WebhookOutcome)
 BatchLineOutcome = Literal["completed", "failed", "cancelled", "expired"]
 BATCH_LINE_OUTCOMES: tuple[BatchLineOutcome, ...] = get_args(BatchLineOutcome)
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")

@@ -30,6 +30,7 @@ from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.long_lived_objects import exempt_long_lived_objects
+from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
@@ -66,6 +67,7 @@ class EngineStep(bootsteps.StartStopStep):
             model=settings.served_name,
             queue=queue,
             version=version("headrace"),
+            stall_limit=settings.stall_limit(),
             label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
         )
         if config.engine != OWN_ENGINE:  # what it tells is known when it is ready
@@ -113,6 +115,7 @@ class EngineStep(bootsteps.StartStopStep):
                 request_id, result, "SUCCESS", content_type=content_type
             ),
             on_given_up=self._stop_worker,
+            preemption=Preemption(settings.max_preemptions, config.scheduler.max_num_seqs, self.metrics),
             publish_interval=settings.publish_interval,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_limit())
@@ -124,6 +127,8 @@ class EngineStep(bootsteps.StartStopStep):
         )
         self._lists = [name for queue in self.queues for name in queue_lists(queue)]
         self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)
+        self._preemption_wait_seconds: float = settings.preemption_wait_seconds
+        self._channel: Any = None
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
         """When a drain that was asked for from outside is to be over."""
@@ -156,10 +161,12 @@ class EngineStep(bootsteps.StartStopStep):
         """Tie the engine to a new connection."""
         channel = consumer.task_consumer.channel
         channel.credit = self.dispatcher.credit
+        channel.preemption_credit = self.dispatcher.preemption_credit
+        channel.preemption_wait_seconds = self._preemption_wait_seconds
         channel.leases.on_lost = self.dispatcher.lease_lost
         channel.leases.on_dead_letter = self.dispatcher.settlement.dead_letter
         channel.leases.on_refused = self._gauges.refused
-        self._leases = channel.leases
+        self._channel, self._leases = channel, channel.leases
         for lease_id, message in self._leases.held().items():
             # Celery forgets what passes through its timer, as messages with an ETA do, when it loses its connection.
             if message.headers.get("id") not in worker_state.requests:
@@ -263,7 +270,8 @@ class EngineStep(bootsteps.StartStopStep):
         if self._leases is None or self.dispatcher.credit() > 0:  # then it fetches, which sorts first
             return
         try:
-            self._leases.sort(self._lists)
+            if not self._channel.fetch_better():  # which sorts, too
+                self._leases.sort(self._lists)
         except CONNECTION_ERRORS:
             pass  # the loop finds out by itself
         except redis.ResponseError as error:

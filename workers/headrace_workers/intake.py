@@ -59,6 +59,12 @@ class Incoming:
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
+    step: int = 0
+    """Priority step of the list that the message came by."""
+    level: int = 0
+    """Priority step at which it counted when it was taken: its own, or a better one where it had aged."""
+    preemptions: int = 0
+    """How often the request made room for one of a better level."""
     delay: float = 0.0
     """Seconds until the ETA that the producer named, by this machine's clock; 0 where it has come."""
 
@@ -82,13 +88,16 @@ class Incoming:
             tenant=tenant_of(celery_request),
             over_quota=celery_request.over_quota,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
+            step=celery_request.step,
+            level=celery_request.level,
+            preemptions=celery_request.preemptions,
             delay=_delay(celery_request.eta),
         )
 
     @property
     def waited(self) -> float | None:
-        """Seconds for which the message could have been taken, and was not."""
-        return None if self.queued_at is None else time.monotonic() - self.queued_at
+        """Seconds for which the message could have been taken, and was not; None where it was, and was preempted."""
+        return None if self.queued_at is None or self.preemptions else time.monotonic() - self.queued_at
 
 
 def tenant_of(celery_request: Any) -> str | None:
@@ -201,6 +210,9 @@ def job_of(
         tenant=incoming.tenant,
         abandon_after=incoming.abandon_after,
         engine_losses=claim.engine_losses,
+        step=incoming.step,
+        level=incoming.level,
+        preemptions=incoming.preemptions,
     )
     job.core_requests()  # tells the engine's requests which tokens they have already
     return job

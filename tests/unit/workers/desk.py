@@ -15,6 +15,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_process import GrammarMemory, Preparer
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
@@ -87,6 +88,7 @@ class Desk:
         max_num_seqs: int = 4,
         logits_processors: Sequence[str] = (),
         publish_interval: float = 0.0,
+        max_preemptions: int = 3,
         share_prefix_cache: bool = False,
         adapters: Adapters | None = None,
         engine: str = "fake",
@@ -118,6 +120,7 @@ class Desk:
             health=WorkerHealth(),
             store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
             on_given_up=self.given_up.append,
+            preemption=Preemption(max_preemptions, max_num_seqs, self.metrics),
             engine=engine,
             publish_interval=publish_interval,
         )

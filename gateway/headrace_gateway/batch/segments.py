@@ -185,13 +185,13 @@ class _Segment:
 
 
 def _usage(usage: Mapping[str, Any]) -> Committed:
-    prompt_details = usage.get("prompt_tokens_details") or {}
-    completion_details = usage.get("completion_tokens_details") or {}
+    """Tokens, by the names that completions or responses have for them."""
+    before, after = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     return Committed(
-        input_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=prompt_details.get("cached_tokens") or 0,
-        output_tokens=usage.get("completion_tokens", 0),
-        reasoning_tokens=completion_details.get("reasoning_tokens") or 0,
+        input_tokens=usage.get(f"{before}_tokens", 0),
+        cached_tokens=(usage.get(f"{before}_tokens_details") or {}).get("cached_tokens") or 0,
+        output_tokens=usage.get(f"{after}_tokens", 0),
+        reasoning_tokens=(usage.get(f"{after}_tokens_details") or {}).get("reasoning_tokens") or 0,
     )
 
 

@@ -48,14 +48,14 @@ class Doorbell:
         self.connection.send_command(*self._command)
         self._armed_at = time.monotonic()
 
-    def answer(self) -> None:
-        """The connection is readable: the list has a message, or the wait is over. Redis's errors pass through."""
+    def answer(self) -> bool:
+        """The connection is readable. Whether the list has a message, or else the wait is over. Redis's errors pass."""
         if self._armed_at is None:  # nothing is expected, so the server has closed it
             self.connection.disconnect()
-            return
+            return False
         self._armed_at = None
         try:
-            self.connection.read_response()
+            return self.connection.read_response() is not None
         except self._channel.connection_errors:
             self.connection.disconnect()
             raise
@@ -101,6 +101,8 @@ class DoorbellPoller(MultiChannelPoller):
         for channel in self._channels:
             if channel.leased and channel.qos.can_consume():
                 channel.arm_doorbells(self)
+            elif channel.leased:
+                channel.arm_doorbells_of_better(self)
 
     def on_readable(self, fileno: int) -> Any:
         self._look_at = -math.inf

@@ -60,6 +60,11 @@ def queue_lists(queue: str) -> list[str]:
     return [f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue for step in PRIORITY_STEPS]
 
 
+def level_of(list_name: str) -> int:
+    """The priority step of one of a queue's lists."""
+    return int(list_name.partition(PRIORITY_SEPARATOR)[2] or 0)
+
+
 def sorted_ids_key(list_name: str) -> str:
     """The lease ids of the messages that have been sorted out of this list, the longest there first."""
     return f"{READY_PREFIX}ids:{list_name}"
@@ -124,6 +129,16 @@ def stream_key(request_id: str) -> str:
 def ended_key(request_id: str) -> str:
     """Exists for a while after the stream of an ended request has expired, for subscribers that come too late."""
     return ENDED_PREFIX + request_id
+
+
+def tokenizer_calls_key(model: str) -> str:
+    """The calls of a served model's tokenizer that no worker has taken; it expires with the last of them."""
+    return f"headrace:tokenizer:calls:{model}"
+
+
+def tokenizer_answer_key(call_id: str) -> str:
+    """The list on which the answer to a call of a tokenizer is waited for."""
+    return f"headrace:tokenizer:answer:{call_id}"
 
 
 def hub_key(name: str) -> str:

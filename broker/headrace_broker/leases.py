@@ -27,6 +27,7 @@ from headrace_broker.keys import (
     LEASES_KEY,
     READY_PREFIX,
     SHARE_PREFIX,
+    level_of,
 )
 from headrace_broker.scripts import lua
 
@@ -70,6 +71,10 @@ class LeasedMessage:
     waited: float | None = field(default=None, compare=False)
     """Seconds by Redis's clock since the message was first sorted, or since its time where it was postponed; None
     where a worker of an earlier version has sorted it."""
+    level: int = 0
+    """Priority step at which it counted when it was taken: its list's, or a better one where it had aged."""
+    preemptions: int = 0
+    """How often it was handed back to make room for a message of a better level."""
 
 
 class Leases:
@@ -123,17 +128,22 @@ class Leases:
         """How many messages are held."""
         return len(self._held)
 
-    def fetch(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
+    def fetch(self, lists: Sequence[str], count: int, *, taken_from: int | None = None) -> list[LeasedMessage]:
         """Leases up to `count` messages from the first lists that have any. Redis's errors pass through.
 
         All that has arrived is sorted first, so that a tenant's message is seen behind any number of another's. What is
         over a tenant's quota comes beside the others and needs no room. If the reply is lost, the messages come back
         when the lease has run out. Where a key of the wrong type keeps some messages from being taken, the others are;
         ResponseError is raised where there is none.
-        """
-        return [message for messages in self.fetch_in_rounds(lists, count) for message in messages]
 
-    def fetch_in_rounds(self, lists: Sequence[str], count: int) -> Iterator[list[LeasedMessage]]:
+        With `taken_from` only messages are taken that came by the first so many of the lists.
+        """
+        rounds = self.fetch_in_rounds(lists, count, taken_from=taken_from)
+        return [message for messages in rounds for message in messages]
+
+    def fetch_in_rounds(
+        self, lists: Sequence[str], count: int, *, taken_from: int | None = None
+    ) -> Iterator[list[LeasedMessage]]:
         """As `fetch`, by one script after the other, between which an event loop may see to other things."""
         self._renew_if_late()
         policy = self._fair_share.packed(self._prefixes)
@@ -142,7 +152,7 @@ class Leases:
             is_to_sort = rounds_left > 0 and num_messages < _REFUSED_AT_ONCE and not problem
             rounds_left -= 1
             messages: list[LeasedMessage] = []
-            unsorted, found = self._fetch_once(lists, count, policy, "sort" if is_to_sort else "", messages)
+            unsorted, found = self._fetch_once(lists, count, policy, "sort" if is_to_sort else "", messages, taken_from)
             problem = problem or found
             num_messages += len(messages)
             for message in messages:
@@ -178,12 +188,21 @@ class Leases:
                 return
 
     def _fetch_once(
-        self, lists: Sequence[str], count: int, policy: bytes, mode: str, messages: list[LeasedMessage]
+        self,
+        lists: Sequence[str],
+        count: int,
+        policy: bytes,
+        mode: str,
+        messages: list[LeasedMessage],
+        taken_from: int | None = None,
     ) -> tuple[int, str]:
         """Adds what one script has leased. Returns how many are unsorted, and what keeps messages from being taken."""
         leased, dead, unsorted, problem = self._fetch(
             keys=[*_KEYS, *lists],
-            args=[count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode],
+            args=[
+                *(count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode),
+                "" if taken_from is None else taken_from,
+            ],
         )
         for list_name, body, deliveries, reason, bound_id in dead:
             letter = DeadLetter(reason.decode(), list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
@@ -236,12 +255,13 @@ class Leases:
         args = [self.owner, lease_id, self._tokens.get(lease_id, "")]
         self._settle(lease_id, lambda: self._expect_owned(self._ack(keys=_KEYS, args=args), "ack"))
 
-    def release(self, lease_id: str, *, strike: bool = False) -> None:
+    def release(self, lease_id: str, *, strike: bool = False, is_preempted: bool = False) -> None:
         """Puts the message back, to be its tenant's next. Owed if Redis cannot be reached.
 
         Unless it is a `strike`, the delivery does not count. To hand several back in their order, begin with the last.
+        A message that `is_preempted` makes room for one of a better level; how often it did is kept with it.
         """
-        args: list[str | int] = [self.owner, lease_id, int(strike)]
+        args: list[str | int] = [self.owner, lease_id, int(strike), int(is_preempted)]
         self._settle(lease_id, lambda: self._expect_owned(self._release(keys=_KEYS, args=args), "release"))
 
     def postpone(self, lease_id: str, seconds: float, *, keeps_place: bool = False) -> None:
@@ -356,10 +376,27 @@ def _id_of(bound_id: bytes) -> str | None:
 
 
 def _leased_message(
-    lease_id: bytes, list_name: bytes, body: bytes, deliveries: int, quota: int, bound_id: bytes, waited: bytes
+    lease_id: bytes,
+    list_name: bytes,
+    body: bytes,
+    deliveries: int,
+    quota: int,
+    bound_id: bytes,
+    waited: bytes,
+    level: bytes,
+    preemptions: int,
 ) -> LeasedMessage:
-    seconds = int(waited) / 1e6 if waited else None
-    return LeasedMessage(lease_id.decode(), list_name.decode(), body, deliveries, quota, _id_of(bound_id), seconds)
+    return LeasedMessage(
+        lease_id.decode(),
+        list_name.decode(),
+        body,
+        deliveries,
+        quota,
+        _id_of(bound_id),
+        int(waited) / 1e6 if waited else None,
+        level_of(level.decode()),
+        preemptions,
+    )
 
 
 def _lease_lua(name: str) -> str:

@@ -35,7 +35,7 @@ from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.envelope import check_envelope, content_digest, open_envelope
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
-from headrace_broker.keys import QUEUE_PREFIX, bell_key, sorted_ids_key
+from headrace_broker.keys import QUEUE_PREFIX, bell_key, level_of, sorted_ids_key
 from headrace_broker.leases import LeasedMessage, Leases
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,15 @@ CONTENT: Final = "headrace_content"
 QUEUED_AT: Final = "headrace_queued_at"
 """In a message's delivery_info: since when it waits by Redis's clock, as a moment of this process's monotonic clock; or
 None, where that is not known."""
+
+STEP: Final = "headrace_step"
+"""In a message's delivery_info: the priority step of the list that it came by."""
+
+LEVEL: Final = "headrace_level"
+"""In a message's delivery_info: `LeasedMessage.level`."""
+
+PREEMPTIONS: Final = "headrace_preemptions"
+"""In a message's delivery_info: `LeasedMessage.preemptions`."""
 
 _COMMAND_TIMEOUT: Final = 5.0
 _TURN_SECONDS: Final = 0.01
@@ -172,6 +181,10 @@ class Channel(kombu_redis.Channel):
 
     `credit` says how many messages may be fetched now; set it to the engine's free capacity. It is asked often, and
     anew on the channel of each connection.
+
+    `preemption_credit` matters where there is none: it says which level of what runs would make room, and how many
+    messages of better levels may be taken in its place. A message that has arrived there is taken when
+    `preemption_wait_seconds` have passed in which no other worker has taken it.
     """
 
     QoS = QoS
@@ -186,6 +199,7 @@ class Channel(kombu_redis.Channel):
     ageing_seconds = 0.0
     tenant_quota = 0
     prefix_affinity = False
+    preemption_wait_seconds = 0.0
     master_name: str | None = None
     from_transport_options = (
         *kombu_redis.Channel.from_transport_options,
@@ -201,6 +215,8 @@ class Channel(kombu_redis.Channel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.leased = False
         self.credit = self._prefetch_credit
+        self.preemption_credit: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._preemption_timer: Any = None
         self._doorbells: dict[str, Doorbell] = {}
         self._awaits_doorbell = False
         self._ask_again_at = 0.0
@@ -342,6 +358,20 @@ class Channel(kombu_redis.Channel):
         except redis.ResponseError as error:
             self._was_refused(error)
 
+    def arm_doorbells_of_better(self, poller: DoorbellPoller) -> None:
+        """Without credit, wait for the lists whose messages would preempt what runs, if any would."""
+        if self.hands_over or self._preemption_timer is not None or self._is_refused():
+            return
+        level, count = self.preemption_credit()
+        if count <= 0:
+            return
+        try:
+            for step in self.priority_steps:
+                for queue in self.active_queues if step < level else ():
+                    self._doorbell(self._q_for_pri(queue, step)).arm(poller)
+        except redis.ResponseError as error:
+            self._was_refused(error)
+
     def _doorbell(self, list_name: str) -> Doorbell:
         if list_name not in self._doorbells:
             self._doorbells[list_name] = Doorbell(self, list_name)
@@ -350,10 +380,20 @@ class Channel(kombu_redis.Channel):
     def on_doorbell(self, doorbell: Doorbell) -> bool:
         """Fetches, as a list has a message or its wait is over. False if there was none."""
         try:
-            doorbell.answer()
+            has_message = doorbell.answer()
         except redis.ResponseError as error:
             return self._fetch_past(error)
-        return self.fetch()
+        if self.fetch():
+            return True
+        loop = self.connection.loop
+        if has_message and loop is not None and self._preemption_timer is None and self.preemption_credit()[1] > 0:
+            self._preemption_timer = loop.call_later(self.preemption_wait_seconds, self._on_preemption_time)
+        return False
+
+    def _on_preemption_time(self) -> None:
+        self._preemption_timer = None
+        if not self.fetch():  # there may be room by now
+            self.fetch_better()
 
     def _fetch_past(self, error: "redis.ResponseError") -> bool:
         """The server refuses to wait for one list. Other lists may have messages, where only its type is wrong."""
@@ -378,6 +418,18 @@ class Channel(kombu_redis.Channel):
             return False
         self._rounds = self.leases.fetch_in_rounds(self._lists(), count)
         return self._go_on()
+
+    def fetch_better(self) -> bool:
+        """Without credit, take messages that preempt what runs. False where nothing may be preempted."""
+        if not self.leased or self._closing or not self.active_queues or self.hands_over or self._is_refused():
+            return False
+        level, count = self.preemption_credit()
+        if count <= 0:
+            return False
+        num_better = sum(step < level for step in self.priority_steps) * len(self.active_queues)
+        self._rounds = self.leases.fetch_in_rounds(self._lists(), count, taken_from=num_better)
+        self._go_on()
+        return True
 
     def _go_on(self) -> bool:
         """Fetch and hand over for one turn of the event loop, and in the next ones; all at once where there is none."""
@@ -486,6 +538,11 @@ class Channel(kombu_redis.Channel):
         properties["delivery_info"][OVER_QUOTA] = message.over_quota
         properties["delivery_info"][CONTENT] = content
         properties["delivery_info"][QUEUED_AT] = None if message.waited is None else time.monotonic() - message.waited
+        properties["delivery_info"] |= {
+            STEP: level_of(message.list_name),
+            LEVEL: message.level,
+            PREEMPTIONS: message.preemptions,
+        }
         # Decoded once, as it may be megabytes.
         payload["body"], properties["body_encoding"] = self.Message(payload, channel=self).body, None
         self.leases.had_prefix(payload["headers"].get("prefix"))

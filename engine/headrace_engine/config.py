@@ -108,6 +108,8 @@ class LoRAConfig:
     """Maximum number of adapters in memory, including removed ones that are still in use. One more during a load."""
     preload: list[LoRARequest] = field(default_factory=list)
     """Adapters to load with the model. The engine does not start if one cannot be served."""
+    needs_hot_load: bool = False
+    """Whether other adapters will be loaded while the engine runs."""
 
 
 @dataclass(slots=True, kw_only=True)

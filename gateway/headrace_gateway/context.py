@@ -8,14 +8,18 @@ from starlette.requests import Request
 
 from headrace_broker import AsyncClient
 from headrace_broker.stream_hub import StreamHub
+from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.webhooks.announcer import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
+    from headrace_gateway.batch.batch_store import BatchStore
     from headrace_gateway.envelope import EnvelopeStore
+    from headrace_gateway.files.stored_files import StoredFiles
     from headrace_gateway.model_catalog import ModelCatalog
 
 
@@ -31,6 +35,10 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    tokenizers: TokenizerAsker
+    webhooks: Webhooks
+    files: "StoredFiles | None"
+    batches: "BatchStore"
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

@@ -33,19 +33,35 @@ RETURN_REASONS = (
     "redis",
     "drain",
     "cleared",
+    "preempted",
     "engine_given_up",
     "stream_refused",
     "fenced",
     "rolled_back",
     "result_not_stored",
 )
-"""Why a worker gives a message back. The first four are the fleet's own doing; the others count as a delivery."""
+"""Why a worker gives a message back. The first five are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
-Endpoint = Literal["chat_completions", "completions", "models", "operations", "page", "probes", "other"]
+Endpoint = Literal[
+    "chat_completions",
+    "completions",
+    "tokenizer",
+    "models",
+    "files",
+    "batches",
+    "operations",
+    "page",
+    "probes",
+    "other",
+]
 Rejoin = Literal["start", "cursor"]
+WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+WEBHOOK_OUTCOMES: tuple[WebhookOutcome, ...] = get_args(WebhookOutcome)
+BatchLineOutcome = Literal["completed", "failed", "cancelled", "expired"]
+BATCH_LINE_OUTCOMES: tuple[BatchLineOutcome, ...] = get_args(BatchLineOutcome)
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")
 
 # where a value outside its set is counted: a new reason must not become a new series
@@ -79,6 +95,15 @@ REFUSALS = (
     "internal_error",
     "stopping",
     "other_release",
+    "tokenizer_unavailable",
+    "no_files",
+    "invalid_form",
+    "unsupported_value",
+    "not_cancellable",
+    "storage_full",
+    "storage_unavailable",
+    "storage_limit_exceeded",
+    "upload_timeout",
     OTHER,
 )
 """Codes of the gateway's errors."""

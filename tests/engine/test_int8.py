@@ -119,7 +119,7 @@ def test_a_processor_without_the_instructions_is_told_so(monkeypatch: pytest.Mon
 
 
 def test_the_real_model_loses_little_quality(model: Path) -> None:
-    """Perplexity on prompts of the benchmark; the figure on all of them is in docs/performance.md."""
+    """Perplexity on prompts of the benchmark; the figure on all of them is in benchmarks/results/2026-11-21.md."""
     texts = prompts(6)
     exact = perplexity(LLM(str(model), dtype="float32"), texts)
     rounded = perplexity(LLM(str(model), dtype="float32", quantization="int8"), texts)

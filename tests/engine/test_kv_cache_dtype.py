@@ -93,7 +93,7 @@ def test_a_gpu_keeps_them_in_every_type(kv_cache_dtype: str) -> None:
 
 
 def test_the_real_model_loses_next_to_no_quality(model: Path) -> None:
-    """Perplexity on prompts of the benchmark; the figure on more of them is in docs/performance.md."""
+    """Perplexity on prompts of the benchmark; the figure on more of them is in benchmarks/results/2026-11-23.md."""
     texts = prompts(3)
     exact = perplexity(LLM(str(model), dtype="float32"), texts)
     rounded = perplexity(LLM(str(model), dtype="float32", kv_cache_dtype="bfloat16"), texts)

@@ -19,6 +19,7 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.tokenizer_calls import TokenizerCalls
 from headrace_engine.engine_names import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
@@ -29,9 +30,11 @@ from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.long_lived_objects import exempt_long_lived_objects
+from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
+from headrace_workers.tokenizer_service import TokenizerService
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class EngineStep(bootsteps.StartStopStep):
             model=settings.served_name,
             queue=queue,
             version=version("headrace"),
+            stall_limit=settings.stall_limit(),
             label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
         )
         if config.engine != OWN_ENGINE:  # what it tells is known when it is ready
@@ -111,12 +115,20 @@ class EngineStep(bootsteps.StartStopStep):
                 request_id, result, "SUCCESS", content_type=content_type
             ),
             on_given_up=self._stop_worker,
+            preemption=Preemption(settings.max_preemptions, config.scheduler.max_num_seqs, self.metrics),
             publish_interval=settings.publish_interval,
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_limit())
         self.dispatcher.use_engine(self._supervisor)
+        self._tokenizer_service = TokenizerService(
+            TokenizerCalls(client, settings.served_names),
+            self.dispatcher.answer_call,
+            lambda: self.dispatcher.answers_calls,
+        )
         self._lists = [name for queue in self.queues for name in queue_lists(queue)]
         self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)
+        self._preemption_wait_seconds: float = settings.preemption_wait_seconds
+        self._channel: Any = None
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
         """When a drain that was asked for from outside is to be over."""
@@ -129,6 +141,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._supervisor.start()
         for lane in self._lanes:
             lane.start()
+        self._tokenizer_service.start()
         exempt_long_lived_objects()
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
@@ -148,16 +161,19 @@ class EngineStep(bootsteps.StartStopStep):
         """Tie the engine to a new connection."""
         channel = consumer.task_consumer.channel
         channel.credit = self.dispatcher.credit
+        channel.preemption_credit = self.dispatcher.preemption_credit
+        channel.preemption_wait_seconds = self._preemption_wait_seconds
         channel.leases.on_lost = self.dispatcher.lease_lost
         channel.leases.on_dead_letter = self.dispatcher.settlement.dead_letter
         channel.leases.on_refused = self._gauges.refused
-        self._leases = channel.leases
+        self._channel, self._leases = channel, channel.leases
         for lease_id, message in self._leases.held().items():
             # Celery forgets what passes through its timer, as messages with an ETA do, when it loses its connection.
             if message.headers.get("id") not in worker_state.requests:
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
+        self._tokenizer_service.attach(hub)
         self._check_eviction()
 
     def _check_eviction(self) -> None:
@@ -235,6 +251,7 @@ class EngineStep(bootsteps.StartStopStep):
             for lease_id in reversed(self._leases.held()):  # what waits for its time, or for its result to be stored
                 self._leases.release(lease_id)
         self._supervisor.stop()
+        self._tokenizer_service.stop()
         self.dispatcher.stop()
         if self._tracer_provider is not None:
             self._tracer_provider.shutdown()
@@ -253,7 +270,8 @@ class EngineStep(bootsteps.StartStopStep):
         if self._leases is None or self.dispatcher.credit() > 0:  # then it fetches, which sorts first
             return
         try:
-            self._leases.sort(self._lists)
+            if not self._channel.fetch_better():  # which sorts, too
+                self._leases.sort(self._lists)
         except CONNECTION_ERRORS:
             pass  # the loop finds out by itself
         except redis.ResponseError as error:

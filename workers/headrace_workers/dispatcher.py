@@ -41,6 +41,7 @@ from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
 from headrace_workers.job import Job
 from headrace_workers.loop_watch import LoopWatch
 from headrace_workers.plain_requests import PlainRequests
+from headrace_workers.preemption import Preemption
 from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation_lane import Lane
 from headrace_workers.settlement import RunTask, Settlement, StoreResult
@@ -68,6 +69,7 @@ class Dispatcher:
         share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
         max_num_seqs: choices that the engine runs at once.
         max_delay_seconds: how far ahead a message's ETA may lie.
+        preemption: lets requests make room for those of better levels.
         store_result: as `Settlement` says.
         publish_interval: as `InFlight` says.
         on_given_up: called with the reason when the engine cannot be kept alive.
@@ -92,6 +94,7 @@ class Dispatcher:
         health: WorkerHealth,
         store_result: StoreResult,
         on_given_up: Callable[[str], None],
+        preemption: Preemption,
         engine: str = OWN_ENGINE,
         share_prefix_cache: bool = False,
         answer_formats: AnswerFormats | None = None,
@@ -117,6 +120,7 @@ class Dispatcher:
         self._metrics = metrics
         self._health = health
         self._on_given_up = on_given_up
+        self._preemption = preemption
         self._in_flight = InFlight(client, self.settlement, metrics, self._tracing, publish_interval)
         self._preparation = Preparation(
             *lanes,
@@ -154,20 +158,34 @@ class Dispatcher:
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
-        if (
-            self._draining
-            or self._paused
-            or self.settlement.redis_refuses
-            or self._preparation.is_failing
-            or not self._supervisor.is_ready
-            or self._engine_waiting
-            or self._in_flight.keeps_others_out
-        ):
+        if self._engine_waiting or self._takes_nothing:
             return 0
         room = self._max_num_seqs - len(self._preparation)  # each will have a choice at least
         if len(self._in_flight) >= room:  # asked many times a second, and each job has a choice that runs
             return 0
         return max(0, room - self._in_flight.slots_used)
+
+    def preemption_credit(self) -> tuple[int, int]:
+        """The worst level that would make room, and how many more messages of better levels may then be taken."""
+        return (0, 0) if self._takes_nothing else self._preemption.credit(self._in_flight, len(self._preparation))
+
+    def _has_room(self, step: int) -> bool:
+        if self.credit() > 0:
+            return True
+        worst, count = self.preemption_credit()
+        return count > 0 and step < worst
+
+    @property
+    def _takes_nothing(self) -> bool:
+        """Whether messages are left in the queue however much room there is."""
+        return (
+            self._draining
+            or self._paused
+            or self.settlement.redis_refuses
+            or self._preparation.is_failing
+            or not self._supervisor.is_ready
+            or self._in_flight.keeps_others_out
+        )
 
     @property
     def is_draining(self) -> bool:
@@ -180,6 +198,17 @@ class Dispatcher:
 
     def __len__(self) -> int:
         return len(self._in_flight)
+
+    # -- calls of the tokenizer -----------------------------------------------------------------------------------
+
+    @property
+    def answers_calls(self) -> bool:
+        """Whether calls of the tokenizer may be taken: no slot, and no living engine, is needed for them."""
+        return self._processor is not None and not (self._draining or self._paused)
+
+    def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
+        """See `Preparation.answer_call`."""
+        self._preparation.answer_call(kind, body, answered)
 
     # -- from the queue -------------------------------------------------------------------------------------------
 
@@ -207,7 +236,12 @@ class Dispatcher:
                 self.settlement.set_aside(incoming.request_id, celery_request)
             return
         # A message with an ETA passes through Celery's timer, and meanwhile there may be no room for it any more.
-        if self._processor is None or self._draining or self._paused or (celery_request.eta and self.credit() <= 0):
+        if (
+            self._processor is None
+            or self._draining
+            or self._paused
+            or (celery_request.eta and not self._has_room(incoming.step))
+        ):
             self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return
@@ -308,6 +342,7 @@ class Dispatcher:
         job.model, job.begun_with = model, begun_with(claim.entries, model)
         job.drawn_with = draws_of(claim.entries)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
+        self._preemption.make_room(self._in_flight, job)
         self._in_flight.start(job, incoming.deadline)
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
@@ -414,6 +449,7 @@ class Dispatcher:
         self._processor = InputProcessor(model_info, tokenizer, engine=self._engine, capabilities=capabilities)
         self._capabilities = capabilities
         self._in_flight.use_model(tokenizer, capabilities)
+        self._preemption.use_engine(capabilities.exact_resume)
         self._metrics.steps_tell_only(capabilities.stats)
         self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
         settings = {
@@ -486,6 +522,7 @@ class Dispatcher:
                     seen=time.time(),
                     weights=self._model_info.weights,
                     loras=self._adapters.names,
+                    tokenizer_calls=True,
                     **self._formats,
                 )
         except REDIS_ERRORS as error:

@@ -374,6 +374,13 @@ class InFlight:
                 self._abort(job)
                 self._settlement.refused(job, outcome)
 
+    def publish_held_back(self) -> None:
+        """Write what waits for the interval of publishing, so that a request that goes generates nothing twice."""
+        assert self._output_processor is not None
+        if self._output_processor.holds_back:
+            self._show()
+        self.flush()
+
     def heartbeat(self) -> None:
         """Once a second: what could not be written or recorded is tried again, and nobody runs unheard."""
         self.flush(retry=True)

@@ -59,6 +59,12 @@ class Incoming:
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
+    step: int = 0
+    """Priority step of the list that the message came by."""
+    level: int = 0
+    """Priority step at which it counted when it was taken: its own, or a better one where it had aged."""
+    preemptions: int = 0
+    """How often the request made room for one of a better level."""
     delay: float = 0.0
     """Seconds until the ETA that the producer named, by this machine's clock; 0 where it has come."""
 
@@ -82,13 +88,16 @@ class Incoming:
             tenant=tenant_of(celery_request),
             over_quota=celery_request.over_quota,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
+            step=celery_request.step,
+            level=celery_request.level,
+            preemptions=celery_request.preemptions,
             delay=_delay(celery_request.eta),
         )
 
     @property
     def waited(self) -> float | None:
-        """Seconds for which the message could have been taken, and was not."""
-        return None if self.queued_at is None else time.monotonic() - self.queued_at
+        """Seconds for which the message could have been taken, and was not; None where it was, and was preempted."""
+        return None if self.queued_at is None or self.preemptions else time.monotonic() - self.queued_at
 
 
 def tenant_of(celery_request: Any) -> str | None:
@@ -150,8 +159,7 @@ class Intake:
         given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
         if request.messages is not None:
-            if request.tools and not self._processor.shows_tools:
-                raise RefusedError("unsupported", _NO_TOOLS)
+            check_tools(request, self._processor)
             processed = self._processor.process_chat(
                 request_id, request.messages, params, chat_options=ChatOptions(**request.chat_options)
             )
@@ -177,6 +185,12 @@ class Intake:
         )
 
 
+def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
+    """Raises RefusedError where the request has tools, and the chat template shows the model none."""
+    if request.tools and not processor.shows_tools:
+        raise RefusedError("unsupported", _NO_TOOLS)
+
+
 def job_of(
     incoming: Incoming,
     request: ProcessedRequest,
@@ -196,6 +210,9 @@ def job_of(
         tenant=incoming.tenant,
         abandon_after=incoming.abandon_after,
         engine_losses=claim.engine_losses,
+        step=incoming.step,
+        level=incoming.level,
+        preemptions=incoming.preemptions,
     )
     job.core_requests()  # tells the engine's requests which tokens they have already
     return job

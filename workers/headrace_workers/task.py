@@ -10,7 +10,7 @@ from celery.worker.state import task_ready
 
 from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.transport import CONTENT, OVER_QUOTA, QUEUED_AT
+from headrace_broker.transport import CONTENT, LEVEL, OVER_QUOTA, PREEMPTIONS, QUEUED_AT, STEP
 from headrace_workers.result_backend import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -75,6 +75,24 @@ class EngineRequest(Request):
         moment: float | None = self._message.delivery_info.get(QUEUED_AT)
         return moment
 
+    @property
+    def step(self) -> int:
+        """Priority step of the list that the message came by."""
+        step: int = self._message.delivery_info.get(STEP, 0)
+        return step
+
+    @property
+    def level(self) -> int:
+        """Priority step at which the message counted when it was taken: its own, or a better one where it had aged."""
+        level: int = self._message.delivery_info.get(LEVEL, 0)
+        return level
+
+    @property
+    def preemptions(self) -> int:
+        """How often the request made room for one of a better level."""
+        preemptions: int = self._message.delivery_info.get(PREEMPTIONS, 0)
+        return preemptions
+
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""
         if self.burial is None:
@@ -88,14 +106,14 @@ class EngineRequest(Request):
         """So many tokens, of prompt and output, the tenant pays when the message is acknowledged."""
         self._message.channel.leases.cost(self.lease_id, tokens)
 
-    def hand_back(self, *, strike: bool = False) -> None:
+    def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         """Put the message back into its queue, to be taken next.
 
         Its delivery counts where `strike` is set: wherever it is not the fleet's own doing. Otherwise a message that
-        cannot be served would come back for ever.
+        cannot be served would come back for ever. It is counted how often a request `is_preempted`.
         """
         self._settled()
-        self._message.channel.leases.release(self.lease_id, strike=strike)
+        self._message.channel.leases.release(self.lease_id, strike=strike, is_preempted=is_preempted)
         self.send_event("task-rejected", requeue=True)
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:

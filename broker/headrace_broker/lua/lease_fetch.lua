@@ -1,15 +1,18 @@
 -- Sorts what has arrived, then takes messages in fair order and leases them, all in one step, so that none is ever in
 -- nobody's hands. KEYS: the lease keys, then the lists in the order in which they are served.
 -- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota,
--- prefixes that this worker holds, or nothing), 'sort' to sort first, 'sort only' to lease nothing at all.
+-- prefixes that this worker holds, or nothing), 'sort' to sort first, 'sort only' to lease nothing at all, from how many
+-- of the lists messages are taken, or '' for all of them; what has aged into one of these is then left.
 -- Returns {{id, list, body, deliveries, the quota if it was over that or 0, the request id that is bound to it or '',
--- microseconds that it has waited or ''}, ...} of the leased, {{list, body, deliveries, reason, the request id that was
--- bound to it or ''}, ...} of those that are dead now, how many are unsorted, and what keeps messages from being sorted or
--- taken, or ''. Where it was to sort and there are any unsorted, none was taken but those over their tenant's quota, which
--- come beside those asked for.
+-- microseconds that it has waited or '', the list of the level where it counted, how often it was preempted}, ...} of the
+-- leased, {{list, body, deliveries, reason, the request id that was bound to it or ''}, ...} of those that are dead now, how
+-- many are unsorted, and what keeps messages from being sorted or taken, or ''. Where it was to sort and there are any
+-- unsorted, none was taken but those over their tenant's quota, which come beside those asked for.
 local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] ~= ''
 local FIRST_LIST = 9
+local lists_taken_from = tonumber(ARGV[7])
+local looks_left = 200 -- at messages that may have come by other lists
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 1024 * 1024
 local ages_left = 100
@@ -35,6 +38,12 @@ end
 local function waited(record)
   local since = record.sorted and math.max(record.sorted, record.due or 0)
   return since and string.format('%.0f', math.max(0, microseconds - since)) or ''
+end
+
+local function lease(id, record, body, deliveries, quota)
+  leased[#leased + 1] = {
+    id, record.list, body, deliveries, quota, record.request or '', waited(record), record.level, record.preempted or 0,
+  }
 end
 
 local function give_up(body, list, deliveries, reason, request)
@@ -136,7 +145,7 @@ local function refuse(id, record, body)
   local deliveries = deliver(id, record, body)
   if not deliveries then return end
   num_refused = num_refused + 1
-  leased[#leased + 1] = {id, record.list, body, deliveries, policy.quota, record.request or '', waited(record)}
+  lease(id, record, body, deliveries, policy.quota)
 end
 
 local function sort(list)
@@ -215,6 +224,8 @@ local function forget_strays(list)
   end
 end
 
+local is_taken_from = {} -- by list
+
 -- What is known of a message that waits at the level.
 local function record_at(level, id)
   local record = record_of(id, queue_of(level))
@@ -242,8 +253,8 @@ local function age(level, better)
   return #aged > 0
 end
 
-local held_prefixes = policy.prefixes and {}
-for _, prefix in ipairs(policy.prefixes or {}) do held_prefixes[prefix] = true end
+local held_prefixes = not lists_taken_from and policy.prefixes and {}
+for _, prefix in ipairs(held_prefixes and policy.prefixes or {}) do held_prefixes[prefix] = true end
 
 local function is_held(record)
   return record ~= nil and record.prefix ~= nil and held_prefixes[record.prefix] ~= nil
@@ -260,6 +271,16 @@ local function choose(level, tenant)
     if is_held(other) then return ids[i], other, id end
   end
   return id, record
+end
+
+-- The tenant's next message that came by one of the lists to take from: its id and its record, or nothing.
+local function choose_of_lists(level, tenant)
+  if looks_left <= 0 then return end
+  for _, id in ipairs(redis.call('ZRANGE', messages_of(level, tenant), 0, looks_left - 1)) do
+    looks_left = looks_left - 1
+    local record = record_at(level, id)
+    if not record or is_taken_from[record.list] then return id, record end
+  end
 end
 
 local function skip(level, id)
@@ -279,7 +300,7 @@ local function take(id, record, start)
   if not deliveries then return end
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   charge(id, record, start, policy.weights[record.tenant] or 1)
-  leased[#leased + 1] = {id, record.list, body, deliveries, 0, record.request or '', waited(record)}
+  lease(id, record, body, deliveries, 0)
   reply_bytes_left = reply_bytes_left - #body
 end
 
@@ -310,6 +331,7 @@ for i = FIRST_LIST, #KEYS do
     levels_of[queue] = levels_of[queue] or {}
     table.insert(levels_of[queue], list)
     lists[#lists + 1] = list
+    is_taken_from[list] = i - FIRST_LIST < (lists_taken_from or #KEYS)
   end
 end
 
@@ -337,6 +359,7 @@ elseif unsorted == 0 then
   local tries_left = wanted + 100
   for _, level in ipairs(lists) do
     local num_kept = 0 -- tenants whose messages cannot be reached; they stay where they are, before all others
+    if not is_taken_from[level] then break end
     while in_use[level] and #leased - num_refused < wanted and tries_left > 0 and reply_bytes_left > 0 do
       local least = redis.call('ZRANGE', tenants_at(level), num_kept, num_kept, 'WITHSCORES')
       local tenant, start = least[1], number_in(least[2], 0)
@@ -345,8 +368,15 @@ elseif unsorted == 0 then
       if is_kept_by(problem_of(messages_of(level, tenant), 'zset')) then
         num_kept = num_kept + 1
       else
-        local id, record, skipped = choose(level, tenant)
-        if record then
+        local id, record, skipped
+        if lists_taken_from then
+          id, record = choose_of_lists(level, tenant)
+        else
+          id, record, skipped = choose(level, tenant)
+        end
+        if not id and lists_taken_from then
+          num_kept = num_kept + 1
+        elseif record then
           record.tenant = tenant
           take(id, record, start)
           if skipped then skip(level, skipped) end

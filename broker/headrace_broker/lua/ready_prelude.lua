@@ -6,8 +6,8 @@
 -- A record is what is known of a message, waiting or leased: list, level, tenant, request (the id that is bound to it, or
 -- nil), since (microseconds: from when on it counts at its level, which is its place), prefix (a hash of its prompt's
 -- beginning, where it says) and skipped (how often affinity went before it), delayed (true before its time), sorted
--- (microseconds: when it was first sorted), due (microseconds: its time, where it had one of its own), and once it was
--- taken charge and weight.
+-- (microseconds: when it was first sorted), due (microseconds: its time, where it had one of its own), preempted (how often
+-- it made room for a better one), and once it was taken charge and weight.
 
 local READY, SHARE = KEYS[7], KEYS[8]
 local SHARE_SECONDS = 86400

@@ -65,7 +65,7 @@ class LoRAManager:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._parked: list[EngineCoreRequest] = []
         self._loading: tuple[int, Future[bool]] | None = None
-        self._news = False
+        self._may_be_ready = False
 
     @classmethod
     def create(cls, config: LoRAConfig | None, runner: AdapterLoader, wake: Callable[[], None]) -> "LoRAManager | None":
@@ -209,7 +209,7 @@ class LoRAManager:
                 if lora is not None:
                     return lora
         self._parked.append(message)
-        self._news = True
+        self._may_be_ready = True
         return None
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -217,15 +217,15 @@ class LoRAManager:
         left = [message for message in self._parked if message.request_id not in gone]
         if len(left) < len(self._parked):
             self._parked = left
-            self._news = bool(left)  # later requests may have waited only for their turn
+            self._may_be_ready = bool(left)  # later requests may have waited only for their turn
 
     def waiting_ids(self) -> list[str]:
         return [message.request_id for message in self._parked]
 
     @property
-    def has_news(self) -> bool:
+    def may_be_ready(self) -> bool:
         """Whether `ready` may return a request."""
-        return self._news
+        return self._may_be_ready
 
     def ready(self) -> list[tuple[EngineCoreRequest, LoadedLoRA | str]]:
         """Return the requests that need not wait any more, with their adapter or with the reason of their refusal.
@@ -233,7 +233,7 @@ class LoRAManager:
         While a request waits for room, no later request gets an adapter: so there is room as soon as the present users
         have ended. A request that waits for its adapter to be read blocks no other.
         """
-        self._news = False
+        self._may_be_ready = False
         failed = self._finish_loading()
         results: list[tuple[EngineCoreRequest, LoadedLoRA | str]] = []
         still_parked = []
@@ -282,7 +282,7 @@ class LoRAManager:
 
     def _tell(self) -> None:
         if self._parked:
-            self._news = True
+            self._may_be_ready = True
             self._wake()
 
     def check_integrity(self) -> None:

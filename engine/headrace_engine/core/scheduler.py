@@ -288,7 +288,7 @@ class Scheduler:
             self._start(request, num_hit)
             plan.batch.new_requests.append(new_request(request, block_ids))  # holds what was computed before this step
             plan.grant(request, num_new, prefill=True)
-            # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
+            # A request that is preempted from here on is less urgent than this one, so this step did not admit it:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
         for request in reversed(passed):

@@ -15,6 +15,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
+from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_process import GrammarMemory, Preparer
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
@@ -46,16 +47,19 @@ class InlineLane:
     def check(self) -> None: ...
 
     def configure(self, settings: dict[str, Any]) -> None:
+        tokenizer: Any = FakeTokenizer()
         processor = GrammarMemory(
             MODEL,
-            FakeTokenizer(),
+            tokenizer,
             logits_processors=load_logits_processors(settings["logits_processors"]),
             engine=settings["engine"],
             capabilities=EngineCapabilities.from_wire(settings["capabilities"]),
             is_quick=settings["is_quick"],
             tell=lambda grammar, problem: self.on_verdict(grammar, problem),
         )
-        self.preparer = Preparer(processor, settings["served_names"], is_quick=settings["is_quick"], cpu_seconds=60)
+        self.preparer = Preparer(
+            processor, tokenizer, settings["served_names"], is_quick=settings["is_quick"], cpu_seconds=60
+        )
 
     def submit(self, number: int, values: list[Any]) -> None:
         self.submitted[number] = values
@@ -66,7 +70,8 @@ class InlineLane:
         """The first that is waiting; with this answer, where one is given."""
         number = next(iter(self.submitted))
         values = self.submitted.pop(number)
-        self.on_answer(number, list(answer) or self.preparer.answer(*values))
+        work = self.preparer.answer if number > 0 else self.preparer.answer_call
+        self.on_answer(number, list(answer) or work(*values))
 
     def learn(self, grammar: str, problem: str | None) -> None:
         self.learned[grammar] = problem
@@ -83,6 +88,7 @@ class Desk:
         max_num_seqs: int = 4,
         logits_processors: Sequence[str] = (),
         publish_interval: float = 0.0,
+        max_preemptions: int = 3,
         share_prefix_cache: bool = False,
         adapters: Adapters | None = None,
         engine: str = "fake",
@@ -114,6 +120,7 @@ class Desk:
             health=WorkerHealth(),
             store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
             on_given_up=self.given_up.append,
+            preemption=Preemption(max_preemptions, max_num_seqs, self.metrics),
             engine=engine,
             publish_interval=publish_interval,
         )

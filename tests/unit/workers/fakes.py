@@ -236,6 +236,9 @@ class FakeCeleryRequest:
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
         self.queued_at: float | None = headers.pop("queued_at", None)
+        self.step: int = headers.pop("step", 0)
+        self.level: int = headers.pop("level", self.step)
+        self.preemptions: int = headers.pop("preemptions", 0)
 
     def revoked(self) -> bool:
         if self.is_revoked:
@@ -254,8 +257,9 @@ class FakeCeleryRequest:
     def acknowledge(self) -> None:
         self.fate.append("acknowledged")
 
-    def hand_back(self, *, strike: bool = False) -> None:
-        self.fate.append("handed back with a strike" if strike else "handed back")
+    def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
+        assert not (strike and is_preempted)
+        self.fate.append("preempted" if is_preempted else "handed back with a strike" if strike else "handed back")
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))

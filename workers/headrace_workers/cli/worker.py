@@ -108,6 +108,18 @@ from headrace_engine.own_engine import DEVICES, DTYPES
 @click.option(
     "--publish-interval", type=float, metavar="S", help="Gather tokens for so long into a chunk [default: each step's]."
 )
+@click.option(
+    "--max-preemptions",
+    type=int,
+    metavar="N",
+    help="So often a request makes room for better priorities; 0: never [default: 3].",
+)
+@click.option(
+    "--preemption-wait-seconds",
+    type=float,
+    metavar="S",
+    help="A request waits so long for a slot before it preempts [default: 0.05].",
+)
 @click.option("--max-delay-seconds", type=float, metavar="S", help="Refuse an ETA further ahead [default: 86400].")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="[default: INFO]")
 @click.option("--drain", is_flag=True, help="Start nothing: tell running workers to take no more, and end when done.")

@@ -1,19 +1,22 @@
-"""`InputFile`: the lines of a batch's input, read as often as wanted, one in memory at a time."""
+"""`InputFile`: the lines of a batch's input, read as often as wanted, a few in memory at a time."""
 
+import asyncio
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Self
+from typing import IO, Final, Self
 
 from headrace_gateway.batch_line import MAX_LINE_BYTES
-from headrace_workers.errors import BatchError
+from headrace_gateway.errors import BatchError
 
 STANDARD: Final = "-"
 """Standard input or output, where a file is named."""
+_BLOCK_LINES: Final = 32
+_BLOCK_BYTES: Final = 2**20
 
 
 class InputFile(AbstractContextManager["InputFile"]):
@@ -48,11 +51,28 @@ class InputFile(AbstractContextManager["InputFile"]):
             while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 line = self._read_line()
 
+    async def read(self) -> AsyncIterator[tuple[int, bytes]]:
+        """The same lines, for an event loop: a thread reads a few at a time, and the loop turns between them."""
+        lines = self.lines()
+        while block := await asyncio.to_thread(_block, lines):
+            for line in block:
+                yield line
+
     def _read_line(self) -> bytes:
         try:
             return self._file.readline(MAX_LINE_BYTES + 1)
         except OSError as error:
             raise BatchError(f"{self.name} cannot be read: {error.strerror}") from None
+
+
+def _block(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    block, size = [], 0
+    for line in lines:
+        block.append(line)
+        size += len(line[1])
+        if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:
+            break
+    return block
 
 
 def _opened(name: str) -> IO[bytes]:
@@ -66,6 +86,6 @@ def _opened(name: str) -> IO[bytes]:
 
 
 def _copied(source: IO[bytes]) -> IO[bytes]:
-    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # its caller closes it
+    copy: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # its caller closes it
     shutil.copyfileobj(source, copy)
     return copy

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from headrace_workers.batch.input_file import STANDARD
-from headrace_workers.errors import BatchError
+from headrace_gateway.batch.input_file import STANDARD
+from headrace_gateway.errors import BatchError
 
 _SYNC_SECONDS: Final = 1.0
 
@@ -34,10 +34,11 @@ class AnswerFile:
     standard output (`-`), is written to, but not read.
     """
 
-    def __init__(self, name: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, now: Callable[[], float] = time.monotonic, *, mode: int = 0o666) -> None:
         self.name: Final = "standard output" if name == STANDARD else name
         self._path: Final = None if name == STANDARD else Path(name)
         self._now: Final = now
+        self._mode: Final = mode
         self._fd: int | None = None
         self._is_regular = False
         self._size = 0
@@ -64,7 +65,7 @@ class AnswerFile:
                 sys.stdout.flush()
                 self._fd = os.dup(sys.stdout.fileno())
                 return
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, self._mode)
             self._is_regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
             if self._is_regular:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

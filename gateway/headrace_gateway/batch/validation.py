@@ -1,20 +1,16 @@
 """Every line of a batch checked before anything is sent, and what was answered before found again."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from headrace_gateway import ApiError
+from headrace_gateway.batch.answer_file import AnswerFile
+from headrace_gateway.batch.input_file import InputFile
 from headrace_gateway.batch_line import read_line
-from headrace_gateway.keys import ANYONE
+from headrace_gateway.errors import ApiError, BatchError, InputRefusedError, LineProblem
+from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
-from headrace_workers.batch.answer_file import AnswerFile
-from headrace_workers.batch.input_file import InputFile
-from headrace_workers.errors import BatchError, InputRefusedError, LineProblem
 
 _SHOWN: Final = 20
-_PAUSE_EACH: Final = 100
-"""Lines after which the event loop turns, so that Ctrl-C is heard."""
 
 
 class KnownLine(NamedTuple):
@@ -25,26 +21,41 @@ class KnownLine(NamedTuple):
     """Of the line that answers it."""
 
 
-async def check_input(source: InputFile, models: ModelCatalog) -> dict[str, KnownLine]:
-    """Every line by its custom id.
+class CheckedInput(NamedTuple):
+    """What is known of an input without faults."""
+
+    lines: dict[str, KnownLine]
+    """By custom id."""
+    models: set[str]
+    """Those that its lines name."""
+
+
+async def check_input(
+    source: InputFile,
+    models: ModelCatalog,
+    key: ApiKey = ANYONE,
+    *,
+    endpoint: str | None = None,
+    max_lines: int | None = None,
+) -> CheckedInput:
+    """Check every line.
+
+    Args:
+        endpoint: the `url` that all lines must have; None: any.
+        max_lines: None: as many as there are.
 
     Raises InputRefusedError with what is wrong, QueueUnavailableError where the models cannot be asked for.
     """
     known: dict[str, KnownLine] = {}
+    named: set[str] = set()
     problems: list[LineProblem] = []
-    num_problems = 0
-    for position, (number, raw) in enumerate(source.lines()):
-        if position % _PAUSE_EACH == 0:
-            await asyncio.sleep(0)
-        try:
-            line = read_line(raw)
-            first = known.setdefault(line.custom_id, KnownLine(number, line.id))
-            problem = None if first.number == number else _duplicate(number, line.custom_id, first)
-            if problem is None:
-                model, lora = await models.find(line.body.get("model"), ANYONE)
-                line.read_call(model, lora)
-        except ApiError as error:
-            problem = _problem(number, error)
+    num_problems = num_lines = 0
+    async for number, raw in source.read():
+        num_lines += 1
+        if max_lines is not None and num_lines > max_lines:
+            message = f"it has more than {max_lines} lines: make several batches of it"
+            raise InputRefusedError(source.name, [LineProblem(None, "too_many_tasks", message)], 1)
+        problem = await _check_line(number, raw, known, named, models, key, endpoint)
         if problem is not None:
             num_problems += 1
             problems += [problem] if len(problems) < _SHOWN else []
@@ -52,7 +63,37 @@ async def check_input(source: InputFile, models: ModelCatalog) -> dict[str, Know
         problems, num_problems = [LineProblem(None, "empty_file", "it has no lines")], 1
     if problems:
         raise InputRefusedError(source.name, problems, num_problems)
-    return known
+    return CheckedInput(known, named)
+
+
+async def _check_line(
+    number: int,
+    raw: bytes,
+    known: dict[str, KnownLine],
+    named: set[str],
+    models: ModelCatalog,
+    key: ApiKey,
+    endpoint: str | None,
+) -> LineProblem | None:
+    try:
+        line = read_line(raw)
+        if endpoint is not None and line.url != endpoint:
+            return _other_url(number, endpoint)
+        first = known.setdefault(line.custom_id, KnownLine(number, line.id))
+        if first.number != number:
+            return _duplicate(number, line.custom_id, first)
+        model, lora = await models.find(line.body.get("model"), key)
+        line.read_call(model, lora)
+        named.add(line.body["model"])
+    except ApiError as error:
+        if endpoint is not None and error.code == "invalid_url":
+            return _other_url(number, endpoint)
+        return _problem(number, error)
+    return None
+
+
+def _other_url(number: int, endpoint: str) -> LineProblem:
+    return LineProblem(number, "url_mismatch", f"url must be that of the batch, {endpoint}", "url")
 
 
 def _duplicate(number: int, custom_id: str, first: KnownLine) -> LineProblem:

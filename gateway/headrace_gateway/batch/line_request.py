@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -19,20 +21,21 @@ from headrace_broker import (
     SubmitRequest,
     UnknownModelError,
 )
+from headrace_broker.connections import connect_async
 from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import ApiError
 from headrace_gateway.answer_reader import open_reader
 from headrace_gateway.batch_line import BatchLine
 from headrace_gateway.broker_errors import api_error_of
 from headrace_gateway.call_fields import bounded_priority
 from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import ApiError
 from headrace_gateway.fold import Fold
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
 
 _FOREVER: Final = 10 * 365 * 86400
-"""A batch has no deadline: its lines wait for a worker."""
+"""Whether a line is late is the batch's affair, not its reader's."""
 _LOST_LIMIT: Final = 3
 """Answers of one line, sent by this run, that may be gone before they are read."""
 _LONGEST_PAUSE: Final = 10.0
@@ -46,6 +49,12 @@ class LineAnswer(NamedTuple):
 
     line: bytes
     is_success: bool
+    usage: Mapping[str, Any] | None = None
+    """Of a success, as its body has it."""
+
+
+class LineStoppedError(Exception):
+    """The line has no answer: its batch was stopped, or its deadline has passed."""
 
 
 class _AnswerLostError(Exception):
@@ -62,12 +71,13 @@ class _QuotaError(Exception):
 
 
 class LineRequests:
-    """Sends the lines of one run.
+    """Sends the lines of one batch.
 
     Args:
         hub: with endless patience.
-        secret: of the run; the ids of all requests are made from it, so a run that goes on finds them again.
-        best_priority: of every request; a body may ask for a worse one.
+        secret: of the batch; the ids of all requests are made from it, so who goes on with it finds them again.
+        key: whose requests they are. A body may ask for a worse priority than its best.
+        deadline: Unix seconds at which the queue gives up what has no answer; None: never.
         on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
         pause: seconds before what could not be sent is tried again.
         silence: seconds after which a request is sent again, in case Redis has lost it; each next time twice as many.
@@ -80,7 +90,8 @@ class LineRequests:
         models: ModelCatalog,
         *,
         secret: str,
-        best_priority: int,
+        key: ApiKey,
+        deadline: float | None = None,
         on_waiting: Callable[[str], None],
         pause: float = 1.0,
         silence: float = 60.0,
@@ -89,18 +100,33 @@ class LineRequests:
         self._hub: Final = hub
         self._models: Final = models
         self._secret: Final = secret
-        self._key: Final = ApiKey(name="batch", best_priority=best_priority)
+        self._key: Final = key
+        self._deadline: Final = deadline
         self._on_waiting: Final = on_waiting
         self._pause: Final = pause
         self._silence: Final = silence
+        self._running: Final[set[tuple[str, ...]]] = set()
+        self._is_stopped = False
+
+    async def stop(self) -> None:
+        """Cancel what was sent; what has an answer by now keeps it, every other line raises LineStoppedError.
+
+        Raises QueueUnavailableError where Redis cannot be reached; nothing more is sent in any case.
+        """
+        self._is_stopped = True
+        for request_ids in list(self._running):
+            for request_id in request_ids:
+                await self._client.cancel(request_id)
 
     async def answer(self, line: BatchLine) -> LineAnswer:
         """Wait for the answer of a line, whatever it is, for as long as it takes.
 
-        Raises QueueUnavailableError or redis-py's NoPermissionError where this user of Redis may not do it.
+        Raises QueueUnavailableError or redis-py's NoPermissionError where this user of Redis may not do it, and
+        LineStoppedError after `stop` and after the deadline.
         """
         attempt = num_lost = 0
         while True:
+            self._check_stopped()
             try:
                 return await self._answer(line, self.answer_id(line, attempt))
             except _QuotaError:
@@ -120,7 +146,8 @@ class LineRequests:
 
     async def _answer(self, line: BatchLine, answer_id: str) -> LineAnswer:
         try:
-            return LineAnswer(line.answered(200, answer_id, await self._generate(line, answer_id)), True)
+            body = await self._generate(line, answer_id)
+            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"))
         except MalformedEntryError as error:
             return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
         except QueueUnavailableError:
@@ -131,7 +158,13 @@ class LineRequests:
             refused = error
         if refused.code == "quota_exceeded":
             raise _QuotaError
+        if (refused.code == "cancelled" and self._is_stopped) or (refused.code == "expired" and self._deadline):
+            raise LineStoppedError
         return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped or (self._deadline is not None and time.time() > self._deadline):
+            raise LineStoppedError
 
     def answer_id(self, line: BatchLine, attempt: int) -> str:
         """The id of the answer, and of its request in the queue: the same whenever this run comes to this attempt."""
@@ -148,21 +181,30 @@ class LineRequests:
             created=int(time.time()),
             model=call.model,
             key=self._key.name,
-            tenant=None,
+            tenant=self._key.tenant,
             form=msgspec.structs.replace(call.form, include_usage=True, continuous_usage=False),
             expires=_FOREVER,
         )
-        options: SubmitRequest = {"model": model.name, "priority": bounded_priority(call.priority, self._key)}
+        options: SubmitRequest = {
+            "model": model.name,
+            "tenant": self._key.tenant,
+            "priority": bounded_priority(call.priority, self._key),
+        }
+        if self._deadline is not None:
+            options["expires"] = max(1.0, self._deadline - time.time())
         requests: list[SubmitRequest] = [
             {**submission, **options, "request_id": request_id}
             for submission, request_id in zip(call.submissions, request_ids, strict=True)
         ]
+        self._running.add(envelope.request_ids)
         try:
             return await self._read(envelope, requests)
         except ApiError:
             for request_id in request_ids if len(request_ids) > 1 else ():  # nobody waits for the other prompts
                 await self._patiently(partial(self._client.cancel, request_id))
             raise
+        finally:
+            self._running.discard(envelope.request_ids)
 
     async def _read(self, envelope: Envelope, requests: list[SubmitRequest]) -> dict[str, Any]:
         """Send and read. A request that is sent again is not run twice: the queue drops the second message of an id."""
@@ -201,6 +243,7 @@ class LineRequests:
         """
         while True:
             pause = self._pause
+            self._check_stopped()
             try:
                 return await act()
             except QueueFullError as error:
@@ -217,3 +260,15 @@ class LineRequests:
                     raise
                 self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
             await asyncio.sleep(pause)
+
+
+@asynccontextmanager
+async def patient_hub(redis_url: str) -> AsyncIterator[StreamHub]:
+    """A hub that waits for as long as Redis is away."""
+    connection = connect_async(redis_url)
+    hub = StreamHub(connection, patience=math.inf)
+    try:
+        yield hub
+    finally:
+        await hub.aclose()
+        await connection.aclose()

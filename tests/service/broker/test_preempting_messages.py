@@ -1,0 +1,115 @@
+"""Messages of better priorities that are taken alone, and those that make room for them, against a real server."""
+
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from headrace_broker.keys import LEASE_RECORDS_KEY, queue_lists, waiting_key
+from headrace_broker.leases import LeasedMessage, Leases
+from service.broker.tenant_messages import LISTS, QUEUE, names, numbered, push, take
+
+pytestmark = pytest.mark.redis
+
+BETTER_THAN_9 = 3
+"""Lists, in the order in which they are served."""
+
+
+def take_better(leases: Leases, count: int = 1, lists: int = BETTER_THAN_9) -> list[LeasedMessage]:
+    messages = leases.fetch(LISTS, count, taken_from=lists)
+    for message in messages:
+        leases.hold(message.lease_id, message)
+    return messages
+
+
+def test_messages_of_better_lists_are_taken_and_others_stay(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push(redis_client, "batch", numbered("b", 3), step=3)
+    push(redis_client, "chat", ["c6"], step=2)
+    push(redis_client, "chat", ["c0"], step=0)
+
+    assert names(take_better(leases, 9, lists=1)) == ["c0"]
+    assert names(take_better(leases, 9)) == ["c6"]
+    assert take_better(leases, 9) == []
+    assert redis_client.zscore(waiting_key(QUEUE), "batch") == 3
+    assert names(take(leases, 9)) == ["b0", "b1", "b2"]
+
+
+def test_a_message_says_by_which_priority_it_came_and_at_which_it_counts(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=0.000001)
+    push(redis_client, "batch", ["b"], step=3)
+    leases.sort(LISTS)
+    (message,) = take(leases)
+    assert message.list_name == queue_lists(QUEUE)[3]
+    assert message.level == 0
+
+
+def test_messages_that_have_aged_are_passed_over_where_better_ones_are_wanted(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=0.000001)
+    push(redis_client, "batch", numbered("b", 3), step=3)
+    leases.sort(LISTS)
+    leases.sort(LISTS)
+    push(redis_client, "chat", ["c"], step=0)
+    push(redis_client, "batch", ["urgent"], step=0)
+
+    assert sorted(names(take_better(leases, 9))) == ["c", "urgent"]
+    assert names(take(leases, 9)) == ["b0", "b1", "b2"]
+
+
+def test_the_look_for_better_messages_is_bounded(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=0.000001)
+    push(redis_client, "batch", numbered("b", 300), step=3)
+    for _ in range(9):
+        leases.sort(LISTS)
+    push(redis_client, "batch", ["behind"], step=0)
+
+    assert take_better(leases, 9) == []
+    assert len(take(leases, 400)) == 301
+
+
+def test_how_often_a_message_was_preempted_is_kept_with_it_and_is_no_delivery(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    first, second = make_leases(), make_leases()
+    push(redis_client, "batch", numbered("b", 2), step=3)
+    for count in range(3):
+        leases = (first, second)[count % 2]
+        (message,) = take(leases)
+        assert names([message]) == ["b0"]  # it keeps its place
+        assert (message.preemptions, message.deliveries) == (count, 1)
+        leases.release(message.lease_id, is_preempted=True)
+    (message,) = take(first)
+    first.release(message.lease_id)  # a drain is no preemption
+    (message,) = take(first)
+    assert message.preemptions == 3
+    first.ack(message.lease_id)
+    assert redis_client.hlen(LEASE_RECORDS_KEY) == 1
+
+
+def test_a_preempted_message_is_paid_for_once(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
+    leases = make_leases()
+    push(redis_client, "batch", ["b"], step=3)
+    for _ in range(3):
+        (message,) = take(leases)
+        leases.release(message.lease_id, is_preempted=True)
+    (message,) = take(leases)
+    leases.cost(message.lease_id, 70)
+    leases.ack(message.lease_id)
+    assert redis_client.zscore(f"headrace:share:served:{LISTS[3]}", "batch") == 70
+
+
+def test_a_lost_lease_counts_no_preemption(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
+    leases, other = make_leases(), make_leases()
+    push(redis_client, "batch", ["b"], step=3)
+    (message,) = take(leases)
+    other.release(message.lease_id, is_preempted=True)
+    leases.release(message.lease_id)
+    assert take(leases)[0].preemptions == 0

@@ -1,0 +1,205 @@
+"""Which running requests make room for better ones, and which stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from unit.workers.desk import Desk
+from unit.workers.fakes import CAPABILITIES, FakeCeleryRequest
+
+GREEDY = {"max_tokens": 9, "temperature": 0}
+
+
+def accept(desk: Desk, request_id: str, step: int, prompt: str = "abc", **params: Any) -> FakeCeleryRequest:
+    headers = {name: params.pop(name) for name in ("preemptions", "eta", "level") if name in params}
+    kwargs = {"prompt": prompt, "sampling_params": {"max_tokens": 9, **params}}
+    return desk.accept(FakeCeleryRequest(request_id, kwargs, lease_id=request_id, step=step, **headers))
+
+
+def running(desk: Desk) -> list[str]:
+    return [job.request_id for job in desk.dispatcher._in_flight]
+
+
+def test_the_request_of_the_worst_level_makes_room() -> None:
+    desk = Desk(max_num_seqs=3)
+    accept(desk, "middle", 3)
+    worst = accept(desk, "worst", 9)
+    accept(desk, "bad", 6)
+    assert desk.dispatcher.preemption_credit() == (9, 1)
+
+    accept(desk, "best", 0)
+
+    assert worst.fate == ["accepted", "preempted"]
+    assert running(desk) == ["middle", "bad", "best"]
+    assert desk.value("headrace_queue_returned_messages_total", reason="preempted") == 1
+
+
+def test_of_equals_the_one_with_the_fewest_tokens_makes_room() -> None:
+    desk = Desk(max_num_seqs=3)
+    for request_id, prompt in (("long", "abcdefgh"), ("short", "ab"), ("middle", "abcd")):
+        accept(desk, request_id, 9, prompt)
+    for job in desk.dispatcher._in_flight:
+        job.admitted_at = job.received_at
+
+    accept(desk, "best", 0)
+
+    assert running(desk) == ["long", "middle", "best"]
+
+
+def test_a_request_that_waits_in_the_engine_loses_nothing_and_makes_room_first() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "computed", 9, "a")
+    accept(desk, "waiting", 9, "abcdefgh")
+    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+
+    accept(desk, "best", 0)
+
+    assert running(desk) == ["computed", "best"]
+
+
+def test_requests_of_equal_and_better_levels_stay() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "equal", 3)
+    accept(desk, "better", 0)
+
+    accept(desk, "new", 3)
+
+    assert running(desk) == ["equal", "better", "new"]
+
+
+def test_ageing_gives_no_right_to_preempt_and_keeps_from_being_preempted() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "aged", 9, level=3)
+    accept(desk, "fresh", 9)
+
+    accept(desk, "aged later", 9, level=0)
+    assert running(desk) == ["aged", "fresh", "aged later"]
+
+    accept(desk, "best", 3)
+    assert "aged" in running(desk)
+
+
+def test_a_free_slot_is_taken_before_anybody_makes_room() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "worse", 9)
+    assert desk.dispatcher.preemption_credit() == (0, 0)
+
+    accept(desk, "best", 0)
+
+    assert running(desk) == ["worse", "best"]
+
+
+def test_room_is_made_for_each_choice_of_the_better_request() -> None:
+    desk = Desk(max_num_seqs=4)
+    accept(desk, "pair", 9, n=2, temperature=1)
+    accept(desk, "one", 9)
+    accept(desk, "other", 9)
+    assert desk.dispatcher.preemption_credit() == (9, 4)
+
+    accept(desk, "best", 0, n=3, temperature=1)
+
+    assert desk.dispatcher._in_flight.slots_used <= 4
+    assert "best" in running(desk)
+
+
+def test_what_a_preempted_request_has_got_is_in_its_stream_and_the_stream_stays_open() -> None:
+    desk = Desk(max_num_seqs=1, publish_interval=60)
+    accept(desk, "worse", 9)
+    for token_id in (10, 11, 12):
+        desk.generate(token_id)
+
+    accept(desk, "best", 0)
+
+    assert desk.text("worse") == "abc"
+    assert [kind for _, _, kind, _ in desk.redis.entries("worse")][-1] == "chunk"
+    assert desk.engine.aborted == [desk.engine.sent[0].request_id]
+
+
+def test_a_preempted_request_goes_on_behind_its_last_token() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    desk.generate(10)
+    best = accept(desk, "best", 0)
+    desk.dispatcher.terminate("best")
+    desk.settle()
+    assert "revoked" in best.fate
+
+    accept(desk, "worse", 9, preemptions=1)
+
+    assert desk.engine.sent[-1].output_token_ids == [10]
+    assert [kind for _, _, kind, _ in desk.redis.entries("worse")] == ["start", "chunk", "start"]
+
+
+def test_a_request_is_preempted_so_often_and_then_stays() -> None:
+    desk = Desk(max_num_seqs=1, max_preemptions=2)
+    accept(desk, "twice", 9, preemptions=2)
+    assert desk.dispatcher.preemption_credit() == (0, 0)
+
+    accept(desk, "best", 0)
+
+    assert running(desk) == ["twice", "best"]
+
+
+def test_nobody_is_preempted_where_it_is_switched_off() -> None:
+    desk = Desk(max_num_seqs=1, max_preemptions=0)
+    accept(desk, "worse", 9)
+
+    assert desk.dispatcher.preemption_credit() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("exact_resume", "stays"),
+    [("all", []), ("greedy", ["sampled"]), ("none", ["greedy", "sampled"])],
+)
+def test_a_request_stays_where_the_engine_would_not_go_on_exactly(exact_resume: Any, stays: list[str]) -> None:
+    desk = Desk(max_num_seqs=2, capabilities=replace(CAPABILITIES, exact_resume=exact_resume))
+    accept(desk, "greedy", 9, temperature=0)
+    accept(desk, "sampled", 9, temperature=1, seed=1)
+
+    accept(desk, "best", 0, n=2, temperature=1)
+
+    assert running(desk) == [*stays, "best"]
+
+
+def test_messages_that_are_being_prepared_are_counted() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "one", 9)
+    accept(desk, "other", 9)
+    desk.quick.is_held = True
+    accept(desk, "best", 0)
+    assert desk.dispatcher.preemption_credit() == (9, 1)
+    assert running(desk) == ["one", "other"]  # until the better one is prepared
+
+    desk.quick.answer()
+
+    assert len(running(desk)) == 2
+    assert "best" in running(desk)
+
+
+def test_nobody_makes_room_for_a_request_that_is_refused() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+
+    accept(desk, "wrong", 0, temperature=-1)
+
+    assert running(desk) == ["worse"]
+
+
+def test_nothing_better_is_taken_while_the_worker_drains() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    desk.dispatcher.drain()
+
+    assert desk.dispatcher.preemption_credit() == (0, 0)
+
+
+def test_the_wait_of_a_preempted_request_is_not_observed_again() -> None:
+    desk = Desk(max_num_seqs=4)
+    desk.accept(FakeCeleryRequest("first", lease_id="first", enqueued_at=1.0))
+    desk.accept(FakeCeleryRequest("again", lease_id="again", enqueued_at=1.0, preemptions=1))
+
+    assert desk.value("headrace_queue_received_messages_total") == 2
+    assert desk.value("headrace_queue_wait_seconds_count", priority="0") == 1

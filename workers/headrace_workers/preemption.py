@@ -1,0 +1,97 @@
+"""`Preemption`: running requests make room for requests of better priorities, and go on later behind their last token.
+
+Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`), so those of one list are equal and
+preempt nothing. A request that has aged preempts as its own step may, and is preempted as the step it has come to: so
+ageing alone hands nothing back. A better request is taken from the queue first, by one worker alone, and makes room
+for itself when it is prepared: so no two workers preempt for the same one.
+"""
+
+from collections.abc import Iterable
+
+import structlog
+
+from headrace_engine.capabilities import ExactResume
+from headrace_monitoring.metrics import Metrics
+from headrace_workers.in_flight import InFlight
+from headrace_workers.job import Job
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+
+class Preemption:
+    """Hands requests back to the queue where better ones find no slot.
+
+    Args:
+        max_preemptions: so often a request makes room, then it stays; 0 switches preemption off.
+        max_num_seqs: choices that the engine runs at once.
+    """
+
+    def __init__(self, max_preemptions: int, max_num_seqs: int, metrics: Metrics) -> None:
+        self._max_preemptions = max_preemptions
+        self._max_num_seqs = max_num_seqs
+        self._metrics = metrics
+        self._exact_resume: ExactResume = "none"
+
+    def use_engine(self, exact_resume: ExactResume) -> None:
+        """A request that would go on with other tokens than an undisturbed one is not preempted."""
+        self._exact_resume = exact_resume
+
+    def credit(self, in_flight: InFlight, num_preparing: int) -> tuple[int, int]:
+        """The worst level that would make room, and how many more messages of better levels may then be taken.
+
+        Args:
+            num_preparing: messages that have been taken and will have a choice at least.
+        """
+        room = self._max_num_seqs - num_preparing - in_flight.slots_used
+        if room > 0:
+            return 0, 0
+        slots_at: dict[int, int] = {}
+        for job in self._preemptible(in_flight, better=0):
+            slots_at[job.level] = slots_at.get(job.level, 0) + job.num_unfinished
+        level, slots = max(slots_at.items(), default=(0, 0))
+        return level, max(0, room + slots)
+
+    def make_room(self, in_flight: InFlight, job: Job) -> None:
+        """Hand requests of worse levels back as far as the choices of this one find no slots.
+
+        The worst goes first, and of equals the one that loses least.
+        """
+        if self._missing(in_flight, job) <= 0 or job.begun_with is not None or in_flight.keeps_others_out:
+            return
+        in_flight.publish_held_back()
+        for victim in sorted(self._preemptible(in_flight, better=job.step), key=_worth):
+            if self._missing(in_flight, job) <= 0:
+                return
+            in_flight.drop(victim)
+            victim.celery_request.hand_back(is_preempted=True)
+            self._metrics.message_returned("preempted")
+            logger.info(
+                "request preempted",
+                **victim.log_fields,
+                tokens=victim.num_tokens,
+                preemptions=victim.preemptions + 1,
+                preempted_by=job.request_id,
+            )
+
+    def _missing(self, in_flight: InFlight, job: Job) -> int:
+        """Slots."""
+        return in_flight.slots_used + job.num_unfinished - self._max_num_seqs
+
+    def _preemptible(self, jobs: Iterable[Job], *, better: int) -> list[Job]:
+        """Those that may make room for a request of the priority step `better`."""
+        if not self._max_preemptions or self._exact_resume == "none":
+            return []
+        return [
+            job
+            for job in jobs
+            if job.level > better
+            and job.preemptions < self._max_preemptions
+            and job.num_unfinished
+            and (self._exact_resume == "all" or job.request.params.is_greedy)
+        ]
+
+
+def _worth(job: Job) -> tuple[int, int, float]:
+    """What is computed again when the request goes on is its tokens, as far as no prefix cache has them."""
+    lost = 0 if job.admitted_at is None else len(job.request.prompt_token_ids) + job.num_tokens
+    return -job.level, lost, -job.received_at

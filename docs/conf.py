@@ -7,7 +7,8 @@ project = "Headrace"
 project_copyright = "the Headrace authors"
 html_title = "Headrace"
 html_theme = "furo"
-html_static_path = ["images"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 
@@ -29,6 +30,7 @@ NAVIGATION = {
         "tool-calls",
         "batch",
         "gateway",
+        "anthropic",
         "library",
         "lora",
         "speculative-decoding",

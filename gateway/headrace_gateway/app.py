@@ -1,7 +1,6 @@
 """The ASGI application: routes, what wraps them, and what lives as long as the server."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +18,26 @@ from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
+from headrace_gateway import (
+    anthropic_endpoints,
+    generation,
+    models_endpoint,
+    overview,
+    page_files,
+    probes,
+    responses,
+    tokenizer_endpoints,
+)
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.batch import batches_endpoint
 from headrace_gateway.batch.batch_runner import running_batches
 from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.broker_errors import api_error_of, unavailable
+from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.files import files_endpoint
 from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.json_response import error_response
@@ -38,6 +48,8 @@ from headrace_gateway.openapi import document
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
+from headrace_gateway.response_collector import ResponseCollector
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.announcer import Webhooks
@@ -48,6 +60,7 @@ _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
 _EXPOSED: Final = (
     "x-request-id",
+    "request-id",
     "x-client-request-id",
     "x-headrace-id",
     "x-headrace-queued-ms",
@@ -92,7 +105,18 @@ def make_app(
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+            open_responses = Claims(redis, "responses")
+            stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
             webhooks = Webhooks(redis, webhook_file, metrics)
+            collector = ResponseCollector(
+                redis,
+                open_responses,
+                envelopes,
+                stored,
+                metrics,
+                webhooks.announce,
+                longest=broker.result_ttl_seconds / 4,
+            )
             files = None if settings.files is None else StoredFiles(settings.files)
             app.state.gateway = Gateway(
                 settings,
@@ -103,6 +127,7 @@ def make_app(
                 hub,
                 metrics,
                 RateLimits(redis),
+                stored,
                 TokenizerAsker(redis),
                 webhooks,
                 files,
@@ -111,7 +136,7 @@ def make_app(
             try:
                 async with (
                     watch.watching(redis),
-                    _running(webhooks.run()),
+                    _running(webhooks.run(), collector.run()),
                     running_batches(app.state.gateway),
                 ):
                     yield
@@ -139,6 +164,8 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *anthropic_endpoints.routes,
+            *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,
             *files_endpoint.routes,
@@ -167,11 +194,7 @@ async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*tasks)
 
 
 def _answer(request: Request, error: ApiError) -> Response:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headrace_gateway.envelope import EnvelopeStore
     from headrace_gateway.files.stored_files import StoredFiles
     from headrace_gateway.model_catalog import ModelCatalog
+    from headrace_gateway.response_store import ResponseStore
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    responses: "ResponseStore"
     tokenizers: TokenizerAsker
     webhooks: Webhooks
     files: "StoredFiles | None"

@@ -35,6 +35,8 @@ class GatewaySettings:
     """Life of a request whose caller names none."""
     abandon_after: float = 30.0
     """A request ends when its stream was not read for so long; 0: never."""
+    store_life: float = 86_400.0
+    """How long a stored response is kept after its end."""
     shutdown: float = 10.0
     """How long open connections may go on after SIGTERM."""
 
@@ -67,6 +69,7 @@ class GatewaySettings:
             "keep_alive": 0.1,
             "expires": 1.0,
             "abandon_after": 0.0,
+            "store_life": 60.0,
             "shutdown": 0.0,
             "max_file_bytes": 1024,
             "max_kept_bytes": 1024,

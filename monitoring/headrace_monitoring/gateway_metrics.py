@@ -42,6 +42,16 @@ class GatewayMetrics:
             "Time from an accepted call until the first byte of its answer; of a whole answer or of a stream.",
             buckets.TIME_TO_FIRST_TOKEN,
         )
+        self._responses_open = make.gauge(
+            "gateway_responses_open",
+            "Responses whose end is to be stored or announced, of all replicas; each reports the same.",
+        )
+        self._responses_stored = make.counters(
+            "gateway_responses_stored_total",
+            "Responses whose end was stored, by status.",
+            "status",
+            labels.RESPONSE_ENDS,
+        )
         self._redis_up = make.gauge("gateway_redis_up", "1 while the gateway reaches Redis.")
         self._key_file_valid = make.gauge(
             "gateway_key_file_valid", "0 while the key file cannot be used and the keys of an older one are in use."
@@ -106,6 +116,13 @@ class GatewayMetrics:
     def first_byte(self, seconds: float) -> None:
         """An answer of a generation began."""
         self._first_byte.observe(seconds)
+
+    def responses_open(self, count: int) -> None:
+        self._responses_open.set(count)
+
+    def response_stored(self, status: str) -> None:
+        """This replica stored how a response ended."""
+        self._responses_stored[status].inc()
 
     def redis_answers(self, *, up: bool) -> None:
         self._redis_up.set(up)

@@ -46,6 +46,8 @@ RESULT_PHASES = ("detokenize", "publish")
 Endpoint = Literal[
     "chat_completions",
     "completions",
+    "responses",
+    "messages",
     "tokenizer",
     "models",
     "files",
@@ -59,6 +61,7 @@ Rejoin = Literal["start", "cursor"]
 WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+RESPONSE_ENDS = ("completed", "incomplete", "failed", "cancelled")
 WEBHOOK_OUTCOMES: tuple[WebhookOutcome, ...] = get_args(WebhookOutcome)
 BatchLineOutcome = Literal["completed", "failed", "cancelled", "expired"]
 BATCH_LINE_OUTCOMES: tuple[BatchLineOutcome, ...] = get_args(BatchLineOutcome)

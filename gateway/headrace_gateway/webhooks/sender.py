@@ -65,8 +65,11 @@ class Sender:
     async def run(self) -> None:
         """Deliver until cancelled."""
         self._is_running, is_redis_up = True, True
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            while True:
+            # asyncio.wait_for of Python 3.11, in redis-py, can lose a cancellation
+            while not task.cancelling():
                 try:
                     await self._look()
                 except REDIS_ERRORS as error:
@@ -75,7 +78,8 @@ class Sender:
                     is_redis_up = False
                 else:
                     is_redis_up = True
-                await asyncio.sleep(self._look_seconds)
+                if not task.cancelling():
+                    await asyncio.sleep(self._look_seconds)
         finally:
             self._is_running = False
             await self._stop()

@@ -77,6 +77,19 @@ def _streams() -> list[Panel]:
             [(_rate("rejoins_total", "from"), "{{from}}")],
             stacked=True,
         ),
+        graph(
+            "Open responses",
+            "Responses of the Responses API whose end is to be stored or announced, of all replicas.",
+            "none",
+            [(f"max(headrace_gateway_responses_open{{{_JOB}}})", "open")],
+        ),
+        graph(
+            "Stored responses",
+            "Responses a second whose end was stored, by status.",
+            "ops",
+            [(_rate("responses_stored_total", "status"), "{{status}}")],
+            stacked=True,
+        ),
     ]
 
 

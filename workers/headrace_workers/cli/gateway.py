@@ -73,6 +73,13 @@ def _option(name: str, description: str, **rest: Any) -> Any:
     default=_DEFAULTS.abandon_after,
 )
 @_option(
+    "--store-life",
+    "How long a stored response is kept in Redis after its end.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.store_life,
+)
+@_option(
     "--shutdown",
     "Time for open answers after SIGTERM; clients then rejoin elsewhere.",
     type=float,

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_broker import AsyncClient, BrokerSettings
 from headrace_broker.connections import connect_async
 from headrace_broker.stream_hub import StreamHub
+from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway import GatewaySettings, overview, page_files
 from headrace_gateway.call import ChatForm
 from headrace_gateway.context import Gateway, gateway_of
@@ -157,6 +158,7 @@ class ScriptedGateway:
                     hub,
                     metrics,
                     RateLimits(redis),
+                    TokenizerAsker(redis),
                     Webhooks(redis, None, metrics),
                 )
                 yield

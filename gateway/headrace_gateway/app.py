@@ -136,7 +136,8 @@ def make_app(
             try:
                 async with (
                     watch.watching(redis),
-                    _running(webhooks.run(), collector.run()),
+                    webhooks.running(),
+                    _running(collector.run()),
                     running_batches(app.state.gateway),
                 ):
                     yield
@@ -166,6 +167,7 @@ def make_app(
             *generation.routes,
             *anthropic_endpoints.routes,
             *tokenizer_endpoints.routes,  # before the path of a response's id, which its own path would match
+            *responses.refused,
             *responses.routes,
             *models_endpoint.routes,
             *files_endpoint.routes,

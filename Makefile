@@ -6,10 +6,12 @@ STAMP := $(VENV)/.installed
 XLA := .venv-xla
 COMPLY := .venv-comply
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 
-.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-gpu fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -64,11 +66,25 @@ browser: ## Chromium, 300 MB: the gateway's page is tested in it
 test-triton: triton ## the Triton kernels on 300 random problems; on the GPU where there is one
 	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py tests/engine/test_device_passes.py --timeout 3600 -rs
 
-lint: $(STAMP) ## ruff, mypy (strict) and the import contracts
+reference: $(STAMP) ## docs/reference, written from the code
+	@$(BIN)/python docs/reference/generate.py
+
+# A broken link or anchor is a warning, and a warning fails. Nothing is fetched while it builds.
+docs: $(DOCS)/.installed ## the site of docs/ in build/docs, in an environment of 120 MB
+	@$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -d build/docs/doctrees docs build/docs/html
+	@echo "build/docs/html/index.html"
+
+$(DOCS)/.installed: docs/requirements.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
+
+lint: $(STAMP) ## ruff, mypy (strict), the import contracts and whether docs/reference is that of the code
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
+	@$(BIN)/python docs/reference/generate.py --check
 
 bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
 	@$(BIN)/python benchmarks/throughput.py
@@ -91,6 +107,9 @@ bench-gateway: $(STAMP) ## what HTTP costs beside the queue's own client, and 1,
 
 bench-serve: $(STAMP) $(VLLM_VENV)/.installed ## `vllm bench serve` against the gateway and vLLM's own server
 	@$(BIN)/python benchmarks/serve_beside_vllm.py --vllm $(VLLM_VENV)/bin/python
+
+bench-vllm-queue: $(STAMP) $(VLLM_VENV)/.installed ## what the queue costs in front of vLLM, beside its own `LLM.generate`
+	@$(BIN)/python benchmarks/vllm_queue.py --vllm $(VLLM_VENV)/bin/python
 
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py
@@ -149,4 +168,4 @@ check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all q
 	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(XLA) .venv-vllm* $(CLIENTS) $(COMPLY) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) .venv-vllm* $(CLIENTS) $(COMPLY) $(DOCS) build/docs .mypy_cache .ruff_cache .pytest_cache .hypothesis

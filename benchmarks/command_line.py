@@ -9,7 +9,17 @@ from typing import Any
 
 import runs
 from headrace_engine import default_model
+from headrace_engine_vllm.environment import preloaded
 
+VLLM_VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""On all cores: vLLM by itself would leave one of two idle."""
 _FOLDER = Path(__file__).parent
 
 
@@ -52,7 +62,7 @@ def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any
 
 def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """One measurement of `vllm_peer.py`."""
-    return runs.run([*_vllm(kind, args), *options], vllm_env())
+    return runs.run([*_vllm(kind, args), *options], vllm_env(args.vllm))
 
 
 def loaded(args: argparse.Namespace) -> runs.Loaded:
@@ -60,9 +70,9 @@ def loaded(args: argparse.Namespace) -> runs.Loaded:
     return runs.Loaded(_own("turns", args))
 
 
-def loaded_vllm(args: argparse.Namespace, workloads: Sequence[str]) -> runs.Loaded:
-    """The same of vLLM; it serves these workloads."""
-    return runs.Loaded([*_vllm("turns", args), "--workload", *workloads], vllm_env())
+def loaded_vllm(args: argparse.Namespace, workloads: Sequence[str], *options: str) -> runs.Loaded:
+    """The same of vLLM; it serves these workloads. `options` are more of `vllm_peer.py`."""
+    return runs.Loaded([*_vllm("turns", args), "--workload", *workloads, *options], vllm_env(args.vllm))
 
 
 def _own(name: str, args: argparse.Namespace) -> list[str]:
@@ -75,17 +85,9 @@ def _vllm(kind: str, args: argparse.Namespace) -> list[str]:
     return [args.vllm, str(_FOLDER / "vllm_peer.py"), kind, *_common(args)]
 
 
-def vllm_env() -> dict[str, str]:
-    """On all cores: vLLM by itself would leave one of two idle."""
-    return {
-        "PYTHONPATH": str(_FOLDER.parent / "workers"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+def vllm_env(python: str) -> dict[str, str]:
+    """With the allocator and the OpenMP library that vLLM advises, as a worker starts it, too."""
+    return {"PYTHONPATH": str(_FOLDER.parent / "workers"), **preloaded(python), **VLLM_VARIABLES}
 
 
 def _common(args: argparse.Namespace) -> list[str]:

@@ -260,8 +260,8 @@ class Engine:
     def __init__(
         self, device: str, folder: str, max_num_seqs: int, max_model_len: int, *, async_scheduling: bool = False
     ) -> None:
-        from headrace_engine.config import EngineArgs
         from headrace_engine.core.engine_core import EngineCore
+        from headrace_engine.engine_args import EngineArgs
         from headrace_engine.runner.cuda.runner import CUDARunner
 
         started = time.perf_counter()

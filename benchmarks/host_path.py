@@ -29,7 +29,7 @@ from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, St
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.request import EngineCoreRequest, Request
-from headrace_engine.runner.contracts import Capabilities, ModelInfo, StepOutput
+from headrace_engine.runner.contracts import ModelInfo, RunnerCapabilities, StepOutput
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
@@ -84,7 +84,7 @@ def scheduler_milliseconds() -> tuple[list[float], list[float]]:
     """Of each step in which all requests decode: before the model computes, and after."""
     blocks = _REQUESTS * _MAX_MODEL_LEN // _BLOCK_SIZE + 1
     config = SchedulerConfig(max_num_seqs=_REQUESTS, max_num_batched_tokens=_REQUESTS * _PROMPT_TOKENS)
-    scheduler = Scheduler(config, KVCacheManager(blocks, _BLOCK_SIZE), Capabilities(), _MAX_MODEL_LEN)
+    scheduler = Scheduler(config, KVCacheManager(blocks, _BLOCK_SIZE), RunnerCapabilities(), _MAX_MODEL_LEN)
     for number in range(_REQUESTS):
         scheduler.add_request(_request(number))
     before: list[float] = []

@@ -249,14 +249,14 @@ async def through_queue(
 
 
 @asynccontextmanager
-async def running_service(setup: Setup) -> AsyncIterator[Any]:
-    """A server, a worker that has served a request already, and a client."""
+async def running_service(setup: Setup, **more: object) -> AsyncIterator[Any]:
+    """A server, a worker that has served a request already, and a client. `more` are settings of the worker."""
     from headrace_broker import AsyncClient
     from headrace_broker.embedded import EmbeddedServer
     from headrace_workers.local_worker import LocalWorker
 
     settings: dict[str, Any] = {"log_level": "WARNING"}
-    settings |= {name: value for name, value in setup.engine_options.items() if value is not None}
+    settings |= {name: value for name, value in setup.engine_options.items() if value is not None} | more
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
         log = Path(folder) / "worker.log"
         with LocalWorker(model=setup.model, redis_url=server.url, log=log, **settings) as worker:

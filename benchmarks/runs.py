@@ -23,7 +23,7 @@ _END_SECONDS = 30.0
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Raises CalledProcessError where the measurement fails; its error output has been seen."""
-    busy, own_before = _busy_seconds(), _own_seconds()
+    busy, own_before = busy_seconds(), _own_seconds()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     watch = _MemoryWatch(process.pid)
     output, _ = process.communicate()
@@ -31,7 +31,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     figures: dict[str, Any] = json.loads(output.splitlines()[-1])
-    others = _busy_seconds() - busy - (_own_seconds() - own_before)
+    others = busy_seconds() - busy - (_own_seconds() - own_before)
     return figures | {"peak_tree_rss_mib": peak, "other_cores": round(max(0.0, others) / watch.seconds, 2)}
 
 
@@ -97,6 +97,12 @@ class Loaded:
         return self._memory.peak_mib
 
 
+def busy_seconds() -> float:
+    """Processor time that everybody used since the machine started."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+
+
 def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
     return statistics.median(run[name] for run in runs)
 
@@ -142,11 +148,6 @@ class _MemoryWatch(threading.Thread):
     @property
     def peak_mib(self) -> float:
         return self._peak / 2**20
-
-
-def _busy_seconds() -> float:
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
 def _own_seconds() -> float:

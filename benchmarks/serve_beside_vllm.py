@@ -104,7 +104,7 @@ def _vllm_server(args: argparse.Namespace) -> Iterator[_VLLMServer]:
     command += ["--served-model-name", Path(args.model).name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", args.dtype, "--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
     command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
-    environ = {**os.environ, **command_line.vllm_env()}
+    environ = {**os.environ, **command_line.vllm_env(args.vllm)}
     process = subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True)
     try:
         server = _VLLMServer(process, f"http://127.0.0.1:{port}")
@@ -140,7 +140,7 @@ def _bench(args: argparse.Namespace, url: str) -> dict[str, Any]:
         command += ["--random-input-len", str(args.input_tokens), "--random-output-len", str(args.output_tokens)]
         command += ["--ignore-eos", "--temperature", "0", "--request-rate", args.rate, "--num-warmups", "2"]
         command += ["--disable-tqdm", "--save-result", "--result-dir", folder, "--result-filename", "figures.json"]
-        environ = {**os.environ, **command_line.vllm_env()}
+        environ = {**os.environ, **command_line.vllm_env(args.vllm)}
         ended = subprocess.run(command, env=environ, check=False, capture_output=True, text=True)
         if ended.returncode:
             sys.exit(f"vLLM's benchmark ended with status {ended.returncode}:\n{ended.stderr}")

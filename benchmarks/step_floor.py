@@ -24,10 +24,10 @@ import command_line
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
-from headrace_engine.runner import packed_linear
-from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
-from headrace_engine.runner.int8_linear import Int8Linear
-from headrace_engine.runner.packed_linear import PackedLinear
+from headrace_engine.runner.linear import packed_linear
+from headrace_engine.runner.linear.int8_linear import Int8Linear
+from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.linear.packed_linear import PackedLinear
 
 _STEPS = 40
 _TOKENS_A_STEP = 8192  # prompts are computed in few steps, behind which all requests decode together

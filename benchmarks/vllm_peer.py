@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--workload", nargs="+", default=["mixed"], help="one, or all that `turns` is asked for")
     parser.add_argument("--rate", type=float, default=2.6)
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="more of vLLM's options, as JSON")
     args = parser.parse_args()
     served = [workload.load(name) for name in args.workload]
     requests = served[0]
@@ -86,6 +87,7 @@ def main() -> None:
         "max_model_len": max(1024, longest),
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
+        **args.engine_args,
     }
     if args.kind == "offline":
         figures = offline(options, requests, args.workload == ["shared-prefixes"])

@@ -118,6 +118,14 @@ class TooManySubscribersError(HeadraceBrokerError):
         super().__init__(f"this stream has {limit} readers here already, the most allowed; try again later")
 
 
+class TokenizerCallError(HeadraceBrokerError):
+    """A call of a model's tokenizer has no result; `code` is that of a request's error, or `tokenizer_unavailable`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class MalformedEntryError(HeadraceBrokerError, ValueError):
     """A stream entry, result or registry value does not have the shape of the wire contract."""
 

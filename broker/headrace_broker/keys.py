@@ -131,6 +131,16 @@ def ended_key(request_id: str) -> str:
     return ENDED_PREFIX + request_id
 
 
+def tokenizer_calls_key(model: str) -> str:
+    """The calls of a served model's tokenizer that no worker has taken; it expires with the last of them."""
+    return f"headrace:tokenizer:calls:{model}"
+
+
+def tokenizer_answer_key(call_id: str) -> str:
+    """The list on which the answer to a call of a tokenizer is waited for."""
+    return f"headrace:tokenizer:answer:{call_id}"
+
+
 def hub_key(name: str) -> str:
     """A stream of one entry, by which the hub of this name is woken."""
     return f"headrace:hub:{name}"

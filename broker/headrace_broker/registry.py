@@ -40,6 +40,8 @@ class RegisteredModel:
     reasoning_parser: str | None = None
     """Name of the format in which the model writes its reasoning, such as `think`."""
     template: TemplateTraits = field(default_factory=TemplateTraits)
+    tokenizer_calls: bool = False
+    """Its workers answer calls of its tokenizer, see `tokenizer_calls.py`."""
 
 
 def register_model(
@@ -55,6 +57,7 @@ def register_model(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     template: TemplateTraits | None = None,
+    tokenizer_calls: bool = False,
 ) -> None:
     """Tell clients that this name is served; `seen` is the time now, in unix seconds."""
     before = read_models({name.encode(): packed} if (packed := client.hget(MODELS_KEY, name)) else {}).get(name)
@@ -68,6 +71,7 @@ def register_model(
         "loras": list(loras),
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
+        "tokenizer_calls": tokenizer_calls,
     }
     if template is not None:
         entry["template"] = template.to_wire()
@@ -110,6 +114,7 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
         tool_parser=_text(data.get("tool_parser")),
         reasoning_parser=_text(data.get("reasoning_parser")),
         template=TemplateTraits.from_wire(data.get("template")),
+        tokenizer_calls=data.get("tokenizer_calls") is True,
     )
 
 

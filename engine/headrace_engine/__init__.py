@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from headrace_engine.beam_search import BeamSearchOutput as BeamSearchOutput
     from headrace_engine.beam_search import BeamSearchParams as BeamSearchParams
     from headrace_engine.beam_search import BeamSearchSequence as BeamSearchSequence
-    from headrace_engine.config import AsyncEngineArgs as AsyncEngineArgs
-    from headrace_engine.config import EngineArgs as EngineArgs
+    from headrace_engine.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from headrace_engine.engine_args import EngineArgs as EngineArgs
     from headrace_engine.input_processor import TextPrompt as TextPrompt
     from headrace_engine.input_processor import TokensPrompt as TokensPrompt
     from headrace_engine.llm import LLM as LLM
@@ -33,13 +33,13 @@ limit_spinning()  # before anything imports torch
 
 _HOMES = {
     "LLM": "llm",
-    "AsyncEngineArgs": "config",
+    "AsyncEngineArgs": "engine_args",
     "AsyncLLMEngine": "async_llm",
     "BeamSearchOutput": "beam_search",
     "BeamSearchParams": "beam_search",
     "BeamSearchSequence": "beam_search",
     "CompletionOutput": "outputs",
-    "EngineArgs": "config",
+    "EngineArgs": "engine_args",
     "LLMEngine": "llm_engine",
     "LogitsProcessor": "logits_processor",
     "RepetitionDetectionParams": "sampling_params",

@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_engine.chat import ChatOptions
-from headrace_engine.config import AsyncEngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine_args import AsyncEngineArgs
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, LoRACapacityError
 from headrace_engine.input_processor import ChatMessage, ProcessedRequest, Prompt
 from headrace_engine.llm_engine import (

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from headrace_engine import interpreter
-from headrace_engine.engines import OWN_ENGINE, find_engine
+from headrace_engine.config import FITTING_LENGTH
+from headrace_engine.engine_names import OWN_ENGINE
+from headrace_engine.engine_options import EngineOptions
+from headrace_engine.engines import find_engine
 from headrace_engine.errors import ConfigError, InvalidRequestError
 from headrace_engine.plain_values import shown
 from headrace_engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from headrace_engine.config import EngineArgs
 
 GENERATION_DEFAULTS: Final = {
     "repetition_penalty": "repetition_penalty",
@@ -23,7 +23,6 @@ GENERATION_DEFAULTS: Final = {
 }
 """What is read of a generation config, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names, and those
 of `SamplingParams`."""
-FITTING_LENGTH: Final = -1
 _TEXTS = ("tokenizer", "revision", "tokenizer_revision", "compile_cache_dir", "engine_python")
 _ENGINES_OWN_TEXTS = ("dtype", "device", "attention_backend", "kv_cache_dtype", "quantization")
 _SWITCHES = (
@@ -52,7 +51,7 @@ _LEAST: Final = {
 }
 
 
-def problems_of(args: "EngineArgs") -> list[str]:
+def problems_of(args: EngineOptions) -> list[str]:
     """Everything that is wrong with normalised options, for every engine and for the one that is named."""
     wrong_types = _wrong_types(args)
     problems = [*_wrong_bounds(args), *wrong_types]
@@ -75,7 +74,7 @@ def problems_of(args: "EngineArgs") -> list[str]:
     return problems
 
 
-def _wrong_types(args: "EngineArgs") -> list[str]:
+def _wrong_types(args: EngineOptions) -> list[str]:
     """What is no name, no switch and no list where one is expected."""
     problems = []
     model: object = args.model
@@ -119,7 +118,7 @@ def _is_json(values: Mapping[object, object]) -> bool:
     return all(isinstance(name, str) for name in values)
 
 
-def _wrong_bounds(args: "EngineArgs") -> list[str]:
+def _wrong_bounds(args: EngineOptions) -> list[str]:
     problems = []
     if args.scheduling_policy not in ("fcfs", "priority"):
         problems.append(f"scheduling_policy is {shown(args.scheduling_policy)}, allowed are fcfs, priority")
@@ -135,7 +134,7 @@ def _wrong_bounds(args: "EngineArgs") -> list[str]:
     return problems
 
 
-def _wrong_generation_defaults(args: "EngineArgs") -> list[str]:
+def _wrong_generation_defaults(args: EngineOptions) -> list[str]:
     problems = []
     if not isinstance(args.generation_config, str) or not args.generation_config:
         problems.append(f"generation_config is {args.generation_config!r}, expected auto, vllm or a folder")

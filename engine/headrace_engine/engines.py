@@ -2,15 +2,14 @@
 
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine_names import OWN_ENGINE
+from headrace_engine.engine_options import EngineOptions
 from headrace_engine.errors import ConfigError
 
-if TYPE_CHECKING:
-    from headrace_engine.config import EngineArgs, EngineConfig
-
 ENTRY_POINT_GROUP: Final = "headrace.engines"
-OWN_ENGINE: Final = "headrace"
 
 
 class Engine(Protocol):
@@ -34,14 +33,14 @@ class Engine(Protocol):
     def stall_seconds(self) -> float | None:
         """How long a step may take before the worker kills the child; None is the worker's default."""
 
-    def problems(self, args: "EngineArgs") -> list[str]:
+    def problems(self, args: EngineOptions) -> list[str]:
         """Options that the engine does not have, or that are wrong for it, one sentence each.
 
         Types and lower bounds are checked already, but for dtype, device, attention_backend, kv_cache_dtype and
         quantization: their values are the engine's own. They are text here, except for our own engine.
         """
 
-    def environment(self, config: "EngineConfig") -> dict[str, str]:
+    def environment(self, config: EngineConfig) -> dict[str, str]:
         """Variables that the child has in addition to the parent's."""
 
 

@@ -14,7 +14,7 @@ from headrace_engine.bad_words import tokenize_bad_words
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.chat import ChatMessage as ChatMessage
 from headrace_engine.chat import ChatOptions, read_messages
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.grammar import TokenizerDefinition
 from headrace_engine.grammar_checker import GrammarChecker
@@ -149,7 +149,7 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """Validate a chat request; errors as `process`."""
         _check_types(params, priority, lora_request)
-        text, token_ids = self._tokenizer.encode_chat(read_messages(messages), chat_options)
+        text, token_ids = self.tokenize_chat(messages, chat_options)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def check_grammar(self, params: SamplingParams) -> None:
@@ -192,6 +192,12 @@ class InputProcessor:
         ):
             raise InvalidRequestError("a prompt must be text or a list of token ids (integers)")
         return text if isinstance(text, str) else None, list(tokens)
+
+    def tokenize_chat(
+        self, messages: Sequence[ChatMessage], chat_options: ChatOptions | None = None
+    ) -> tuple[str, list[int]]:
+        """The text that the chat template makes of a conversation, and its token ids."""
+        return self._tokenizer.encode_chat(read_messages(messages), chat_options)
 
     def _build(
         self,

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from headrace_engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_together
 from headrace_engine.chat import ChatMessage, ContentFormat
 from headrace_engine.chat_template import read_template
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.engine_metrics import Metric
 from headrace_engine.errors import HeadraceEngineError, InvalidRequestError
 from headrace_engine.input_processor import Prompt

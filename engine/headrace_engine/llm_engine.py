@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_engine import default_model
 from headrace_engine.chat import ChatOptions
-from headrace_engine.config import EngineArgs, EngineConfig
-from headrace_engine.core.client import CoreClient, InProcessCore
+from headrace_engine.config import EngineConfig
+from headrace_engine.core.core_client import CoreClient, InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.engine_metrics import EngineMetrics, Metric
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.errors import (
     ConfigError,
     DuplicateRequestError,

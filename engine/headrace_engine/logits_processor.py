@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
-
-    from headrace_engine.config import EngineConfig
 
     RequestLogitsProcessor: TypeAlias = (
         Callable[[Sequence[int], torch.Tensor], torch.Tensor]
@@ -50,7 +49,7 @@ class LogitsProcessor:
     extra_args: ClassVar[Sequence[str]] = ()
     """The names in `SamplingParams.extra_args` that this processor reads."""
 
-    def __init__(self, config: "EngineConfig") -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Called once, after the model was loaded."""
 
     @classmethod

@@ -20,7 +20,7 @@ def limit_spinning() -> None:
 
 
 def spin_count(environ: Mapping[str, str]) -> int:
-    """The same for threads of ours that wait by themselves (`runner/team.h`); the default where it is put otherwise."""
+    """Return how often a thread of `runner/native/team.h` spins before it sleeps: as the same variables say."""
     chosen = environ.get("GOMP_SPINCOUNT", "")
     if chosen.isdecimal():
         return min(int(chosen), _MOST_SPINS)

@@ -1,15 +1,14 @@
 """Headrace's own engine as the parent sees it: its name, its child, and the options that it has."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine_names import OWN_ENGINE
+from headrace_engine.engine_options import EngineOptions
 from headrace_engine.plain_values import shown
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import STATIC_DEVICES, StaticConfig
-
-if TYPE_CHECKING:
-    from headrace_engine.config import EngineArgs, EngineConfig
 
 DEVICES = ("auto", "cpu", "cuda", *STATIC_DEVICES)
 DTYPES = ("auto", "float32", "bfloat16")
@@ -32,17 +31,17 @@ class OwnEngine:
     install_command = "pip install 'headrace[worker]'"
     stall_seconds = None
 
-    def problems(self, args: "EngineArgs") -> list[str]:
+    def problems(self, args: EngineOptions) -> list[str]:
         return [*_wrong_choices(args), *_contradictions(args)]
 
-    def environment(self, _: "EngineConfig") -> dict[str, str]:
+    def environment(self, _: EngineConfig) -> dict[str, str]:
         return {}
 
 
 ENGINE = OwnEngine()
 
 
-def _wrong_choices(args: "EngineArgs") -> Iterator[str]:
+def _wrong_choices(args: EngineOptions) -> Iterator[str]:
     for name, allowed in _CHOICES.items():
         value = getattr(args, name)
         if value not in allowed:
@@ -52,7 +51,7 @@ def _wrong_choices(args: "EngineArgs") -> Iterator[str]:
             yield problem
 
 
-def _contradictions(args: "EngineArgs") -> Iterator[str]:
+def _contradictions(args: EngineOptions) -> Iterator[str]:
     device = args.device
     if args.engine_args:
         yield f"engine_args holds {', '.join(args.engine_args)}, but all options of engine {OWN_ENGINE} are named here"

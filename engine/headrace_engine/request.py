@@ -105,7 +105,6 @@ class Request:
         "num_computed_tokens",
         "num_passed",
         "num_pending_tokens",
-        "num_preemptions",
         "num_prompt_tokens",
         "num_slots",
         "priority",
@@ -136,7 +135,6 @@ class Request:
         """Tokens that steps in flight draw, and nobody here has seen: the next step may be launched upon them."""
         self.num_cached_tokens = 0
         """Prompt tokens that the prefix cache spared when the request was first admitted."""
-        self.num_preemptions = 0
         self.draft_token_ids: list[int] = []
         """A guess at the tokens behind the last one, for the next step to verify."""
         self.bad_words_token_ids = message.bad_words_token_ids
@@ -159,6 +157,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def release_lora(self) -> None:
+        """Tell the adapter, if there is one, that this request no longer uses it."""
+        if self.lora is not None:
+            self.lora.release()
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -95,10 +95,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (above 0)."""
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """Divides the logits before a token is drawn; 0 takes the most likely token."""
     top_p: float = 1.0
+    """Keeps the most likely tokens whose probabilities add up to this share (above 0 to 1)."""
     top_k: int = 0
-    """0 or -1 keeps all tokens."""
+    """Keeps this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
     """Drops tokens less likely than this share of the most likely one's probability."""
     seed: int | None = None
@@ -106,7 +107,9 @@ class SamplingParams:
     stop: list[str] = field(default_factory=list)
     """Generation ends before the first of these strings; one string may be given alone."""
     stop_token_ids: list[int] = field(default_factory=list)
+    """Generation ends with the first of these tokens."""
     ignore_eos: bool = False
+    """Generation goes on after an end-of-sequence token."""
     max_tokens: int | None = 16
     """Most tokens to generate; None means as many as the context allows."""
     min_tokens: int = 0
@@ -119,10 +122,13 @@ class SamplingParams:
     detokenize: bool = True
     """False returns token ids alone and saves the work of making text."""
     skip_special_tokens: bool = True
+    """Leaves special tokens out of the text."""
     spaces_between_special_tokens: bool = True
     """Whether special tokens that follow one another are shown with what the tokenizer puts between them."""
     include_stop_str_in_output: bool = False
+    """Keeps the stop string that ended the generation at the end of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output holds: all text so far, the new text, or one output at the end."""
     structured_outputs: StructuredOutputsParams | None = None
     """A form that the output must have. A map may be given, too."""
     stream_interval: int | None = None

@@ -7,7 +7,8 @@ from headrace_engine_vllm import options
 from headrace_engine_vllm.environment import preloaded, variables
 
 if TYPE_CHECKING:
-    from headrace_engine.config import EngineArgs, EngineConfig
+    from headrace_engine.config import EngineConfig
+    from headrace_engine.engine_args import EngineArgs
 
 
 class VLLMEngine:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace_engine.plain_values import shown
 
 if TYPE_CHECKING:
-    from headrace_engine.config import EngineArgs, EngineConfig, LoRAConfig
+    from headrace_engine.config import EngineConfig, LoRAConfig
+    from headrace_engine.engine_args import EngineArgs
 
 LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's LoRAConfig takes these maximum ranks only."""

@@ -1,14 +1,16 @@
 """Read the streams of an accepted request and give the chunks of its answer, each with its cursor."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError
 from headrace_broker.stream_hub import StreamHub, Subscription
 from headrace_gateway.broker_errors import api_error_of, api_error_of_end
-from headrace_gateway.call import ChatForm
+from headrace_gateway.call import ChatForm, CompletionForm
 from headrace_gateway.chat_stream import ChatStream
 from headrace_gateway.completion_stream import CompletionStream
 from headrace_gateway.cursor import Cursor
@@ -20,6 +22,24 @@ _LATE_SECONDS: Final = 60
 """So long after its expiry a request may still be ended by a worker."""
 
 
+class AnswerStream(Protocol):
+    """A pure function of an envelope and of the entries of its requests' streams, entry by entry."""
+
+    has_ended: bool
+    error: ApiError | None
+    """Why the request brought no, or not the whole, answer."""
+
+    def step(self, request_id: str, event: StreamEvent) -> list[dict[str, Any]]:
+        """The chunks that an entry brings."""
+
+
+_STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
+    ChatForm: ChatStream,
+    CompletionForm: CompletionStream,
+}
+"""Who writes the chunks of an answer of this form."""
+
+
 class AnswerReader:
     """It belongs to one reader of one answer; any number of them may read the same one."""
 
@@ -28,8 +48,7 @@ class AnswerReader:
         self._subscription: Final = subscription
         self._after: Final = after
         self._has_met_cursor = after is None
-        is_chat = isinstance(envelope.form, ChatForm)
-        self._stream: Final = ChatStream(envelope) if is_chat else CompletionStream(envelope)
+        self._stream: Final = _STREAMS[type(envelope.form)](envelope)
         self.begun_at: float | None = None
         """When the first entry was seen, by the monotonic clock."""
         self._prompt_tokens: Final[dict[str, int]] = {}

@@ -17,7 +17,8 @@ from starlette.responses import Response
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes
+from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
 from headrace_gateway.authentication import Authentication
 from headrace_gateway.broker_errors import api_error_of, unavailable
 from headrace_gateway.context import Gateway
@@ -74,7 +75,15 @@ def make_app(
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
             app.state.gateway = Gateway(
-                settings, client, redis, ModelCatalog(client), envelopes, hub, metrics, RateLimits(redis)
+                settings,
+                client,
+                redis,
+                ModelCatalog(client),
+                envelopes,
+                hub,
+                metrics,
+                RateLimits(redis),
+                TokenizerAsker(redis),
             )
             try:
                 async with watch.watching(redis):
@@ -100,7 +109,14 @@ def make_app(
     public = (*probes.routes, *page_files.routes)
     middleware.append(Middleware(Authentication, key_file=key_file, public=public))
     app = Starlette(
-        routes=[*public, *generation.routes, *models_endpoint.routes, *overview.routes, *document.routes],
+        routes=[
+            *public,
+            *generation.routes,
+            *tokenizer_endpoints.routes,
+            *models_endpoint.routes,
+            *overview.routes,
+            *document.routes,
+        ],
         middleware=middleware,
         exception_handlers={
             ApiError: _on_api_error,

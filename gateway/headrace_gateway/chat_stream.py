@@ -9,13 +9,12 @@ from typing import Any, Final
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent
 from headrace_gateway.broker_errors import api_error_of_end
 from headrace_gateway.call import ChatForm
+from headrace_gateway.choice_text import ChoiceText
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError
 from headrace_gateway.ids import call_id
 from headrace_gateway.logprob_shapes import chat_logprobs, prompt_logprobs_shape
-from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, ParserEvent, Reasoning
-from headrace_gateway.parsers.protocol import OutputParser
-from headrace_gateway.parsers.registry import make_parser
+from headrace_gateway.parsers.events import CallBegins, Content, ParserEvent, Reasoning
 from headrace_gateway.usage_shape import final_usage, usage_shape
 
 Chunk = dict[str, Any]
@@ -63,22 +62,12 @@ class ChatStream:
         """The roles of all choices: SDKs want them first, and in order."""
         if self._choices:
             return []
-        self._choices = [self._make_choice(index) for index in range(self._form.n)]
+        self._choices = [
+            _Choice(index, ChoiceText(self._form, self._prompt_tail), self._base["id"], self._form)
+            for index in range(self._form.n)
+        ]
         role = {"role": "assistant", "content": ""}
         return [self._chunk(index, role, event) for index in range(self._form.n)]
-
-    def _make_choice(self, index: int) -> "_Choice":
-        form = self._form
-        parser = None
-        if form.tool_parser is not None or form.reasoning_parser is not None:
-            parser = make_parser(
-                form.tool_parser,
-                form.reasoning_parser,
-                tools=form.tools,
-                prompt_tail=self._prompt_tail,
-                parallel=form.parallel_tool_calls,
-            )
-        return _Choice(index, parser, self._base["id"], form)
 
     def _chunks(self, event: ChunkEvent) -> Iterator[Chunk]:
         choice = self._choices[event.index]
@@ -127,30 +116,22 @@ class ChatStream:
 
 
 class _Choice:
-    """One choice's text on its way through the parser."""
+    """One choice's message."""
 
-    def __init__(self, index: int, parser: OutputParser | None, completion_id: str, form: ChatForm) -> None:
+    def __init__(self, index: int, text: ChoiceText, completion_id: str, form: ChatForm) -> None:
         self._index = index
-        self._parser = parser
+        self._text = text
         self._completion_id = completion_id
         self._form = form
         self._num_calls = 0
-        self._is_reasoning = False
-        self.num_reasoning_tokens = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._text.num_reasoning_tokens
 
     def deltas(self, event: ChunkEvent) -> Iterator[Chunk]:
         """What the entry adds to the message."""
-        is_last = event.finish_reason is not None
-        if self._parser is None:
-            if event.text:
-                yield {"content": event.text}
-            return
-        events = self._parser.feed(event.text) if event.text else []
-        if is_last:
-            events += self._parser.finish()
-        if any(isinstance(each, Reasoning) for each in events):
-            self.num_reasoning_tokens += len(event.token_ids)  # exact but for the entry in which the answer begins
-        for each in _joined(events):
+        for each in self._text.read(event):
             delta = self._delta(each)
             if delta is not None:
                 yield delta
@@ -172,21 +153,3 @@ class _Choice:
         if engine_reason == "length":
             return "length"
         return "tool_calls" if self._num_calls and self._form.tool_choice != "named" else "stop"
-
-
-def _joined(events: list[ParserEvent]) -> Iterator[ParserEvent]:
-    """Neighbours of one kind as one: an entry gives as few chunks as it can."""
-    before: ParserEvent | None = None
-    for event in events:
-        if isinstance(before, Content) and isinstance(event, Content):
-            before = Content(before.text + event.text)
-        elif isinstance(before, Reasoning) and isinstance(event, Reasoning):
-            before = Reasoning(before.text + event.text)
-        elif isinstance(before, CallArguments) and isinstance(event, CallArguments) and before.index == event.index:
-            before = CallArguments(before.index, before.json + event.json)
-        else:
-            if before is not None:
-                yield before
-            before = event
-    if before is not None:
-        yield before

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from headrace_broker import AsyncClient
 from headrace_broker.stream_hub import StreamHub
+from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
 from headrace_gateway.rate_limits import RateLimits
@@ -31,6 +32,7 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    tokenizers: TokenizerAsker
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

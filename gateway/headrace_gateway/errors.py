@@ -1,6 +1,7 @@
 """Every error that this package raises, in one tree. ApiError is the one that becomes an HTTP answer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 
@@ -58,3 +59,31 @@ class UnknownParserError(HeadraceGatewayError, ValueError):
 
 class ForcedChoiceError(HeadraceGatewayError, ValueError):
     """The tools cannot be written as a grammar: they are too large, or none may be called."""
+
+
+class BatchError(HeadraceGatewayError):
+    """A batch cannot go on. What has been written stays, and the same command goes on from there."""
+
+
+class InputRefusedError(BatchError):
+    """Lines of a batch's input are wrong, and nothing was sent. `problems` are the first of `num_problems`."""
+
+    def __init__(self, name: str, problems: Sequence["LineProblem"], num_problems: int) -> None:
+        more = f"\nand {num_problems - len(problems)} more" if num_problems > len(problems) else ""
+        told = "\n".join(map(str, problems))
+        super().__init__(f"{name} was refused, and nothing was sent:\n{told}{more}")
+        self.problems: Final = tuple(problems)
+        self.num_problems: Final = num_problems
+
+
+@dataclass(frozen=True, slots=True)
+class LineProblem:
+    """Why a line of a batch's input is refused; the fields are those of a batch's `errors` at OpenAI."""
+
+    line: int | None
+    code: str | None
+    message: str
+    param: str | None = None
+
+    def __str__(self) -> str:
+        return self.message if self.line is None else f"line {self.line}: {self.message}"

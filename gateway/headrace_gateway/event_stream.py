@@ -11,7 +11,6 @@ from starlette.types import Message, Receive, Scope, Send
 from headrace_gateway import sse
 from headrace_gateway.answer_reader import AnswerReader, PlacedChunk
 from headrace_gateway.errors import ApiError
-from headrace_gateway.headers import ResumeStyle
 
 _CANCEL_AGAIN_SECONDS = 0.1
 _REPLAYED_AT_ONCE = 512
@@ -22,6 +21,7 @@ class EventStream(Response):
     """Args:
     reader: of the answer; closed with `resources`.
     first: what was read before the status was decided.
+    framing: how its chunks are written.
     keep_alive: seconds of silence after which a comment is sent.
     """
 
@@ -31,7 +31,7 @@ class EventStream(Response):
         first: list[PlacedChunk] | None,
         resources: AsyncExitStack,
         *,
-        style: ResumeStyle,
+        framing: sse.Framing,
         keep_alive: float,
         headers: dict[str, str],
     ) -> None:
@@ -40,7 +40,7 @@ class EventStream(Response):
         self._reader = reader
         self._first = first
         self._resources = resources
-        self._style: ResumeStyle = style
+        self._framing = framing
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI's signature
@@ -64,19 +64,19 @@ class EventStream(Response):
         chunks = self._first
         while True:
             if chunks is None:
-                yield sse.keep_alive(self._style)
+                yield self._framing.keep_alive
             for number, (chunk, cursor) in enumerate(chunks or (), 1):
-                yield sse.event(chunk, cursor, self._style)
+                yield self._framing.event(chunk, cursor)
                 if number % _REPLAYED_AT_ONCE == 0:
                     await asyncio.sleep(0)
             if self._reader.has_ended:
-                yield sse.DONE
+                yield self._framing.end
                 return
             try:
                 chunks = await self._reader.take(self._keep_alive)
             except ApiError as error:  # the stream is kept no more: it cannot be rejoined either
-                yield sse.error(error)
-                yield sse.DONE
+                yield self._framing.error(error)
+                yield self._framing.end
                 return
 
 

@@ -48,6 +48,11 @@ CHAT: Final = COMMON | frozenset(
     }
 )
 COMPLETION: Final = COMMON | frozenset({"prompt", "echo", "suffix", "best_of"})
+TOKENIZE_PROMPT: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+TOKENIZE_CHAT: Final = TOKENIZE_PROMPT - {"prompt"} | frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+)
+DETOKENIZE: Final = frozenset({"model", "tokens"})
 
 IGNORED: Final = {
     "user": "the tenant comes from the API key",

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
+from headrace_gateway import sse
 from headrace_gateway.answer_reader import AnswerReader, PlacedChunk, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
@@ -48,7 +49,7 @@ async def create_completion(request: Request) -> Response:
 async def _create(request: Request, kind: str) -> Response:
     arrived = time.monotonic()
     gateway, key = gateway_of(request), key_of(request)
-    _require_redis(request)
+    require_redis(request)
     headers = read_headers(request.headers, gateway.settings)
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
@@ -128,14 +129,14 @@ async def read_completion_again(request: Request) -> Response:
     return await _read_again(request, CompletionForm)
 
 
-def _require_redis(request: Request) -> None:
+def require_redis(request: Request) -> None:
     """Refuse at once: each command that waits for Redis would take its whole time-out, and be repeated."""
     if request.app.state.redis_watch.is_down:
         raise unavailable()
 
 
 async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
-    _require_redis(request)
+    require_redis(request)
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
     if not isinstance(envelope.form, kind):
@@ -204,7 +205,7 @@ async def _streamed(
             reader,
             first,
             opened.pop_all(),
-            style=style,
+            framing=sse.DataFraming(style),
             keep_alive=gateway.settings.keep_alive,
             headers=headers,
         )

@@ -15,11 +15,9 @@ Only `name` and `sha256` are required. The file holds hashes alone. Keys are ran
 
 import hashlib
 import hmac
-import logging
 import re
 import secrets
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -29,15 +27,12 @@ import msgspec
 from headrace_broker.messages import name_problems
 from headrace_gateway.errors import GatewaySettingsError
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.watched_file import WatchedFile, read_toml
 
-_LOOK_SECONDS: Final = 1.0
-_MAX_BYTES: Final = 4 * 2**20
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
-
-logger = logging.getLogger(__name__)
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,12 +55,13 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyFile:
-    """Finds the owner of a key. Reads the file at once, and raises GatewaySettingsError where it cannot be used.
-
-    A later version that cannot be used is logged, and the keys of the last good one stay.
+    """Finds the owner of a key, by the newest version of the file that could be used.
 
     Args:
         when_read: told after each look at a new version whether it could be used.
+
+    Raises:
+        GatewaySettingsError: the file cannot be used at all.
     """
 
     def __init__(
@@ -75,64 +71,24 @@ class KeyFile:
         now: Callable[[], float] = time.monotonic,
         when_read: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self._path: Final = path
-        self._now: Final = now
-        self._when_read: Final = when_read
-        self._version = _version(path)
-        self._looked_at = now()
-        self._keys = read_keys(path)
-        when_read(True)
+        self._file: Final = WatchedFile("key file", path, read_keys, now=now, when_read=when_read)
 
     def find(self, presented: bytes) -> ApiKey | None:
         """The owner of the key; None for a key of nobody."""
-        self._look()
         digest = hashlib.sha256(presented).hexdigest()
         found: ApiKey | None = None
-        for known, key in self._keys:  # all of them, so that the time tells nothing
+        for known, key in self._file.content():  # all of them, so that the time tells nothing
             if hmac.compare_digest(known, digest):
                 found = key
         return found
 
-    def _look(self) -> None:
-        if self._now() - self._looked_at < _LOOK_SECONDS:
-            return
-        self._looked_at = self._now()
-        version = _version(self._path)
-        if version == self._version:
-            return
-        self._version = version
-        try:
-            self._keys = read_keys(self._path)
-        except GatewaySettingsError as error:
-            logger.error("key file refused, the last good one stays in use: %s", error)
-            self._when_read(False)
-        else:
-            logger.info("key file read: %d keys", len(self._keys))
-            self._when_read(True)
-
-
-def _version(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
 
 def read_keys(path: Path) -> Sequence[tuple[str, ApiKey]]:
     """Each hash and its owner. Raises GatewaySettingsError, which quotes nothing that could be a key."""
+    document, _ = read_toml("key file", path)
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise GatewaySettingsError(f"the key file {path} cannot be read: {error.strerror}") from None
-    if len(raw) > _MAX_BYTES:
-        raise GatewaySettingsError(f"the key file {path} must be at most {_MAX_BYTES} bytes")
-    try:
-        entries = msgspec.convert(tomllib.loads(raw.decode()), _File).keys
-    except UnicodeDecodeError:
-        raise GatewaySettingsError(f"the key file {path} is not UTF-8") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        entries = msgspec.convert(document, _File).keys
+    except msgspec.ValidationError as error:
         raise GatewaySettingsError(f"the key file {path} cannot be used: {error}") from None
     problems = _problems(entries)
     if problems:

@@ -19,6 +19,11 @@ class ModelCatalog:
         """Raises QueueUnavailableError where Redis cannot be asked."""
         return await self._models.get()
 
+    async def only(self, key: ApiKey) -> RegisteredModel | None:
+        """The model that a request means which names none; None where the key may use several, or none."""
+        usable = [model for name, model in (await self.all()).items() if key.may_use(name)]
+        return usable[0] if len(usable) == 1 else None
+
     async def find(self, name: object, key: ApiKey) -> tuple[RegisteredModel, str | None]:
         """The model that a request's `model` stands for, and the adapter where it is one's name.
 

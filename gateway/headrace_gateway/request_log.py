@@ -23,6 +23,8 @@ _CLIENT_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/chat/completions", "chat_completions"),
     ("/v1/completions", "completions"),
+    ("/tokenize", "tokenizer"),
+    ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),
     ("/headrace/", "operations"),
     ("/page/", "page"),

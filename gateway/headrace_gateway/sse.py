@@ -1,9 +1,6 @@
-"""Server-sent events as OpenAI's clients read them: `data:` lines, one event a send, LF alone.
+"""Server-sent events, one event a send, LF alone, in the forms that the clients of each API read."""
 
-`id:` lines and comments exclude each other: after an id, openai-python takes a comment for an empty event.
-"""
-
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -17,23 +14,53 @@ HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 DONE: Final = b"data: [DONE]\n\n"
+_COMMENT: Final = b": keep-alive\n\n"
 _ENCODE: Final = msgspec.json.Encoder().encode
 
 
-def event(chunk: dict[str, Any], cursor: Cursor, style: ResumeStyle) -> bytes:
-    """One chunk as an event."""
-    if style == "id":
-        return b"id: %b\ndata: %b\n\n" % (str(cursor).encode(), _ENCODE(chunk))
-    if style == "chunk":
-        chunk = {**chunk, "headrace": {"cursor": str(cursor)}}
-    return b"data: %b\n\n" % _ENCODE(chunk)
+class Framing(Protocol):
+    """How the chunks of one stream are written."""
+
+    end: bytes
+    """What follows the last chunk."""
+
+    @property
+    def keep_alive(self) -> bytes:
+        """What a silent stream carries, so that proxies keep its connection."""
+
+    def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
+        """One chunk as an event."""
+
+    def error(self, failure: ApiError) -> bytes:
+        """What ends a stream whose status was sent long ago."""
 
 
-def keep_alive(style: ResumeStyle) -> bytes:
-    """What a silent stream carries, so that proxies keep its connection."""
-    return b"event: ping\ndata: {}\n\n" if style == "id" else b": keep-alive\n\n"
+class DataFraming:
+    """`data:` lines alone, as chat completions and text completions have them.
+
+    `id:` lines and comments exclude each other: after an id, openai-python takes a comment for an empty event.
+    """
+
+    end: bytes = DONE
+
+    def __init__(self, style: ResumeStyle) -> None:
+        self._style: Final = style
+
+    @property
+    def keep_alive(self) -> bytes:
+        return b"event: ping\ndata: {}\n\n" if self._style == "id" else _COMMENT
+
+    def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
+        if self._style == "id":
+            return b"id: %b\ndata: %b\n\n" % (str(cursor).encode(), _ENCODE(chunk))
+        if self._style == "chunk":
+            chunk = {**chunk, "headrace": {"cursor": str(cursor)}}
+        return b"data: %b\n\n" % _ENCODE(chunk)
+
+    def error(self, failure: ApiError) -> bytes:
+        return b"data: %b\n\n" % _ENCODE(failure.body())
 
 
-def error(failure: ApiError) -> bytes:
-    """What ends a stream whose status was sent long ago."""
-    return b"data: %b\n\n" % _ENCODE(failure.body())
+def named_event(chunk: dict[str, Any]) -> bytes:
+    """An event whose name is the chunk's `type`, as Responses and Anthropic's messages have them."""
+    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), _ENCODE(chunk))

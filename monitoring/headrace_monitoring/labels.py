@@ -43,7 +43,7 @@ RETURN_REASONS = (
 """Why a worker gives a message back. The first five are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
-Endpoint = Literal["chat_completions", "completions", "models", "operations", "page", "probes", "other"]
+Endpoint = Literal["chat_completions", "completions", "tokenizer", "models", "operations", "page", "probes", "other"]
 Rejoin = Literal["start", "cursor"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
@@ -80,6 +80,7 @@ REFUSALS = (
     "internal_error",
     "stopping",
     "other_release",
+    "tokenizer_unavailable",
     OTHER,
 )
 """Codes of the gateway's errors."""

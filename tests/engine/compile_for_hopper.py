@@ -18,7 +18,8 @@ from triton.compiler import ASTSource
 from engine.attention_cases import Case, Problem
 from headrace_engine.runner.attention import triton_kernels
 from headrace_engine.runner.attention.triton_backend import TritonBackend
-from headrace_engine.runner.fused import triton_elementwise, triton_passes
+from headrace_engine.runner.elementwise import triton_kernels as elementwise_kernels
+from headrace_engine.runner.elementwise import triton_ops
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -77,18 +78,18 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
 def elementwise() -> None:
     """The passes between the products of a layer of Qwen3-8B's shape, with and without head norms."""
     names = ("add_rms_norm_kernel", "norm_rope_kernel", "silu_mul_kernel")
-    recorders = [Recorder(getattr(triton_elementwise, name)) for name in names]
+    recorders = [Recorder(getattr(elementwise_kernels, name)) for name in names]
     for name, recorder in zip(names, recorders, strict=True):
-        setattr(triton_elementwise, name, recorder)
+        setattr(elementwise_kernels, name, recorder)
     hidden, qkv, gate_up, cosine = (torch.zeros(64, size, dtype=torch.bfloat16) for size in (4096, 6144, 24576, 128))
     heads: dict[str, Any] = {"q_heads": 32, "k_heads": 8, "head_dim": 128, "cosine": cosine, "sine": cosine}
     for delta in (None, hidden):
-        triton_passes.add_rms_norm(hidden, delta, hidden[0], 1e-5)
+        triton_ops.add_rms_norm(hidden, delta, hidden[0], 1e-5)
     for weight in (None, cosine[0]):
-        triton_passes.norm_rope(qkv, **heads, q_weight=weight, k_weight=weight, eps=1e-6)
-    triton_passes.silu_mul(gate_up)
+        triton_ops.norm_rope(qkv, **heads, q_weight=weight, k_weight=weight, eps=1e-6)
+    triton_ops.silu_mul(gate_up)
     for name, recorder in zip(names, recorders, strict=True):
-        setattr(triton_elementwise, name, recorder.kernel)
+        setattr(elementwise_kernels, name, recorder.kernel)
     for name, recorder in zip(names, recorders, strict=True):
         for args, options in recorder.launches:
             compiled = compile_launch(recorder.kernel, args, options)

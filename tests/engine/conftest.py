@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from engine.tiny_models import TinyModel, save_model, save_tokenizer
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.llm_engine import LLMEngine
 
 if not torch.cuda.is_available():

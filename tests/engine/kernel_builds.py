@@ -6,7 +6,7 @@ import ctypes
 import subprocess
 from pathlib import Path
 
-from headrace_engine.runner import native_library
+from headrace_engine.runner.native import native_library
 
 NO_TILES_LENT = "-DXFEATURE_XTILEDATA=63"
 """Linux refuses to lend matrix tiles, as it knows no such feature."""

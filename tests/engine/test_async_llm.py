@@ -12,7 +12,7 @@ import pytest
 
 from engine.tiny_models import TinyModel
 from headrace_engine import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
-from headrace_engine.core.client import InProcessCore
+from headrace_engine.core.core_client import InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, InvalidRequestError
 from headrace_engine.sampling_params import RequestOutputKind

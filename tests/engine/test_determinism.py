@@ -13,16 +13,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.tiny_models import VOCAB_SIZE, TinyModel
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.batch import RequestBatch, TokenSpan
 from headrace_engine.runner.contracts import NewRequest, TokenLogprobs
-from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.request_processors import ProcessorSet
-from headrace_engine.runner.sampler import SamplingRow, sample
+from headrace_engine.runner.models.paged_model import PagedModel
+from headrace_engine.runner.sampling.request_processors import ProcessorSet
+from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from headrace_engine.runner.fused import torch_passes, triton_passes
-from headrace_engine.runner.fused.passes import Passes
+from headrace_engine.runner.elementwise import torch_ops, triton_ops
+from headrace_engine.runner.elementwise.ops import ElementwiseOps
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +33,7 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: make test-triton"
 )
 forms = pytest.mark.parametrize(
-    "passes", [pytest.param(triton_passes, marks=needs_triton), torch_passes], ids=["triton", "torch"]
+    "passes", [pytest.param(triton_ops, marks=needs_triton), torch_ops], ids=["triton", "torch"]
 )
 
 
@@ -44,9 +44,9 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32, spread: f
 class Exact:
     """The passes in float64, rounded to the type of the data where transformers rounds."""
 
-    def __init__(self, passes: Passes, dtype: torch.dtype) -> None:
+    def __init__(self, passes: ElementwiseOps, dtype: torch.dtype) -> None:
         # Triton's interpreter cuts off where a GPU rounds to the nearest bfloat16.
-        self._cuts = passes is triton_passes and DEVICE == "cpu"
+        self._cuts = passes is triton_ops and DEVICE == "cpu"
         self._dtype = dtype
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def check(found: torch.Tensor, expected: torch.Tensor) -> None:
 )
 @several
 def test_the_norm_is_that_of_the_sum_which_stays_behind(
-    passes: Passes, rows: int, features: int, seed: int, dtype: torch.dtype, adds: bool
+    passes: ElementwiseOps, rows: int, features: int, seed: int, dtype: torch.dtype, adds: bool
 ) -> None:
     hidden, delta = (random(seed + own, rows, features, dtype=dtype, spread=1.0 + own) for own in range(2))
     weight, exact = random(seed + 2, features, dtype=dtype), Exact(passes, dtype)
@@ -116,7 +116,7 @@ def test_the_norm_is_that_of_the_sum_which_stays_behind(
 )
 @several
 def test_queries_and_keys_are_normalised_and_turned_and_values_left_alone(
-    passes: Passes,
+    passes: ElementwiseOps,
     q_heads: int,
     k_heads: int,
     head_dim: int,
@@ -154,7 +154,7 @@ def test_queries_and_keys_are_normalised_and_turned_and_values_left_alone(
 @given(rows=st.integers(1, 4), features=st.integers(1, 300), seed=st.integers(0, 1000), dtype=dtypes)
 @several
 def test_the_gate_opens_for_its_own_feature_far_into_both_tails(
-    passes: Passes, rows: int, features: int, seed: int, dtype: torch.dtype
+    passes: ElementwiseOps, rows: int, features: int, seed: int, dtype: torch.dtype
 ) -> None:
     gate_up = random(seed, rows, 2 * features, dtype=dtype, spread=3.0)
     gate_up[0, 0], gate_up[-1, features - 1] = -200.0, 200.0
@@ -162,7 +162,7 @@ def test_the_gate_opens_for_its_own_feature_far_into_both_tails(
 
 
 @forms
-def test_a_value_that_is_no_number_stays_in_its_row(passes: Passes) -> None:
+def test_a_value_that_is_no_number_stays_in_its_row(passes: ElementwiseOps) -> None:
     hidden, qkv, gate_up = (random(own, 4, 48) for own in range(3))
     for each in (hidden, qkv, gate_up):
         each[1, 3] = float("nan")
@@ -177,7 +177,7 @@ def test_plain_torch_gives_the_bits_of_transformers_modules(dtype: torch.dtype) 
     hidden, delta, weight = random(0, 7, 96, dtype=dtype), random(1, 7, 96, dtype=dtype), random(2, 96, dtype=dtype)
     norm: Any = LlamaRMSNorm(96, eps=1e-5).to(DEVICE, dtype)
     norm.weight.data = weight
-    assert torch.equal(torch_passes.add_rms_norm(hidden.clone(), delta, weight, 1e-5), norm(hidden + delta))
+    assert torch.equal(torch_ops.add_rms_norm(hidden.clone(), delta, weight, 1e-5), norm(hidden + delta))
 
     qkv = random(3, 7, 8 * 16, dtype=dtype)
     angles = random(4, 7, 8).repeat(1, 2)
@@ -185,13 +185,13 @@ def test_plain_torch_gives_the_bits_of_transformers_modules(dtype: torch.dtype) 
     heads = qkv.clone().view(1, 7, 8, 16).transpose(1, 2)
     expected = apply_rotary_pos_emb(heads[:, :4], heads[:, 4:6], cosine[None], sine[None])
     nothing: dict[str, Any] = {"q_weight": None, "k_weight": None, "eps": 0.0}
-    torch_passes.norm_rope(qkv, 4, 2, 16, **nothing, cosine=cosine, sine=sine)
+    torch_ops.norm_rope(qkv, 4, 2, 16, **nothing, cosine=cosine, sine=sine)
     turned = qkv.view(1, 7, 8, 16).transpose(1, 2)
     assert torch.equal(turned[:, :6], torch.cat(expected, dim=1))
 
     # Of whole vectors: what is left of a row torch computes one by one, with another last bit where it has AVX-512.
     gate, up = random(5, 7, 64, dtype=dtype), random(6, 7, 64, dtype=dtype)
-    assert torch.equal(torch_passes.silu_mul(torch.cat([gate, up], dim=1)), nn.functional.silu(gate) * up)
+    assert torch.equal(torch_ops.silu_mul(torch.cat([gate, up], dim=1)), nn.functional.silu(gate) * up)
 
 
 @needs_triton
@@ -202,7 +202,7 @@ def test_norms_of_another_kind_than_one_a_head_are_refused(
     q_weight: torch.Tensor | None, k_weight: torch.Tensor | None
 ) -> None:
     with pytest.raises(ValueError, match="queries and keys need norms of the size of a head, or none"):
-        triton_passes.norm_rope(
+        triton_ops.norm_rope(
             random(0, 3, 8 * 16), 4, 2, 16, q_weight=q_weight, k_weight=k_weight, eps=1e-6, cosine=None, sine=None
         )
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from engine.model_families import COMMON
-from headrace_engine.config import EngineArgs
-from headrace_engine.runner import packed_linear
-from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.engine_args import EngineArgs
+from headrace_engine.runner.linear import packed_linear
+from headrace_engine.runner.models.paged_model import PagedModel
 
 pytestmark = pytest.mark.torch
 

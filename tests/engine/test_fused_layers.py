@@ -15,16 +15,19 @@ from torch import nn
 
 from engine.model_families import MAX_POSITIONS
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs
-from headrace_engine.runner import models, packed_linear
-from headrace_engine.runner.fused import elementwise, fusion, native_linear
+from headrace_engine.engine_args import EngineArgs
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.fused import fusion
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
-from headrace_engine.runner.fused.device_linear import DeviceLinear
 from headrace_engine.runner.fused.fusion import decoder_layers
-from headrace_engine.runner.fused.native_linear import NativeLinear
-from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
-from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.runner.linear import native_linear, packed_linear
+from headrace_engine.runner.linear.device_linear import DeviceLinear
+from headrace_engine.runner.linear.native_linear import NativeLinear
+from headrace_engine.runner.linear.packed_linear import PackedLinear
+from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.models import loading
+from headrace_engine.runner.models.paged_model import PagedModel
 
 pytestmark = pytest.mark.torch
 
@@ -55,8 +58,8 @@ def test_norm_after_addition(dtype: torch.dtype, rows: int, features: int) -> No
     hidden, delta = random(rows, features, dtype=dtype), random(rows, features, dtype=dtype) * 2
     weight = random(features, dtype=dtype)
     summed = (hidden.float() + delta.float()).to(dtype)
-    close(elementwise.add_rms_norm(hidden.clone(), None, weight, 1e-5), normed(hidden, weight, 1e-5).to(dtype))
-    out = elementwise.add_rms_norm(hidden, delta, weight, 1e-5)
+    close(native_ops.add_rms_norm(hidden.clone(), None, weight, 1e-5), normed(hidden, weight, 1e-5).to(dtype))
+    out = native_ops.add_rms_norm(hidden, delta, weight, 1e-5)
     assert torch.equal(hidden, summed)
     close(out, normed(hidden.float() if dtype is torch.float32 else summed, weight, 1e-5).to(dtype))
 
@@ -66,7 +69,7 @@ def test_norm_after_addition(dtype: torch.dtype, rows: int, features: int) -> No
 def test_gated_silu(dtype: torch.dtype, rows: int) -> None:
     gate_up = random(rows, 2 * 300, dtype=dtype) * 20  # far into both tails, and no multiple of a vector
     gate, up = gate_up.float().chunk(2, dim=-1)
-    close(elementwise.silu_mul(gate_up), (nn.functional.silu(gate) * up).to(dtype))
+    close(native_ops.silu_mul(gate_up), (nn.functional.silu(gate) * up).to(dtype))
 
 
 @dtypes
@@ -90,14 +93,14 @@ def test_head_norms_and_rotation_touch_queries_and_keys_alone(
             c, s = cosine.float()[:, None, :half], sine.float()[:, None, :half]
             part[..., :half] = first * c - second * s
             part[..., half:rotary_dim] = second * c + first * s
-    elementwise.norm_rope(qkv, 4, 2, 16, q_weight=weights[0], k_weight=weights[1], eps=1e-6, cosine=cosine, sine=sine)
+    native_ops.norm_rope(qkv, 4, 2, 16, q_weight=weights[0], k_weight=weights[1], eps=1e-6, cosine=cosine, sine=sine)
     close(qkv, heads.view(rows, -1).to(dtype))
 
 
 def test_a_value_that_is_no_number_stays_in_its_row() -> None:
     hidden = random(4, 32, dtype=torch.bfloat16)
     hidden[1, 3] = float("nan")
-    out = elementwise.add_rms_norm(hidden, None, torch.ones(32, dtype=torch.bfloat16), 1e-5)
+    out = native_ops.add_rms_norm(hidden, None, torch.ones(32, dtype=torch.bfloat16), 1e-5)
     assert out.isnan().any(dim=-1).tolist() == [False, True, False, False]
 
 
@@ -199,14 +202,14 @@ class Between(nn.ModuleList):
 def test_layers_are_computed_in_one_call_only_where_the_model_runs_through_them_once_and_does_nothing_between(
     llama: TinyModel, kind: type[nn.ModuleList], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = models.load_weights
+    own = loading.load_weights
 
     def load_weights(*args: Any) -> Any:
         model: Any = own(*args)
         model.model.layers = kind(model.model.layers)
         return model
 
-    monkeypatch.setattr(models, "load_weights", load_weights)
+    monkeypatch.setattr(loading, "load_weights", load_weights)
     monkeypatch.setattr(native_linear, "preferred", lambda _: True)
     layers = decoder_layers(load(llama, "float32")._model)
     assert layers is not None
@@ -228,7 +231,7 @@ def _reload(tiny: TinyModel, dtype: torch.dtype) -> Any:
 
 def test_a_damaged_library_is_built_anew(tmp_path: Path) -> None:
     """Each time in a process of its own, as one that has loaded a library does not look at its file again."""
-    load = "from headrace_engine.runner.fused.elementwise import library; library()"
+    load = "from headrace_engine.runner.elementwise.native_ops import library; library()"
     command = [sys.executable, "-c", load]
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run(command, env=environ, check=True)

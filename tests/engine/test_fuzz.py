@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cpu import CPURunner

@@ -14,7 +14,7 @@ import pytest
 from engine.tiny_models import VOCAB_SIZE, save_model, save_tokenizer
 from headrace_engine import LLM, EngineArgs, SamplingParams
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner.generation import read_generation_config
+from headrace_engine.runner.models.generation import read_generation_config
 
 pytestmark = pytest.mark.torch
 

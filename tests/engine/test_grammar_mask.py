@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_engine.runner.sampler import SamplingRow, sample
+from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_engine.runner import huge_pages
-from headrace_engine.runner.huge_pages import HugePages
+from headrace_engine.runner.native import huge_pages
+from headrace_engine.runner.native.huge_pages import HugePages
 
 pytestmark = pytest.mark.torch
 

@@ -14,12 +14,12 @@ from engine.perplexity import perplexity, prompts
 from engine.test_real_model import model as model  # the fixture
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner import int8_linear
-from headrace_engine.runner.fused import elementwise
-from headrace_engine.runner.int8_linear import Int8Linear
-from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.linear import int8_linear
+from headrace_engine.runner.linear.int8_linear import Int8Linear
+from headrace_engine.runner.models.paged_model import PagedModel
 
 try:
     int8_linear.check_supported()
@@ -38,7 +38,7 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 5, 200])
 def test_rows_are_rounded_to_a_127th_of_their_largest_value(dtype: torch.dtype, rows: int) -> None:
     values = (random(rows, 100) * torch.logspace(-6, 6, rows)[:, None]).to(dtype)
-    levels, scales = elementwise.quantise_rows(values)
+    levels, scales = native_ops.quantise_rows(values)
     most = values.float().abs().amax(dim=1)
     torch.testing.assert_close(scales, most / 127)
     error = (levels.float() - 128) * scales[:, None] - values.float()
@@ -119,7 +119,7 @@ def test_a_processor_without_the_instructions_is_told_so(monkeypatch: pytest.Mon
 
 
 def test_the_real_model_loses_little_quality(model: Path) -> None:
-    """Perplexity on prompts of the benchmark; the figure on all of them is in docs/performance.md."""
+    """Perplexity on prompts of the benchmark; the figure on all of them is in benchmarks/results/2026-11-21.md."""
     texts = prompts(6)
     exact = perplexity(LLM(str(model), dtype="float32"), texts)
     rounded = perplexity(LLM(str(model), dtype="float32", quantization="int8"), texts)

@@ -12,10 +12,10 @@ from engine.perplexity import perplexity, prompts
 from engine.test_real_model import model as model  # the fixture
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.cpu import CPURunner
-from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.runner.models.paged_model import PagedModel
 
 pytestmark = pytest.mark.torch
 
@@ -93,7 +93,7 @@ def test_a_gpu_keeps_them_in_every_type(kv_cache_dtype: str) -> None:
 
 
 def test_the_real_model_loses_next_to_no_quality(model: Path) -> None:
-    """Perplexity on prompts of the benchmark; the figure on more of them is in docs/performance.md."""
+    """Perplexity on prompts of the benchmark; the figure on more of them is in benchmarks/results/2026-11-23.md."""
     texts = prompts(3)
     exact = perplexity(LLM(str(model), dtype="float32"), texts)
     rounded = perplexity(LLM(str(model), dtype="float32", kv_cache_dtype="bfloat16"), texts)

@@ -12,7 +12,7 @@ import torch
 
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, LLMEngine, RequestOutput, SamplingParams
-from headrace_engine.core.client import InProcessCore
+from headrace_engine.core.core_client import InProcessCore
 from headrace_engine.errors import (
     ConfigError,
     ContextLengthError,

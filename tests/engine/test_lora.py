@@ -18,9 +18,9 @@ import torch
 from engine.lora_adapters import TinyAdapter, config_of, make_adapter, random_tensors, write_adapter
 from engine.tiny_models import VOCAB_SIZE, TinyModel
 from headrace_engine import LLM, AsyncEngineArgs, AsyncLLMEngine, LoRARequest, SamplingParams
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import InvalidRequestError, LoRAError
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.request import EngineCoreRequest

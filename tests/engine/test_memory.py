@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import save_file
 
 from engine.model_families import COMMON
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.memory import available_memory, weight_bytes
 
@@ -50,7 +50,7 @@ def test_kv_memory_beyond_what_is_free_is_refused(tmp_path: Path) -> None:
 
 LOAD = """
 import sys
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.core.runner_factory import create_runner
 
 def memory(key):

@@ -18,9 +18,9 @@ from transformers import CONFIG_MAPPING
 from engine.model_families import FAMILIES, REFUSED, VOCAB_SIZE
 from engine.model_table import render
 from engine.tiny_models import TinyModel, save_model
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.sampling_params import SamplingParams

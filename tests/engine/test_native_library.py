@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.runner import native_library
+from headrace_engine.runner.native import native_library
 
 pytestmark = pytest.mark.torch
 

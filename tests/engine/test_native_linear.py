@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_DO_NOT_PAY, PAIRS_PAY, build
-from headrace_engine.runner.fused import native_linear
-from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
-from headrace_engine.runner.fused.norm import Norm
+from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.linear import native_linear
+from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 
 pytestmark = pytest.mark.torch
 
@@ -158,7 +158,7 @@ def test_nothing_that_an_earlier_product_left_behind_is_multiplied(dtype: torch.
 def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_instructions_for_it(
     flags: str, preferred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = native_linear.declared(build("linear.c", "fused", flags, tmp_path))
+    kernels = native_linear.declared(build("linear.c", "linear", flags, tmp_path))
     known = kernels.headrace_knows_pairs()
     capabilities = {"architecture": "x86_64", "avx2": True, "fma3": True, "avx512_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -172,7 +172,7 @@ def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_in
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("without", OTHER_PROCESSORS)
 def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = native_linear.declared(build("linear.c", "fused", without, tmp_path))
+    narrow = native_linear.declared(build("linear.c", "linear", without, tmp_path))
     assert without in MAY_MULTIPLY_PAIRS or not narrow.headrace_has_pairs()
     assert without != PAIRS_PAY or narrow.headrace_has_pairs() == narrow.headrace_knows_pairs()
     assert without == "-mno-avx512vl" or not narrow.headrace_has_matrix_tiles()

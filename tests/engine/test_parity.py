@@ -14,9 +14,9 @@ import pytest
 
 from engine.model_families import VOCAB_SIZE, WINDOW
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.sampling_params import SamplingParams
 

@@ -14,12 +14,12 @@ from transformers import AttentionInterface
 from engine.model_families import COMMON, FAMILIES, WINDOW
 from engine.tiny_models import save_model
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner.attention.backend import LayerSpec
-from headrace_engine.runner.packed_linear import watch_weights
-from headrace_engine.runner.probe import inspect_model
+from headrace_engine.runner.linear.replacement import watch_weights
+from headrace_engine.runner.models.probe import inspect_model
 
 pytestmark = pytest.mark.torch
 

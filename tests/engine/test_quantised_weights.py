@@ -15,8 +15,8 @@ import transformers
 from engine.model_families import COMMON
 from engine.tiny_models import save_tokenizer
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ModelLoadError
 
 pytestmark = pytest.mark.torch

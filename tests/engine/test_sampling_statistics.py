@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from headrace_engine.runner.rng import uniform
-from headrace_engine.runner.sampler import SamplingRow, sample
-from headrace_engine.runner.token_rules import create_token_rules
+from headrace_engine.runner.sampling.rng import uniform
+from headrace_engine.runner.sampling.sampler import SamplingRow, sample
+from headrace_engine.runner.sampling.token_rules import create_token_rules
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -10,12 +10,12 @@ import torch
 
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.outputs import CompletionOutput
-from headrace_engine.runner import models
-from headrace_engine.runner.fused import native_linear
 from headrace_engine.runner.fused.short_forward import ShortForward
-from headrace_engine.runner.paged_model import PagedModel
+from headrace_engine.runner.linear import native_linear
+from headrace_engine.runner.models import loading
+from headrace_engine.runner.models.paged_model import PagedModel
 
 pytestmark = pytest.mark.torch
 
@@ -84,14 +84,14 @@ def norm_plus_one(model: Any) -> None:
 def test_a_model_that_does_anything_else_around_its_layers_keeps_its_own_pass(
     llama: TinyModel, change: Change, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = models.load_weights
+    own = loading.load_weights
 
     def load_weights(*args: Any) -> Any:
         model: Any = own(*args)
         change(model)
         return model
 
-    monkeypatch.setattr(models, "load_weights", load_weights)
+    monkeypatch.setattr(loading, "load_weights", load_weights)
     model = load(llama, dtype)
     assert model._stack is not None
     assert model._short_forward is None

@@ -14,14 +14,15 @@ import torch
 import transformers
 
 from engine.test_parity import VOCAB_SIZE, Run, TinyModel, references
-from headrace_engine.config import EngineArgs, ModelConfig
+from headrace_engine.config import ModelConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import KVSpec, TokenLogprobs
-from headrace_engine.runner.draft_model import DraftModel
+from headrace_engine.runner.models.draft_model import DraftModel
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
@@ -270,7 +271,7 @@ def test_a_draft_model_takes_no_revision_and_no_generation_config_of_the_served_
         def __init__(self, model: ModelConfig, _cache: object) -> None:
             taken.append(model)
 
-    monkeypatch.setattr("headrace_engine.runner.draft_model.PagedModel", Model)
+    monkeypatch.setattr("headrace_engine.runner.models.draft_model.PagedModel", Model)
     DraftModel(config, types.SimpleNamespace(max_model_len=64, vocab_size=VOCAB_SIZE))  # type: ignore[arg-type]
     (model,) = taken
     assert (model.revision, model.tokenizer_revision) == (None, None)

@@ -10,7 +10,7 @@ from importlib.resources import files
 import pytest
 
 from headrace_engine import openmp
-from headrace_engine.runner import native_library
+from headrace_engine.runner.native import native_library
 
 pytestmark = pytest.mark.torch
 
@@ -175,7 +175,7 @@ int leaves_the_shared_core(void) {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    headers = (files("headrace_engine.runner").joinpath(name).read_text() for name in ("cores.h", "team.h"))
+    headers = (files("headrace_engine.runner.native").joinpath(name).read_text() for name in ("cores.h", "team.h"))
     source = "\n".join(headers) + _MEMBERS_MEET
     target = tmp_path_factory.mktemp("team") / "team.so"
     command = ["cc", *native_library._FLAGS, "-x", "c", "-", "-o", str(target)]

@@ -13,13 +13,14 @@ import torch
 
 from engine.kernel_builds import PAIRS_DO_NOT_PAY, PAIRS_PAY, build
 from engine.tiny_models import VOCAB_SIZE, TinyModel
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.runner.batch import RequestBatch, StepInputs, TokenSpan
 from headrace_engine.runner.contracts import NewRequest
-from headrace_engine.runner.fused import decoder_stack, native_linear
+from headrace_engine.runner.fused import decoder_stack
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
-from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.request_processors import ProcessorSet
+from headrace_engine.runner.linear import native_linear
+from headrace_engine.runner.models.paged_model import PagedModel
+from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -4,7 +4,7 @@ import os
 import time
 
 from headrace_engine.config import EngineConfig
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
+from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 
 IMPORT_PATH = "load.sleep_runner:create_runner"
 _TOKENS = range(40, 140)  # of the tests' tokenizer: each is some text
@@ -32,8 +32,8 @@ class SleepRunner:
             num_parameters=0,
         )
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities()
+    def capabilities(self) -> RunnerCapabilities:
+        return RunnerCapabilities()
 
     def kv_spec(self) -> KVSpec:
         return KVSpec(block_size=32, bytes_per_block=1, default_memory=1 << 20, available_memory=None)

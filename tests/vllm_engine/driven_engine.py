@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.sampling_params import SamplingParams

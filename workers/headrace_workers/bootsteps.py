@@ -19,7 +19,8 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
-from headrace_engine.engines import OWN_ENGINE
+from headrace_broker.tokenizer_calls import TokenizerCalls
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
@@ -33,6 +34,7 @@ from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
 from headrace_workers.supervisor import EngineSupervisor
+from headrace_workers.tokenizer_service import TokenizerService
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,11 @@ class EngineStep(bootsteps.StartStopStep):
         )
         self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_limit())
         self.dispatcher.use_engine(self._supervisor)
+        self._tokenizer_service = TokenizerService(
+            TokenizerCalls(client, settings.served_names),
+            self.dispatcher.answer_call,
+            lambda: self.dispatcher.answers_calls,
+        )
         self._lists = [name for queue in self.queues for name in queue_lists(queue)]
         self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)
         self._preemption_wait_seconds: float = settings.preemption_wait_seconds
@@ -133,6 +140,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._supervisor.start()
         for lane in self._lanes:
             lane.start()
+        self._tokenizer_service.start()
         exempt_long_lived_objects()
         hub = worker.hub
         hub.call_repeatedly(HEARTBEAT_SECONDS, self.dispatcher.heartbeat)
@@ -164,6 +172,7 @@ class EngineStep(bootsteps.StartStopStep):
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
+        self._tokenizer_service.attach(hub)
         self._check_eviction()
 
     def _check_eviction(self) -> None:
@@ -241,6 +250,7 @@ class EngineStep(bootsteps.StartStopStep):
             for lease_id in reversed(self._leases.held()):  # what waits for its time, or for its result to be stored
                 self._leases.release(lease_id)
         self._supervisor.stop()
+        self._tokenizer_service.stop()
         self.dispatcher.stop()
         if self._tracer_provider is not None:
             self._tracer_provider.shutdown()

@@ -24,7 +24,7 @@ from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter, begun_with, draws_of
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
-from headrace_engine.engines import OWN_ENGINE
+from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.input_processor import CheckedPrompt, InputProcessor, ProcessedRequest
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.contracts import ModelInfo
@@ -170,10 +170,8 @@ class Dispatcher:
         return (0, 0) if self._takes_nothing else self._preemption.credit(self._in_flight, len(self._preparation))
 
     def _has_room(self, step: int) -> bool:
-        if self.credit() > 0:
-            return True
-        worst, count = self.preemption_credit()
-        return count > 0 and step < worst
+        level, count = self.preemption_credit()
+        return self.credit() > 0 or (step < level and count > 0)
 
     @property
     def _takes_nothing(self) -> bool:
@@ -198,6 +196,17 @@ class Dispatcher:
 
     def __len__(self) -> int:
         return len(self._in_flight)
+
+    # -- calls of the tokenizer -----------------------------------------------------------------------------------
+
+    @property
+    def answers_calls(self) -> bool:
+        """Whether calls of the tokenizer may be taken: no slot, and no living engine, is needed for them."""
+        return self._processor is not None and not (self._draining or self._paused)
+
+    def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
+        """See `Preparation.answer_call`."""
+        self._preparation.answer_call(kind, body, answered)
 
     # -- from the queue -------------------------------------------------------------------------------------------
 
@@ -511,6 +520,7 @@ class Dispatcher:
                     seen=time.time(),
                     weights=self._model_info.weights,
                     loras=self._adapters.names,
+                    tokenizer_calls=True,
                     **self._formats,
                 )
         except REDIS_ERRORS as error:

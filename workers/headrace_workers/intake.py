@@ -159,8 +159,7 @@ class Intake:
         given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
         if request.messages is not None:
-            if request.tools and not self._processor.shows_tools:
-                raise RefusedError("unsupported", _NO_TOOLS)
+            check_tools(request, self._processor)
             processed = self._processor.process_chat(
                 request_id, request.messages, params, chat_options=ChatOptions(**request.chat_options)
             )
@@ -184,6 +183,12 @@ class Intake:
             lora=request.lora,
             prompt_tail=(processed.prompt or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
         )
+
+
+def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
+    """Raises RefusedError where the request has tools, and the chat template shows the model none."""
+    if request.tools and not processor.shows_tools:
+        raise RefusedError("unsupported", _NO_TOOLS)
 
 
 def job_of(

@@ -25,6 +25,7 @@ from headrace_workers.intake import Incoming, Prepared, RefusedError
 from headrace_workers.plain_requests import PlainRequests
 from headrace_workers.preparation_lane import Lane
 from headrace_workers.preparation_process import QUICK_BODY_BYTES
+from headrace_workers.tokenizer_answers import error_answer
 
 ADAPTER_SECONDS: Final = 5.0
 """A request is refused where the file system has not answered for so long."""
@@ -98,6 +99,8 @@ class Preparation:
         self._waiting: OrderedDict[str | None, deque[Preparing]] = OrderedDict()
         """For the slow lane, by tenant; the first is the next to have its turn."""
         self._in_slow_lane: int | None = None
+        self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
+        """Of the tokenizer, by number, which is below 0."""
         for lane in (quick, slow):
             lane.on_answer = self._on_answer
         quick.on_verdict = lambda _grammar, _problem: None
@@ -144,6 +147,13 @@ class Preparation:
             return None
         return self._plain.prepare(*message.body)
 
+    def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
+        """Have a call of the tokenizer answered, beside the messages; see `tokenizer_answers.py`."""
+        number = -next(self._numbers)
+        self._calls[number] = kind, body, answered
+        lane = self._quick if len(body) <= QUICK_BODY_BYTES else self._slow
+        lane.submit(number, [kind, body])
+
     def drop(self, message: Preparing) -> None:
         """Forget a message, which is the caller's from now on; what is still said about it is ignored."""
         del self._held[message.number], self._by_id[message.request_id]
@@ -186,6 +196,9 @@ class Preparation:
 
     def _on_answer(self, number: int, answer: list[Any]) -> None:
         kind, *values = answer
+        if number < 0:
+            self._on_call_answered(number, kind, values)
+            return
         if number == self._in_slow_lane:
             self._in_slow_lane = None
         message = self._held.get(number)
@@ -194,6 +207,14 @@ class Preparation:
                 self._take_answer(message, kind, values)
         finally:  # behind it: what goes wrong with the next message must not take this one's answer
             self._feed_slow_lane()
+
+    def _on_call_answered(self, number: int, kind: str, values: list[Any]) -> None:
+        call, body, answered = self._calls[number]
+        if kind == "slow":
+            self._slow.submit(number, [call, body])
+            return
+        del self._calls[number]
+        answered(values[0] if kind == "answered" else error_answer(*values))
 
     def _take_answer(self, message: Preparing, kind: str, values: list[Any]) -> None:
         if kind == "slow":

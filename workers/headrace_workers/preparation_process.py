@@ -4,7 +4,8 @@ Any of these can take seconds, for reasons that no check beforehand would find. 
 no probe. `preparation_lane.py` is the parent's side. Frames of msgpack, each behind its length, go to and fro:
 
     parent -> child   {settings}, once; [number, request id, content type, body];
-                      [0, grammar, problem or nil]: what another process found out
+                      [0, grammar, problem or nil]: what another process found out;
+                      [number below 0, kind, body]: a call of the tokenizer
     child -> parent   [0], once, when it can prepare requests; [number, kind, values ...]; [0, grammar, problem or nil]
 
 A quick process spends a moment on a request, and answers `slow` where that is not enough. The other one ends where a
@@ -20,7 +21,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, fields
 from types import FrameType
 from typing import Any, BinaryIO, Final
@@ -36,10 +37,11 @@ from headrace_engine.input_processor import InputProcessor
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import create_tokenizer
+from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.logging import frames as frames_of
 from headrace_workers.intake import Intake, RefusedError
+from headrace_workers.tokenizer_answers import TokenizerAnswers
 
 MEMORY_BYTES: Final = 1 << 30
 QUICK_BODY_BYTES: Final = 32 << 10
@@ -58,22 +60,30 @@ class Preparer:
     """Makes answers of requests.
 
     Args:
+        tokenizer: the one of `processor`.
         is_quick: answer `slow` where a request needs more than a moment.
         cpu_seconds: processor time of one request; one that needs more ends the process.
     """
 
     def __init__(
-        self, processor: "GrammarMemory", served_names: Sequence[str], *, is_quick: bool, cpu_seconds: float
+        self,
+        processor: "GrammarMemory",
+        tokenizer: ModelTokenizer,
+        served_names: Sequence[str],
+        *,
+        is_quick: bool,
+        cpu_seconds: float,
     ) -> None:
         self._cpu_seconds = cpu_seconds
         self._processor = processor
         self._intake = Intake(processor, served_names)
+        self._tokenizer_answers = TokenizerAnswers(processor, tokenizer)
         self._is_quick = is_quick
 
     def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
         """Kind and values of the answer to one request."""
         try:
-            with _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None):
+            with self._in_time():
                 prepared = self._intake.process(request_id, loads(body, content_type))
         except MalformedMessageError as error:
             return ["undecodable", str(error)]
@@ -84,6 +94,17 @@ class Preparer:
         except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
             return ["failed", type(error).__name__, frames_of(error)]
         return ["prepared", {field.name: getattr(prepared, field.name) for field in fields(prepared)}]
+
+    def answer_call(self, kind: str, body: bytes) -> list[Any]:
+        """Kind and value of the answer to a call of the tokenizer."""
+        try:
+            with self._in_time():
+                return ["answered", self._tokenizer_answers.answer(kind, body)]
+        except NotQuickError:
+            return ["slow"]
+
+    def _in_time(self) -> AbstractContextManager[None]:
+        return _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None)
 
     def learn(self, grammar: str, problem: str | None) -> None:
         """What another process found out about a grammar."""
@@ -149,6 +170,7 @@ def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], No
     )
     return Preparer(
         processor,
+        tokenizer,
         settings["served_names"],
         is_quick=settings["is_quick"],
         cpu_seconds=settings["cpu_seconds"],
@@ -236,8 +258,10 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     send([0])
     while True:
         number, *values = reader.next()
-        if number:
+        if number > 0:
             send([number, *preparer.answer(*values)])
+        elif number < 0:
+            send([number, *preparer.answer_call(*values)])
         else:
             preparer.learn(*values)
 

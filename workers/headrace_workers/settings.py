@@ -11,8 +11,10 @@ from headrace_broker.errors import SettingsError
 from headrace_broker.messages import name_problems
 from headrace_broker.settings import BrokerSettings
 from headrace_engine import default_model
-from headrace_engine.config import EngineArgs, EngineConfig
-from headrace_engine.engines import OWN_ENGINE, find_engine
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine_args import EngineArgs
+from headrace_engine.engine_names import OWN_ENGINE
+from headrace_engine.engines import find_engine
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
 from headrace_workers.adapters import Adapters

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_engine import default_model
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.conformance.driver import EngineUnderTest
+from headrace_engine.engine_args import EngineArgs
 
 MAX_MODEL_LEN = 256
 MAX_NUM_SEQS = 8

@@ -67,6 +67,19 @@ class LoRAManager:
         self._loading: tuple[int, Future[bool]] | None = None
         self._news = False
 
+    @classmethod
+    def create(cls, config: LoRAConfig | None, runner: AdapterLoader, wake: Callable[[], None]) -> "LoRAManager | None":
+        """Return a manager with the preloaded adapters, or None if adapters are not enabled.
+
+        Raises:
+            ConfigError: an adapter to preload cannot be served.
+        """
+        if config is None:
+            return None
+        manager = cls(config, runner, wake)
+        manager.preload(config.preload)
+        return manager
+
     def preload(self, requests: Iterable[LoRARequest]) -> None:
         """Load the adapters that the engine is started with. Raises ConfigError where one cannot be served."""
         try:

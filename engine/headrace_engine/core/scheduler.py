@@ -21,7 +21,7 @@ from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
 from headrace_engine.grammar import Grammar
 from headrace_engine.request import FinishReason, Request, RequestStatus
-from headrace_engine.runner.contracts import Capabilities, StepBatch, StepOutput
+from headrace_engine.runner.contracts import RunnerCapabilities, StepBatch, StepOutput
 from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
@@ -35,7 +35,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        capabilities: Capabilities,
+        capabilities: RunnerCapabilities,
         max_model_len: int,
         speculative: SpeculativeConfig | None = None,
         *,
@@ -241,7 +241,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks away. It keeps its tokens and computes them again when it is back."""
         self._suspend(request)
-        request.num_preemptions += 1
         self.waiting.add_first(request)
         self.stats.preemptions += 1
 
@@ -450,8 +449,7 @@ class Scheduler:
             self._speculator.forget(request.request_id)
         self.grammars.forget(request.request_id)
         self.kv.free(request)
-        if request.lora is not None:
-            request.lora.release()
+        request.release_lora()
         del self.requests[request.request_id]
 
     def _describe(self, batch: StepBatch) -> None:

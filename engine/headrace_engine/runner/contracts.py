@@ -120,7 +120,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
+class RunnerCapabilities:
     """What a runner can do in one step; the scheduler honours it, so there is one scheduler for all devices."""
 
     mixed_batches: bool = True
@@ -200,7 +200,7 @@ class ModelRunner(AdapterLoader, Protocol):
 
     def load_model(self) -> ModelInfo: ...
 
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> RunnerCapabilities: ...
 
     def kv_spec(self) -> KVSpec: ...
 

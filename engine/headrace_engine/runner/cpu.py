@@ -8,13 +8,13 @@ import torch
 from headrace_engine.config import EngineConfig
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput
-from headrace_engine.runner.draft_model import DraftModel
+from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import available_memory
-from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.request_processors import ProcessorSet
-from headrace_engine.runner.sampler import sample
+from headrace_engine.runner.models.draft_model import DraftModel
+from headrace_engine.runner.models.paged_model import PagedModel
+from headrace_engine.runner.sampling.request_processors import ProcessorSet
+from headrace_engine.runner.sampling.sampler import sample
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class CPURunner:
             logger.info("drafts by %s: %.0f M parameters", speculative.model, self._draft.info.num_parameters / 1e6)
         return info
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(verifies_drafts=True, lora=True)
+    def capabilities(self) -> RunnerCapabilities:
+        return RunnerCapabilities(verifies_drafts=True, lora=True)
 
     def kv_spec(self) -> KVSpec:
         free = available_memory()

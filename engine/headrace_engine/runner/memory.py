@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from headrace_engine.checkpoint import is_gguf
 from headrace_engine.errors import ConfigError
@@ -73,6 +74,24 @@ def check_weights_fit(model: str, dtype: torch.dtype) -> None:
         raise ConfigError(
             f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "
             f"but only {free / 2**30:.1f} GiB of memory are free"
+        )
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Return the unallocated bytes of a GPU. What torch's allocator caches counts as free."""
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def check_model_fits(model: nn.Module, device: torch.device) -> None:
+    """Raise ConfigError if the weights exceed the free memory of the GPU."""
+    if device.type != "cuda":
+        return
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    free = free_gpu_memory(device)
+    if needed > free:
+        raise ConfigError(
+            f"the weights take {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of the GPU's memory are free"
         )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.runner.cuda.runner import CUDARunner
 
 

@@ -12,7 +12,7 @@ from engine.cuda.test_cuda_runner import PROMPTS, WORKLOAD, generate
 from engine.tiny_models import TinyModel, generate_greedily
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import LaunchedStep, StepBatch
-from headrace_engine.runner.static import sampling
+from headrace_engine.runner.sampling import graph_sampling
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch
@@ -80,7 +80,7 @@ def test_steps_are_in_flight_while_the_next_is_scheduled(llama: TinyModel) -> No
 def test_a_draw_that_the_host_makes_anew_takes_back_the_step_behind_it(
     llama: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "CANDIDATES", 4)  # far too few for these
+    monkeypatch.setattr(graph_sampling, "CANDIDATES", 4)  # far too few for these
     common: dict[str, Any] = {"ignore_eos": True}
     params = [
         SamplingParams(**common, max_tokens=16, temperature=30.0, top_p=0.95),
@@ -96,8 +96,8 @@ def test_a_draw_that_the_host_makes_anew_takes_back_the_step_behind_it(
     launch = core.runner.launch_model  # type: ignore[attr-defined]
 
     def watched(batch: StepBatch) -> LaunchedStep:
-        if core._in_flight is not None:
-            before = core._in_flight.step
+        if core._executor._in_flight is not None:
+            before = core._executor._in_flight.step
             launched: LaunchedStep = launch(batch)
             void.extend(before.result().void_request_ids)
             return launched

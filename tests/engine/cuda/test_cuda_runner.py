@@ -13,9 +13,9 @@ import torch
 from engine.cuda.cuda_on_cpu import make_core
 from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel, generate_greedily
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.cuda.graphs import graph_sizes

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_engine.runner.cuda.sampling import DeviceSampler, draw_from_all
-from headrace_engine.runner.sampler import SamplingRow, sample
+from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -17,12 +17,13 @@ from engine.cuda.test_cuda_runner import PROMPTS, WORKLOAD
 from engine.model_families import FAMILIES, MAX_POSITIONS, VOCAB_SIZE, Family
 from engine.tiny_models import TinyModel, generate_greedily, save_model, save_tokenizer
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.runner import paged_model
-from headrace_engine.runner.fused import elementwise, fusion
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.fused import fusion
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
-from headrace_engine.runner.fused.device_linear import DeviceLinear, TritonLinear
 from headrace_engine.runner.fused.fusion import decoder_layers
-from headrace_engine.runner.packed_linear import LinearKind
+from headrace_engine.runner.linear.device_linear import DeviceLinear, TritonLinear
+from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.models import paged_model
 
 pytestmark = pytest.mark.torch
 
@@ -78,7 +79,7 @@ def test_nothing_is_computed_by_the_kernels_of_the_host(
         raise AssertionError("a kernel of the host would read an address of the device")
 
     model = tiny_model("qwen3_moe")  # head norms, and an MLP of the layer's own
-    monkeypatch.setattr(elementwise, "library", library)
+    monkeypatch.setattr(native_ops, "library", library)
     core = make_core(model)
     assert len(fused_layers(core)) == 3
     assert generate_greedily(core, WORKLOAD[1:3]) == [model.generate(*request) for request in WORKLOAD[1:3]]

@@ -16,8 +16,8 @@ import torch
 from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.static.traced_graphs import Graph
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner

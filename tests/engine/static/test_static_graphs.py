@@ -17,8 +17,8 @@ from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.static.traced_graphs import BANNED, Graph, keep_graphs
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import RecompilationError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.static.group import Kind

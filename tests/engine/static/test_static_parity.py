@@ -15,8 +15,8 @@ from engine.model_families import FAMILIES, VOCAB_SIZE, WINDOW, Family
 from engine.test_parity import MAX_MODEL_LEN, Run, references, workload
 from engine.tiny_models import TinyModel, save_model, save_tokenizer
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner

@@ -11,8 +11,9 @@ import pytest
 from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel, generate_greedily
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.static.neuron import Neuron

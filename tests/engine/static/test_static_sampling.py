@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_engine.runner.sampler import SamplingRow, sample
-from headrace_engine.runner.static.sampling import CANDIDATES, draw, knobs_of, needs_host
+from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, draw, knobs_of, needs_host
+from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.torch

@@ -18,8 +18,9 @@ pytest.importorskip("torch_xla")
 from engine.model_families import VOCAB_SIZE
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, RecompilationError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.static.flavour import EagerCPU, Flavour

@@ -21,11 +21,12 @@ from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_gateway.batch.line_request import LineAnswer, LineRequests
 from headrace_gateway.batch_line import BatchLine
+from headrace_gateway.errors import BatchError
+from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_workers.batch.batch_run import BatchRun, BatchSettings
-from headrace_workers.batch.line_request import LineAnswer, LineRequests
-from headrace_workers.errors import BatchError
 from service.gateway.batch_process import read_lines, write_input
 from service.gateway.test_gateway_command import begin, end, take
 from service.redis_users import make_server_with_users, url_of
@@ -46,7 +47,7 @@ async def line_requests(settings: BrokerSettings, *waits: Any, **options: Any) -
     told = waits[0] if waits else []
     redis = connect_async(settings.redis_url)
     hub = StreamHub(redis, patience=math.inf)
-    options = {"secret": "s" * 32, "best_priority": 9, "pause": 0.01, **options}
+    options = {"secret": "s" * 32, "key": ApiKey("batch", best_priority=9), "pause": 0.01, **options}
     async with AsyncClient(settings) as client:
         try:
             yield LineRequests(client, hub, ModelCatalog(client), on_waiting=told.append, **options)

@@ -37,6 +37,6 @@ def snippets() -> list[Snippet]:
 
 
 def commands() -> list[str]:
-    """The `celery` commands of README.md."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    """The `celery` commands of docs/enqueue.md."""
+    text = (ROOT / "docs" / "enqueue.md").read_text(encoding="utf-8").replace("\\\n", " ")
     return re.findall(rf"^celery -b {re.escape(_URL)} .*$", text, re.MULTILINE)

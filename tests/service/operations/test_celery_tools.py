@@ -1,4 +1,4 @@
-"""Celery's command line and Flower on a real worker, with the URL and no application: as README.md shows them.
+"""Celery's command line and Flower on a real worker, with the URL and no application: as docs/enqueue.md shows them.
 
 Redis has the users that are shipped; these tools are the operator's.
 """
@@ -79,7 +79,7 @@ def celery(service: Service, arguments: str, *, code: int = 0) -> str:
     return done.stdout
 
 
-def test_the_readme_shows_these_commands() -> None:
+def test_the_page_shows_these_commands() -> None:
     shown = "\n".join(commands())
     for word in ("status", "inspect active", "call headrace.generate", "events --dump", "flower"):
         assert word in shown

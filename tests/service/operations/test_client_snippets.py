@@ -99,8 +99,9 @@ def test_every_kind_of_client_has_a_snippet() -> None:
     assert {language for install, language in installs if install.startswith("npm")} == {"javascript"}
 
 
-def test_the_curl_line_of_the_readme_works_as_it_stands(service: Service, gateway: LocalGateway) -> None:
-    (line,) = re.findall(r"^curl -N .*\\\n.*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_curl_line_of_the_quickstart_works_as_it_stands(service: Service, gateway: LocalGateway) -> None:
+    quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^curl -N .*\\\n.*$", quickstart, re.MULTILINE)
     line = line.replace("http://127.0.0.1:8000", gateway.url).replace("smollm2-135m-instruct", "tiny")
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
@@ -122,7 +123,7 @@ def test_a_snippet_runs_with_what_the_text_installs(
     snippet = SNIPPETS[number]
     url = url_of(service.server, "client")
     if snippet.language == "javascript":
-        url += "?allowUsernameInURI=true"  # as README.md says
+        url += "?allowUsernameInURI=true"  # as docs/enqueue.md says
     code = snippet.code_for(url, gateway.url, "tiny")
     if snippet.language == "python" and "import " not in code:  # it goes on from the one before
         code = SNIPPETS[number - 1].code_for(url, gateway.url, "tiny") + code

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from headrace_broker.registry import register_model
 from headrace_broker.results import CompletionOutput, GenerateResult, Usage
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.tokenizer_calls import TokenizerCalls
 from headrace_workers.exporter import Exporter
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.redis_users import make_server_with_users, url_of, users
@@ -171,6 +173,23 @@ async def test_the_gateway_does_all_that_it_is_for(
         assert level.problem is None
     with connect(url_of(server, "admin")) as admin:
         assert float(admin.hget("headrace:gw:rate:web", "tokens").split()[0]) < 99
+        assert admin.acl_log() == []
+
+
+async def test_the_gateway_calls_the_tokenizer_of_a_worker(server: EmbeddedServer) -> None:
+    with connect(url_of(server, "admin")) as admin:
+        admin.flushdb()
+        admin.acl_log_reset()
+        register_model(admin, "tiny", max_model_len=64, worker="w", seen=time.time(), tokenizer_calls=True)
+    async with running_app(url_of(server, "gateway")) as (_, client):
+        asking = asyncio.create_task(client.post("/detokenize", json={"tokens": [1]}))
+        with connect(url_of(server, "worker")) as worker:
+            calls = TokenizerCalls(worker, ["tiny"])
+            while (call := await asyncio.to_thread(calls.take, 1.0)) is None:
+                pass
+            calls.answer(call, pack({"result": {"prompt": "four"}}))
+        assert (await asking).json() == {"prompt": "four"}
+    with connect(url_of(server, "admin")) as admin:
         assert admin.acl_log() == []
 
 

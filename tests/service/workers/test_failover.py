@@ -168,10 +168,16 @@ def test_whoever_reads_waits_or_generates_goes_on_with_the_next_master(site: Sit
 
     old.start()  # it comes back as a replica, and nobody goes back to it
     sentinels.wait_watched()
-    # where the machine stood still for a second the Sentinels have elected once more, which is theirs to do
-    assert sentinels.master() is new or sentinels.elections() > elections
-    assert client.result(client.submit("again", {"max_tokens": 3}), timeout=DEADLINE).error is None
+    again = client.submit("again", {"max_tokens": 3})
+    assert client.result(again, timeout=DEADLINE).error is None
     assert site.worker.health("ready")[0] == 200
+    master = sentinels.master()
+    # where the machine stood still for a second the Sentinels have elected once more, which is theirs to do
+    assert master is new or sentinels.elections() > elections
+    with connect(master.url) as server:
+        assert StreamLog.read(server, again).content, "the request went to the master that the Sentinels name"
+    with connect((old if master is new else new).url) as server:
+        assert server.info("replication")["role"] == "slave"
 
 
 def assert_settled(server: "redis.Redis", service: Service) -> None:

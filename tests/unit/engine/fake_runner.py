@@ -21,10 +21,10 @@ from headrace_engine.errors import LoRAError, ModelLoadError, RecompilationError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import (
-    Capabilities,
     KVSpec,
     ModelInfo,
     NewRequest,
+    RunnerCapabilities,
     StepBatch,
     StepOutput,
     TokenLogprobs,
@@ -135,7 +135,7 @@ class FakeLaunched:
 class FakeRunner:
     """Implements `LaunchingRunner`. `max_tokens_per_step` and `max_requests` are the limits that it enforces."""
 
-    caps: Capabilities = field(default_factory=Capabilities)
+    caps: RunnerCapabilities = field(default_factory=RunnerCapabilities)
     block_size: int = 4
     max_model_len: int = MAX_MODEL_LEN
     max_tokens_per_step: int = 1 << 30
@@ -180,7 +180,7 @@ class FakeRunner:
             num_parameters=0,
         )
 
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> RunnerCapabilities:
         return self.caps
 
     def kv_spec(self) -> KVSpec:
@@ -410,7 +410,7 @@ def create_runner(config: EngineConfig) -> FakeRunner:
     if name == "recompiles":
         return FakeRunner(fail_on_token=13, failure=RecompilationError)
     return FakeRunner(
-        caps=Capabilities(lora=config.lora is not None),
+        caps=RunnerCapabilities(lora=config.lora is not None),
         max_model_len=1 << 20 if name == "long" else MAX_MODEL_LEN,
         block_size=1 << 16 if name == "long" else 4,
         fail_on_token=13 if name == "fails" else None,

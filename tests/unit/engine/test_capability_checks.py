@@ -10,13 +10,13 @@ import pytest
 
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.capability_checks import config_problems
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, InvalidRequestError, LoRAError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request_checks import RequestChecks
 from headrace_engine.runner.contracts import DRAWS, ModelInfo
-from headrace_engine.runner.rng import uniform
+from headrace_engine.runner.sampling.rng import uniform
 from headrace_engine.sampling_params import SamplingParams
 from unit.engine import fake_engine
 

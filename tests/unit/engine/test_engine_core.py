@@ -9,12 +9,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from headrace_engine.core.client import InProcessCore
+from headrace_engine.core.core_client import InProcessCore
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError, EngineDeadError, LoRACapacityError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, FinishReason
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, load_at_once
@@ -22,7 +22,7 @@ from unit.engine.requests import Results, core_request, load_at_once
 # Without the phase that explains a failure: on traces this long it takes minutes.
 SEARCH = settings(max_examples=100, deadline=None, phases=[p for p in Phase if p is not Phase.explain])
 CAPABILITIES = st.builds(
-    lambda mixed_batches, **limits: Capabilities(mixed_batches=mixed_batches, lora=mixed_batches, **limits),
+    lambda mixed_batches, **limits: RunnerCapabilities(mixed_batches=mixed_batches, lora=mixed_batches, **limits),
     mixed_batches=st.booleans(),
     max_prefills_per_step=st.sampled_from([None, 1, 2]),
     chunk_sizes=st.sampled_from([None, (3,), (4, 8)]),

@@ -17,9 +17,10 @@ import pytest
 
 from headrace_engine import interpreter
 from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import AsyncEngineArgs, EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.frames import PROTOCOL, protocol_problem
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import AsyncEngineArgs, EngineArgs
 from headrace_engine.engines import find_engine
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.llm_engine import LLMEngine, start_core

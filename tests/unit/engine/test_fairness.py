@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from unit.engine.fake_runner import FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request
 
@@ -20,7 +20,7 @@ arrivals = st.lists(
 )
 
 
-def make_core(caps: Capabilities, **options: Any) -> tuple[EngineCore, FakeRunner]:
+def make_core(caps: RunnerCapabilities, **options: Any) -> tuple[EngineCore, FakeRunner]:
     config = fake_config(**options)
     runner = FakeRunner(caps=caps, max_requests=config.scheduler.max_num_seqs)
     return EngineCore(config, runner), runner
@@ -43,7 +43,7 @@ def test_decodes_and_prompts_wait_for_one_step_of_each_other(
     policy: str,
     max_num_seqs: int,
 ) -> None:
-    caps = Capabilities(mixed_batches=False, max_prefills_per_step=most_prefills, chunk_sizes=chunks)
+    caps = RunnerCapabilities(mixed_batches=False, max_prefills_per_step=most_prefills, chunk_sizes=chunks)
     core, runner = make_core(caps, num_blocks=num_blocks, policy=policy, max_num_seqs=max_num_seqs)
     scheduler = core.scheduler
     results = Results()
@@ -87,7 +87,7 @@ def test_decodes_and_prompts_wait_for_one_step_of_each_other(
 
 def test_under_a_steady_stream_of_prompts_a_running_request_gets_every_second_step() -> None:
     core, runner = make_core(
-        Capabilities(mixed_batches=False, max_prefills_per_step=1), max_num_seqs=32, num_blocks=200
+        RunnerCapabilities(mixed_batches=False, max_prefills_per_step=1), max_num_seqs=32, num_blocks=200
     )
     results = Results()
     core.add_request(core_request("first", [10], ignore_eos=True, max_tokens=20))

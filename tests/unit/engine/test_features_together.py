@@ -14,7 +14,7 @@ from headrace_engine import grammar as grammar_module
 from headrace_engine.config import LoRAConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.request import EngineCoreRequest, FinishReason
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import FakeRunner, fake_config
 from unit.engine.letters import encode
@@ -43,9 +43,9 @@ def engine(random: Random) -> EngineCore:
     }
     most_loras, num_drafts = random.randint(1, 2), 0
     if random.random() < 0.25:
-        caps = Capabilities(mixed_batches=False, max_prefills_per_step=1, chunk_sizes=[4, 8], max_batch=4)
+        caps = RunnerCapabilities(mixed_batches=False, max_prefills_per_step=1, chunk_sizes=[4, 8], max_batch=4)
     else:
-        caps = Capabilities(lora=True, verifies_drafts=True)
+        caps = RunnerCapabilities(lora=True, verifies_drafts=True)
         options["lora"] = LoRAConfig(max_loras=most_loras, max_cpu_loras=random.randint(2, 3))
         method = random.choice(["ngram", "draft_model"])
         options["speculative"] = speculative = SpeculativeConfig(
@@ -98,7 +98,7 @@ def message(random: Random, name: str, *, loras: bool) -> EngineCoreRequest:
 
 def alone(request: EngineCoreRequest) -> Results:
     lora = LoRAConfig() if request.lora_request is not None else None
-    runner = FakeRunner(caps=Capabilities(lora=True), max_model_len=MAX_MODEL_LEN)
+    runner = FakeRunner(caps=RunnerCapabilities(lora=True), max_model_len=MAX_MODEL_LEN)
     core = with_loader(EngineCore(fake_config(lora=lora), runner))
     core.add_request(request)
     return Results().drain(core)

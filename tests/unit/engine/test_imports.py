@@ -16,8 +16,9 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "celery", "redis", "pro
     [
         "headrace_engine",
         "headrace_engine.config",
+        "headrace_engine.engine_args",
         "headrace_engine.core.process",
-        "headrace_engine.core.client",
+        "headrace_engine.core.core_client",
         "headrace_engine.runner.contracts",
         "headrace_engine.sampling_params",
     ],

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import EngineArgs, LoRAConfig
+from headrace_engine.config import LoRAConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.grammar_preparation import PreparedRequest
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, InvalidRequestError, LoRACapacityError, LoRAError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.request import EngineCoreRequest, FinishReason
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from unit.engine.fake_runner import FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, load_at_once
 
@@ -24,11 +25,11 @@ def make_core(
     *,
     max_loras: int = 2,
     max_cpu_loras: int = 3,
-    caps: Capabilities | None = None,
+    caps: RunnerCapabilities | None = None,
     **options: Any,
 ) -> tuple[EngineCore, FakeRunner]:
     lora = LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras, preload=options.pop("preload", []))
-    runner = FakeRunner(caps=caps or Capabilities(lora=True), max_adapters=max_loras)
+    runner = FakeRunner(caps=caps or RunnerCapabilities(lora=True), max_adapters=max_loras)
     core = EngineCore(fake_config(lora=lora, **options), runner)
     assert core.loras is not None
     load_at_once(core.loras)
@@ -330,7 +331,7 @@ def test_an_engine_without_adapters_refuses_them() -> None:
 
 def test_a_runner_that_serves_no_adapters_keeps_the_engine_from_starting() -> None:
     with pytest.raises(ConfigError, match="serves no LoRA adapters"):
-        make_core(caps=Capabilities())
+        make_core(caps=RunnerCapabilities())
 
 
 def test_adapters_that_are_named_at_the_start_are_loaded_with_the_model() -> None:
@@ -341,8 +342,8 @@ def test_adapters_that_are_named_at_the_start_are_loaded_with_the_model() -> Non
 
 
 def test_others_go_on_while_an_adapter_is_read() -> None:
-    core, runner = make_core()
-    core.loras = core._load_adapters(fake_config(lora=LoRAConfig()), Capabilities(lora=True))  # with its thread
+    runner = FakeRunner(caps=RunnerCapabilities(lora=True))
+    core = EngineCore(fake_config(lora=LoRAConfig()), runner)  # which loads adapters in a thread
     woken: queue.SimpleQueue[bool] = queue.SimpleQueue()
     core.wake = lambda: woken.put(True)
     runner.gate = threading.Event()

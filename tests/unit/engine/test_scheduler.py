@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.scheduler import Scheduler
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import DuplicateRequestError, QueueFullError
 from headrace_engine.request import FinishReason
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from unit.engine.fake_runner import FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, request
 
 
 def make_core(
-    caps: Capabilities | None = None, max_model_len: int = 32, **options: Any
+    caps: RunnerCapabilities | None = None, max_model_len: int = 32, **options: Any
 ) -> tuple[EngineCore, FakeRunner]:
     config = fake_config(**options)
     runner = FakeRunner(
-        caps=caps or Capabilities(),
+        caps=caps or RunnerCapabilities(),
         max_model_len=max_model_len,
         max_tokens_per_step=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
@@ -75,7 +75,7 @@ def test_no_more_requests_run_than_max_num_seqs() -> None:
 
 
 def test_a_runner_with_a_smaller_batch_limits_the_running_requests() -> None:
-    core, runner = make_core(Capabilities(max_batch=1))
+    core, runner = make_core(RunnerCapabilities(max_batch=1))
     for name in "abc":
         core.add_request(core_request(name, [ord(name) % 50], max_tokens=3))
     Results().drain(core)
@@ -83,7 +83,7 @@ def test_a_runner_with_a_smaller_batch_limits_the_running_requests() -> None:
 
 
 def test_a_runner_that_cannot_mix_gets_prompts_and_decodes_in_turn() -> None:
-    core, runner = make_core(Capabilities(mixed_batches=False))
+    core, runner = make_core(RunnerCapabilities(mixed_batches=False))
     results = Results()
     core.add_request(core_request("a", range(20, 25), ignore_eos=True, max_tokens=5))
     results.step(core)
@@ -94,7 +94,7 @@ def test_a_runner_that_cannot_mix_gets_prompts_and_decodes_in_turn() -> None:
 
 
 def test_prefills_in_one_step_are_limited_to_what_the_runner_takes() -> None:
-    core, runner = make_core(Capabilities(mixed_batches=False, max_prefills_per_step=1))
+    core, runner = make_core(RunnerCapabilities(mixed_batches=False, max_prefills_per_step=1))
     for first in (20, 30, 40):
         core.add_request(core_request(str(first), range(first, first + 5), ignore_eos=True, max_tokens=2))
     Results().drain(core)
@@ -102,7 +102,7 @@ def test_prefills_in_one_step_are_limited_to_what_the_runner_takes() -> None:
 
 
 def test_chunks_are_no_longer_than_the_runners_longest() -> None:
-    core, runner = make_core(Capabilities(chunk_sizes=[2, 4]))
+    core, runner = make_core(RunnerCapabilities(chunk_sizes=[2, 4]))
     core.add_request(core_request("a", range(20, 30), max_tokens=1))
     Results().drain(core)
     assert shapes(runner) == [{"a": 4}, {"a": 4}, {"a": 2}]
@@ -141,7 +141,7 @@ def test_under_priority_the_least_urgent_is_preempted_wherever_it_runs() -> None
 @pytest.mark.parametrize("names", ["ab", "ba", "abc", "cab"])
 def test_equals_under_priority_do_not_preempt_each_other_for_ever(mixed: bool, names: str) -> None:
     # All choices of one request have its priority and its arrival.
-    caps = Capabilities(mixed_batches=mixed, chunk_sizes=(3,))
+    caps = RunnerCapabilities(mixed_batches=mixed, chunk_sizes=(3,))
     core, _ = make_core(caps, num_blocks=10, prefix_caching=False, policy="priority")
     messages = [core_request(name, range(20), seed=ord(name), ignore_eos=True, max_tokens=None) for name in names]
     for message in messages:
@@ -309,21 +309,25 @@ def test_removals_reach_the_runner_even_when_no_request_is_left() -> None:
 
 
 def test_an_id_in_use_is_refused() -> None:
-    scheduler = Scheduler(fake_config().scheduler, KVCacheManager(8, 4), Capabilities(), 32)
+    scheduler = Scheduler(fake_config().scheduler, KVCacheManager(8, 4), RunnerCapabilities(), 32)
     scheduler.add_request(request("a"))
     with pytest.raises(DuplicateRequestError, match="request a is in the engine already"):
         scheduler.add_request(request("a"))
 
 
 def test_a_full_queue_refuses_and_names_its_limit() -> None:
-    scheduler = Scheduler(fake_config(max_num_queued_requests=1).scheduler, KVCacheManager(8, 4), Capabilities(), 32)
+    scheduler = Scheduler(
+        fake_config(max_num_queued_requests=1).scheduler, KVCacheManager(8, 4), RunnerCapabilities(), 32
+    )
     scheduler.add_request(request("a"))
     with pytest.raises(QueueFullError, match="the queue is full: 1 requests wait, and max_num_queued_requests is 1"):
         scheduler.add_request(request("b"))
 
 
 def test_a_queue_full_of_tokens_refuses_until_one_of_its_requests_is_admitted_or_gone() -> None:
-    scheduler = Scheduler(fake_config(max_num_queued_tokens=10).scheduler, KVCacheManager(8, 4), Capabilities(), 32)
+    scheduler = Scheduler(
+        fake_config(max_num_queued_tokens=10).scheduler, KVCacheManager(8, 4), RunnerCapabilities(), 32
+    )
     scheduler.add_request(request("a", range(6)))
     with pytest.raises(QueueFullError, match="6 tokens wait and the request has 5, and max_num_queued_tokens is 10"):
         scheduler.add_request(request("b", range(5)))
@@ -376,7 +380,7 @@ def test_the_watermark_keeps_nobody_out_where_nothing_runs() -> None:
 def test_an_urgent_request_displaces_a_less_urgent_one_which_goes_on_behind_it(
     mixed: bool, scarce: dict[str, int]
 ) -> None:
-    core, runner = make_core(Capabilities(mixed_batches=mixed), policy="priority", prefix_caching=False, **scarce)
+    core, runner = make_core(RunnerCapabilities(mixed_batches=mixed), policy="priority", prefix_caching=False, **scarce)
     least = core_request("least", range(10, 30), priority=5, ignore_eos=True, max_tokens=6)
     urgent = core_request("urgent", range(40, 60), priority=1, arrival_time=1.0, ignore_eos=True, max_tokens=3)
     results = Results()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import FinishReason
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request
@@ -21,7 +22,7 @@ def make_core(num_drafts: int = 3, **options: Any) -> tuple[EngineCore, FakeRunn
     speculative = SpeculativeConfig(method="draft_model", num_speculative_tokens=num_drafts, model="draft")
     config = fake_config(speculative=speculative, **options)
     runner = FakeRunner(
-        caps=Capabilities(verifies_drafts=True),
+        caps=RunnerCapabilities(verifies_drafts=True),
         max_tokens_per_step=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         num_drafts=num_drafts,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.config import EngineArgs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, RecompilationError
 from headrace_engine.runner.static.shapes import Shape, ShapeGrid
 

@@ -17,7 +17,7 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.grammar import GrammarCompiler
 from headrace_engine.request import EngineCoreRequest, FinishReason
-from headrace_engine.runner.contracts import Capabilities
+from headrace_engine.runner.contracts import RunnerCapabilities
 from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import EOS, FakeRunner, fake_config
 from unit.engine.letters import decode, encode
@@ -97,7 +97,7 @@ def test_drafts_do_not_change_the_output(method: str) -> None:
     )
     runner = FakeRunner(
         max_model_len=200,
-        caps=Capabilities(verifies_drafts=True),
+        caps=RunnerCapabilities(verifies_drafts=True),
         num_drafts=4 if method == "draft_model" else 0,
     )
     results = outputs(requests, runner, speculative=speculative)
@@ -111,7 +111,7 @@ def test_a_draft_that_leads_to_a_dead_end_of_the_grammar_harms_nobody_who_does_n
     seeds = (seed for seed in range(50) if outputs([replace(message, seed=seed)]).errors == {})
     message.seed = next(seeds)
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_min=1, prompt_lookup_max=1)
-    runner = FakeRunner(max_model_len=200, caps=Capabilities(verifies_drafts=True))
+    runner = FakeRunner(max_model_len=200, caps=RunnerCapabilities(verifies_drafts=True))
     results = outputs([message], runner, speculative=speculative)
     assert encode("c")[0] in {token for batch in runner.batches for token in batch.draft_token_ids.get("a", ())}
     assert results.errors == {}
@@ -261,7 +261,7 @@ def test_an_automaton_that_is_full_behind_a_draft_changes_no_output(
     runner = FakeRunner(
         max_model_len=200,
         block_size=4,
-        caps=Capabilities(verifies_drafts=True),
+        caps=RunnerCapabilities(verifies_drafts=True),
         num_drafts=4 if method == "draft_model" else 0,
     )
     assert outputs(requests, runner, speculative=speculative).tokens == undisturbed.tokens

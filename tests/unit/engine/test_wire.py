@@ -7,8 +7,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from unit.engine.fake_runner import fake_config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import EngineArgs, EngineConfig
+from headrace_engine.config import EngineConfig
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine_vllm.options import vllm_options
 

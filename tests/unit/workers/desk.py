@@ -47,16 +47,19 @@ class InlineLane:
     def check(self) -> None: ...
 
     def configure(self, settings: dict[str, Any]) -> None:
+        tokenizer: Any = FakeTokenizer()
         processor = GrammarMemory(
             MODEL,
-            FakeTokenizer(),
+            tokenizer,
             logits_processors=load_logits_processors(settings["logits_processors"]),
             engine=settings["engine"],
             capabilities=EngineCapabilities.from_wire(settings["capabilities"]),
             is_quick=settings["is_quick"],
             tell=lambda grammar, problem: self.on_verdict(grammar, problem),
         )
-        self.preparer = Preparer(processor, settings["served_names"], is_quick=settings["is_quick"], cpu_seconds=60)
+        self.preparer = Preparer(
+            processor, tokenizer, settings["served_names"], is_quick=settings["is_quick"], cpu_seconds=60
+        )
 
     def submit(self, number: int, values: list[Any]) -> None:
         self.submitted[number] = values
@@ -67,7 +70,8 @@ class InlineLane:
         """The first that is waiting; with this answer, where one is given."""
         number = next(iter(self.submitted))
         values = self.submitted.pop(number)
-        self.on_answer(number, list(answer) or self.preparer.answer(*values))
+        work = self.preparer.answer if number > 0 else self.preparer.answer_call
+        self.on_answer(number, list(answer) or work(*values))
 
     def learn(self, grammar: str, problem: str | None) -> None:
         self.learned[grammar] = problem

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_gateway.batch.answer_file import AnswerFile
+from headrace_gateway.batch.input_file import InputFile
+from headrace_gateway.batch.validation import KnownLine, check_input, find_answered
 from headrace_gateway.batch_line import MAX_LINE_BYTES, read_line
+from headrace_gateway.errors import BatchError, InputRefusedError
 from headrace_gateway.model_catalog import ModelCatalog
-from headrace_workers.batch.answer_file import AnswerFile
-from headrace_workers.batch.input_file import InputFile
 from headrace_workers.batch.run_file import RunFile
-from headrace_workers.batch.validation import KnownLine, check_input, find_answered
-from headrace_workers.errors import BatchError, InputRefusedError
 from unit.gateway.bodies import CHAT, model
 
 
@@ -39,7 +39,7 @@ class Models:
 
 async def check(name: str) -> dict[str, KnownLine]:
     with InputFile(name) as source:
-        return await check_input(source, ModelCatalog(Models()))  # type: ignore[arg-type]
+        return (await check_input(source, ModelCatalog(Models()))).lines  # type: ignore[arg-type]
 
 
 def answer_to(custom_id: str) -> bytes:

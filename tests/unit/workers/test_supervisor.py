@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import EngineArgs
 from headrace_engine.core.outputs import EngineCoreOutputs
+from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_workers.supervisor import RESTART_LIMIT, EngineSupervisor

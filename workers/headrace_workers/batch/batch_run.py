@@ -1,6 +1,5 @@
 """`BatchRun`: the lines of a batch that have no answer yet, a window of them in the queue at a time."""
 
-import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,14 +13,16 @@ from headrace_broker.client import unavailable
 from headrace_broker.connections import connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_gateway import ApiError
+from headrace_gateway.batch.answer_file import AnswerFile
+from headrace_gateway.batch.input_file import InputFile
+from headrace_gateway.batch.line_request import LineAnswer, LineRequests
+from headrace_gateway.batch.validation import KnownLine, check_input, find_answered
+from headrace_gateway.batch.window import SharedWindow, answer_lines
 from headrace_gateway.batch_line import BatchLine, read_line
+from headrace_gateway.errors import BatchError
+from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
-from headrace_workers.batch.answer_file import AnswerFile
-from headrace_workers.batch.input_file import InputFile
-from headrace_workers.batch.line_request import LineRequests
 from headrace_workers.batch.run_file import RunFile
-from headrace_workers.batch.validation import KnownLine, check_input, find_answered
-from headrace_workers.errors import BatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class BatchRun:
         with InputFile(self._settings.source) as source:
             async with AsyncClient(broker) as client:
                 models = ModelCatalog(client)
-                known = await check_input(source, models)
+                known = (await check_input(source, models)).lines
                 try:
                     await self._answer_all(source, known, client, models)
                 finally:
@@ -105,7 +106,7 @@ class BatchRun:
                 hub,
                 models,
                 secret=run.secret,
-                best_priority=self._settings.priority,
+                key=ApiKey(name="batch", best_priority=self._settings.priority),
                 on_waiting=self._on_waiting,
             )
             try:
@@ -133,10 +134,13 @@ class BatchRun:
     async def _answer_window(
         self, source: InputFile, known: Mapping[str, KnownLine], answered: set[str], requests: LineRequests
     ) -> None:
-        window = asyncio.Semaphore(self._settings.window)
+        async def lines() -> AsyncIterator[tuple[int, BatchLine]]:
+            async for number, raw in source.read():
+                line = _read_again(source, number, raw, known)
+                if line.custom_id not in answered:
+                    yield number, line
 
-        async def answer(line: BatchLine) -> None:
-            answer = await requests.answer(line)
+        async def deliver(_: int, answer: LineAnswer) -> None:
             if answer.is_success:
                 self._output.append(answer.line)
                 self.counts.completed += 1
@@ -144,17 +148,8 @@ class BatchRun:
                 self._errors.append(answer.line)
                 self.counts.failed += 1
             self._on_progress(self.counts)
-            window.release()
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number, raw in source.lines():
-                    line = _read_again(source, number, raw, known)
-                    if line.custom_id not in answered:
-                        await window.acquire()
-                        group.create_task(answer(line))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        await answer_lines(lines(), requests, SharedWindow(self._settings.window).share(), deliver)
         if not self.counts.is_complete:
             raise BatchError(f"{source.name} lost lines while the batch ran: run the command again")
 

@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from headrace_workers.errors import BatchError
+from headrace_gateway.errors import BatchError
 
 _SECRET: Final = re.compile(r"[0-9a-f]{32}\n")
 

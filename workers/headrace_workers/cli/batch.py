@@ -14,10 +14,10 @@ from typing import Any
 import click
 
 from headrace_broker import HeadraceBrokerError
+from headrace_gateway.batch.input_file import STANDARD
+from headrace_gateway.errors import BatchError, InputRefusedError
 from headrace_workers.batch.batch_run import BatchCounts, BatchRun, BatchSettings
-from headrace_workers.batch.input_file import STANDARD
 from headrace_workers.cli import options
-from headrace_workers.errors import BatchError, InputRefusedError
 
 _DEFAULTS = BatchSettings("", "", "", "")
 _FAILED, _REFUSED, _SOME_ERRORS = 1, 2, 3

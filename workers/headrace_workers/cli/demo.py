@@ -48,7 +48,7 @@ def demo(keep: bool, watch: bool) -> None:
         console.print("[dim]The service runs until Ctrl-C.[/]")
         try:
             if watch:
-                console.print("A few requests come every few seconds: the README says how to watch them in Grafana.")
+                console.print("A few requests come every few seconds: docs/quickstart.md says how to watch them.")
                 SteadyLoad(redis_url, report.model, QUESTIONS, progress).run()
             signal.pause()
         except KeyboardInterrupt:
@@ -70,7 +70,7 @@ def demo(keep: bool, watch: bool) -> None:
         _print_report(console, report)
         console.print(
             "\nWorker and queue are stopped. Next: [bold]headrace demo --keep[/] leaves them running to try\n"
-            '[bold]headrace generate --chat "..."[/] beside it; the README shows how another service enqueues requests.'
+            '[bold]headrace generate --chat "..."[/] beside it; docs/enqueue.md shows how another service does it.'
         )
 
 

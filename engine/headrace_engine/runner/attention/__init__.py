@@ -1,0 +1,1 @@
+"""Paged attention: the interface of a backend, and its implementations."""

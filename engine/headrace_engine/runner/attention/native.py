@@ -8,9 +8,10 @@ import functools
 
 import torch
 
-from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
-from headrace_engine.runner.huge_pages import HugePages
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.native.huge_pages import HugePages
+from headrace_engine.runner.native.struct_layout import check_layout
 
 _LANES = 16
 
@@ -169,7 +170,9 @@ def _library() -> ctypes.CDLL:
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """A library made from paged_attention.c with the types of its functions."""
+    """Declare the functions of a library that was built from paged_attention.c. Raises LayoutError."""
+    check_layout(library, "layer_args", LayerArgs)
+    check_layout(library, "step_args", StepArgs)
     arguments = (ctypes.POINTER(LayerArgs), ctypes.POINTER(StepArgs))
     library.headrace_attention.argtypes, library.headrace_attention.restype = arguments, ctypes.c_int
     library.headrace_write_kv.argtypes, library.headrace_write_kv.restype = arguments, None

@@ -30,9 +30,10 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#include "../vectors.h"
-#include "../matrix_tiles.h"
+#include "../native/vectors.h"
+#include "../native/matrix_tiles.h"
 #include "attention.h"
+#include "../native/struct_layout.h"
 #include "cache_slots.h"
 
 /* Of 32 registers 24 sums leave eight, for the columns and a row's element. */
@@ -462,3 +463,17 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
 
 /* Whether two components of a key in bfloat16 lie side by side, under queries in bfloat16. */
 int headrace_attention_has_pairs(void) { return pairs_pay; }
+
+EXPORT_LAYOUT(layer_args, FIELD(layer_args, dtype), FIELD(layer_args, cache_dtype), FIELD(layer_args, num_heads),
+              FIELD(layer_args, num_kv_heads), FIELD(layer_args, k_dim), FIELD(layer_args, v_dim),
+              FIELD(layer_args, block_size), FIELD(layer_args, window), FIELD(layer_args, scale),
+              FIELD(layer_args, softcap), FIELD(layer_args, k_cache), FIELD(layer_args, v_cache),
+              FIELD(layer_args, sinks));
+EXPORT_LAYOUT(step_args, FIELD(step_args, num_tokens), FIELD(step_args, num_sequences), FIELD(step_args, num_threads),
+              FIELD(step_args, max_blocks), FIELD(step_args, attention_writes), FIELD(step_args, query_token_stride),
+              FIELD(step_args, query_head_stride), FIELD(step_args, key_token_stride),
+              FIELD(step_args, key_head_stride), FIELD(step_args, value_token_stride),
+              FIELD(step_args, value_head_stride), FIELD(step_args, query), FIELD(step_args, key),
+              FIELD(step_args, value), FIELD(step_args, output), FIELD(step_args, query_start),
+              FIELD(step_args, seq_lens), FIELD(step_args, table_rows), FIELD(step_args, block_table),
+              FIELD(step_args, slot_mapping));

@@ -1,11 +1,10 @@
-"""The GPU: whether it is there, and how much of its memory is free."""
+"""Finds the GPU and decides how much of its memory the KV cache may take."""
 
 import logging
 import os
 from collections.abc import MutableMapping
 
 import torch
-from torch import nn
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.private_folder import first_private
@@ -42,24 +41,6 @@ def keep_kernels_private(environ: MutableMapping[str, str] = os.environ) -> None
         logger.warning("Triton's kernels are kept in its own cache: %s", error)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes of the GPU that nobody holds; what torch's allocator keeps unused counts as free."""
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
 def kv_memory(free: int, activations: int) -> int:
     """Bytes for K/V out of the free ones, when a step's activations take that many."""
     return max(0, int(free * _MEMORY_SHARE) - activations)
-
-
-def check_model_fits(model: nn.Module, device: torch.device) -> None:
-    """Raises ConfigError, naming what the weights need and what is free."""
-    if device.type != "cuda":
-        return
-    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    free = free_memory(device)
-    if needed > free:
-        raise ConfigError(
-            f"the weights take {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of the GPU's memory are free"
-        )

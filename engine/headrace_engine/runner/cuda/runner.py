@@ -13,16 +13,16 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch, StepInputs
-from headrace_engine.runner.contracts import Capabilities, KVSpec, LaunchedStep, ModelInfo, StepBatch, StepOutput
+from headrace_engine.runner.contracts import KVSpec, LaunchedStep, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 from headrace_engine.runner.cuda import device as gpu
 from headrace_engine.runner.cuda.graphs import DecodeGraphs
 from headrace_engine.runner.cuda.launched_step import CompleteStep, PendingStep
 from headrace_engine.runner.cuda.sampling import DeviceSampler, draws_on_device
 from headrace_engine.runner.cuda.step import DeviceSteps
-from headrace_engine.runner.memory import available_memory
-from headrace_engine.runner.paged_model import PagedModel
-from headrace_engine.runner.request_processors import ProcessorSet
-from headrace_engine.runner.sampler import SamplingRow
+from headrace_engine.runner.memory import available_memory, free_gpu_memory
+from headrace_engine.runner.models.paged_model import PagedModel
+from headrace_engine.runner.sampling.request_processors import ProcessorSet
+from headrace_engine.runner.sampling.sampler import SamplingRow
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,11 @@ class CUDARunner:
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_allocated(self._device)) - before + sampling
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(verifies_drafts=True, launches_ahead=True)
+    def capabilities(self) -> RunnerCapabilities:
+        return RunnerCapabilities(verifies_drafts=True, launches_ahead=True)
 
     def kv_spec(self) -> KVSpec:
-        free = gpu.free_memory(self._device) if self._device.type == "cuda" else available_memory()
+        free = free_gpu_memory(self._device) if self._device.type == "cuda" else available_memory()
         return KVSpec(
             block_size=self._model.spec.block_size,
             bytes_per_block=self._model.bytes_per_block,

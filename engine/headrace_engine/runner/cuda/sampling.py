@@ -1,8 +1,8 @@
-"""Drawing tokens on the device: the definition of `runner/sampler.py`, without a sort and with one wait a step.
+"""Draws tokens on the device, without a sort and with one wait a step; the host's `sampler.py` defines the result.
 
-Greedy rows are an arg max. Rows without top-k and top-p draw from the whole vocabulary, by the inverse of the
-cumulative distribution at the host's u; rows with one of these from the most likely tokens, by `static/sampling.py`,
-which says where these were too few. Such rows, and those with penalties, masks or log-probabilities, go to the host.
+Greedy rows take the arg max. Rows without top-k and top-p draw from the whole vocabulary, by the inverse of the
+cumulative distribution at the host's u. Rows with one of these draw from the most likely tokens (`graph_sampling.py`).
+Where these were too few, the host draws. It also draws for rows with penalties, masks or log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import torch
 
 from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
-from headrace_engine.runner.sampler import SamplingRow, draw_tokens, sample
-from headrace_engine.runner.static.sampling import CANDIDATES, NUM_KNOBS, draw, knobs_of, needs_host
+from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, NUM_KNOBS, draw, knobs_of, needs_host
+from headrace_engine.runner.sampling.sampler import SamplingRow, draw_tokens, sample
 
 _CHUNK = 1024
 _HOTTEST = 1e30

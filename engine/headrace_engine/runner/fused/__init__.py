@@ -1,1 +1,1 @@
-"""Decoder layers in as few passes over memory as possible, where they are of the common kind."""
+"""Fused decoder layers: fewer passes over memory for models whose layers are of the common kind."""

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace_engine.runner.fused.elementwise import MOST_FEATURES, MOST_HEAD_DIM
-from headrace_engine.runner.fused.native_linear import NativeGatedLinear, NativeLinear
-from headrace_engine.runner.fused.norm import Norm
-from headrace_engine.runner.packed_linear import LinearKind, PackedLinear, PreparedLinear
+from headrace_engine.runner.elementwise.native_ops import MOST_FEATURES, MOST_HEAD_DIM
+from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.linear.packed_linear import PackedLinear
+from headrace_engine.runner.linear.prepared_linear import LinearKind, PreparedLinear
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers' attention function: (module, query, key, value, mask, **options)."""
@@ -59,7 +60,7 @@ class FusedDecoderLayer(nn.Module):
         mlp: Any = layer.mlp
         self.attention = attention
         self.options = options
-        self.passes = linear.passes
+        self.ops = linear.ops
         self.with_rope = with_rope
         self.shape = attention_shape(attention)
         self.qkv = _merged(linear, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -106,7 +107,7 @@ class FusedDecoderLayer(nn.Module):
         cosine, sine = position_embeddings if self.with_rope and position_embeddings is not None else (None, None)
         q_norm, k_norm = self.q_norm, self.k_norm
         if cosine is not None or q_norm is not None:
-            self.passes.norm_rope(
+            self.ops.norm_rope(
                 qkv,
                 shape.q_heads,
                 shape.k_heads,
@@ -125,7 +126,7 @@ class FusedDecoderLayer(nn.Module):
     def _add_mlp(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor | None:
         """Add to the stream what is still to be added, and then what the MLP makes of it, or return the latter."""
         if self.mlp is not None:
-            normed = self.passes.add_rms_norm(hidden, delta, norm.weight, norm.eps)
+            normed = self.ops.add_rms_norm(hidden, delta, norm.weight, norm.eps)
             found = self.mlp(normed[None])
             own: torch.Tensor = found[0] if isinstance(found, tuple) else found  # experts give their router's view, too
             return own.view(normed.shape)
@@ -183,7 +184,7 @@ class _Gated(nn.Module):
         self._gate_up = gate_up
 
     def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        return self._gate_up.passes.silu_mul(self._gate_up.after_norm(hidden, delta, norm))
+        return self._gate_up.ops.silu_mul(self._gate_up.after_norm(hidden, delta, norm))
 
 
 def _gated(linear: LinearKind, gate: nn.Linear, up: nn.Linear) -> "_Gated | NativeGatedLinear":

@@ -7,11 +7,12 @@
  * Behind the last layer most rows of a prompt are read by nobody: of these it computes the keys and values only. The
  * others move to the front for the rest of the layer and back to their places in the end.
  */
-#include "../vectors.h"
-#include "../cores.h"
-#include "../team.h"
+#include "../native/vectors.h"
+#include "../native/cores.h"
+#include "../native/team.h"
 #include "../attention/attention.h"
-#include "linear.h"
+#include "../linear/linear.h"
+#include "../native/struct_layout.h"
 
 /* Products bring in what attention reads, this many blocks at most, with AVX-512 only: one step of a tile lasts as long
  * there as memory, at its full rate, takes to bring a line. With AVX2 products would wait instead, for more than attention
@@ -217,3 +218,29 @@ int headrace_decoder_layers(const decoder_step *s) {
     }
     return all.failed ? -1 : 0;
 }
+
+EXPORT_LAYOUT(kernels, FIELD(kernels, linear_room), FIELD(kernels, room), FIELD(kernels, linear),
+              FIELD(kernels, norm_rope), FIELD(kernels, write_kv), FIELD(kernels, attention));
+EXPORT_LAYOUT(decoder_layer, FIELD(decoder_layer, qkv), FIELD(decoder_layer, o), FIELD(decoder_layer, gate_up),
+              FIELD(decoder_layer, down), FIELD(decoder_layer, attention), FIELD(decoder_layer, q_norm),
+              FIELD(decoder_layer, k_norm), FIELD(decoder_layer, head_eps), FIELD(decoder_layer, with_rope),
+              FIELD(decoder_layer, q_heads), FIELD(decoder_layer, k_heads), FIELD(decoder_layer, head_dim));
+EXPORT_LAYOUT(decoder_step, FIELD(decoder_step, kernels), FIELD(decoder_step, layers), FIELD(decoder_step, num_layers),
+              FIELD(decoder_step, dtype), FIELD(decoder_step, threads), FIELD(decoder_step, rotary_dim),
+              FIELD(decoder_step, rows), FIELD(decoder_step, hidden), FIELD(decoder_step, qkv),
+              FIELD(decoder_step, mixed), FIELD(decoder_step, gated), FIELD(decoder_step, cosine),
+              FIELD(decoder_step, sine), FIELD(decoder_step, attention), FIELD(decoder_step, wanted),
+              FIELD(decoder_step, num_wanted), FIELD(decoder_step, cache_bytes), FIELD(decoder_step, wanted_attention));
+EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
+              FIELD(linear_args, result), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
+              FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
+              FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, upcoming));
+EXPORT_LAYOUT(step_args, FIELD(step_args, num_tokens), FIELD(step_args, num_sequences), FIELD(step_args, num_threads),
+              FIELD(step_args, max_blocks), FIELD(step_args, attention_writes), FIELD(step_args, query_token_stride),
+              FIELD(step_args, query_head_stride), FIELD(step_args, key_token_stride),
+              FIELD(step_args, key_head_stride), FIELD(step_args, value_token_stride),
+              FIELD(step_args, value_head_stride), FIELD(step_args, query), FIELD(step_args, key),
+              FIELD(step_args, value), FIELD(step_args, output), FIELD(step_args, query_start),
+              FIELD(step_args, seq_lens), FIELD(step_args, table_rows), FIELD(step_args, block_table),
+              FIELD(step_args, slot_mapping));

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace_engine.runner import native_library
 from headrace_engine.runner.attention.backend import scale_of
 from headrace_engine.runner.attention.native import NativeBackend, StepArgs
 from headrace_engine.runner.batch import StepInputs
-from headrace_engine.runner.fused import elementwise, native_linear
+from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
-from headrace_engine.runner.fused.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
+from headrace_engine.runner.linear import native_linear
+from headrace_engine.runner.linear.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.native.struct_layout import check_layout
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
@@ -24,10 +26,14 @@ _KERNELS = ("linear_room", "room", "linear", "norm_rope", "write_kv", "attention
 
 
 class _Kernels(ctypes.Structure):
+    """`kernels` of decoder_layers.c."""
+
     _fields_ = tuple((name, ctypes.c_void_p) for name in _KERNELS)
 
 
-class _LayerArgs(ctypes.Structure):
+class _DecoderLayer(ctypes.Structure):
+    """`decoder_layer` of decoder_layers.c."""
+
     _fields_ = (
         *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention", "q_norm", "k_norm")),
@@ -36,7 +42,9 @@ class _LayerArgs(ctypes.Structure):
     )
 
 
-class _StepArgs(ctypes.Structure):
+class _DecoderStep(ctypes.Structure):
+    """`decoder_step` of decoder_layers.c."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("kernels", "layers")),
         *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
@@ -73,14 +81,14 @@ class DecoderStack(nn.Module):
             _address(linear.headrace_linear_room),
             _address(linear.headrace_room),
             _address(linear.headrace_linear_part),
-            _address(elementwise.library().headrace_norm_rope_rows),
+            _address(native_ops.library().headrace_norm_rope_rows),
             _address(attention.headrace_write_kv_rows),
             _address(attention.headrace_attention_part),
         )
-        self._own = (_LayerArgs * len(layers))()
+        self._own = (_DecoderLayer * len(layers))()
         self._attention_step = StepArgs()
         self._wanted_attention = StepArgs()
-        self._step = _StepArgs(
+        self._step = _DecoderStep(
             kernels=ctypes.addressof(self._kernels),
             layers=ctypes.addressof(self._own),
             num_layers=len(layers),
@@ -198,7 +206,12 @@ def _library() -> ctypes.CDLL:
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """A library made from decoder_layers.c with the types of its function."""
-    library.headrace_decoder_layers.argtypes = (ctypes.POINTER(_StepArgs),)
+    """Declare the function of a library that was built from decoder_layers.c. Raises LayoutError."""
+    check_layout(library, "kernels", _Kernels)
+    check_layout(library, "decoder_layer", _DecoderLayer)
+    check_layout(library, "decoder_step", _DecoderStep)
+    check_layout(library, "linear_args", LinearArgs)
+    check_layout(library, "step_args", StepArgs)
+    library.headrace_decoder_layers.argtypes = (ctypes.POINTER(_DecoderStep),)
     library.headrace_decoder_layers.restype = ctypes.c_int
     return library

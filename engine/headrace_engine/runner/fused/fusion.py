@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, is_gated, unsupported_reason
+from headrace_engine.runner.linear.packed_linear import PackedLinear
+from headrace_engine.runner.linear.prepared_linear import LinearKind
 from headrace_engine.runner.memory import release_unused
-from headrace_engine.runner.packed_linear import LinearKind, PackedLinear
 
 logger = logging.getLogger(__name__)
 

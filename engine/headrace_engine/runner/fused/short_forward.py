@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_engine.runner.batch import StepInputs
+from headrace_engine.runner.elementwise.norm import Norm
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.fused.fusion import differs, probe_tokens
-from headrace_engine.runner.fused.norm import Norm
-from headrace_engine.runner.packed_linear import PreparedLinear
+from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 
 logger = logging.getLogger(__name__)
 

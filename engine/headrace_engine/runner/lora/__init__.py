@@ -1,0 +1,1 @@
+"""LoRA adapters: reading them, and applying them to the rows of their requests."""

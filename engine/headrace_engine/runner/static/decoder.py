@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from headrace_engine.runner.static.sampling import draw
+from headrace_engine.runner.sampling.graph_sampling import draw
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the ranks of a tensor-parallel group."""
@@ -213,7 +213,7 @@ class StaticDecoder(nn.Module):
         Args:
             tokens: [4, rows, tokens] int32: token ids, positions, blocks and offsets where K/V are written.
             rows: [rows, 2 + blocks] int32: index of the last token, top_k, block table.
-            knobs: [rows, NUM_KNOBS] float32, see `sampling.py`.
+            knobs: [rows, NUM_KNOBS] float32, see `graph_sampling.py`.
 
         Returns:
             [2, rows] int32: the tokens drawn, and whether each is exact; and the logits, [rows, vocabulary] float32.

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from headrace_engine.runner.batch import StepInputs
-from headrace_engine.runner.sampler import SamplingRow
-from headrace_engine.runner.static.sampling import NUM_KNOBS, knobs_of, needs_host
+from headrace_engine.runner.sampling.graph_sampling import NUM_KNOBS, knobs_of, needs_host
+from headrace_engine.runner.sampling.sampler import SamplingRow
 from headrace_engine.runner.static.shapes import Shape
 
 

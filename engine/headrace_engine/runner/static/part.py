@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from headrace_engine.config import EngineConfig
-from headrace_engine.runner import models
-from headrace_engine.runner.load_errors import lasting_errors
+from headrace_engine.runner.models import loading
+from headrace_engine.runner.models.load_errors import lasting_errors
 from headrace_engine.runner.static.flavour import Flavour, Step
 from headrace_engine.runner.static.group import Group
 from headrace_engine.runner.static.inputs import StaticInputs
@@ -26,9 +26,9 @@ class ModelPart:
         self._block_size = config.cache.block_size
         self._flavour = flavour
         self._step: Step
-        self.hf_config = models.load_config(config.model)
-        self.dtype = models.resolve_dtype(config.model, self.hf_config)
-        self.max_model_len = models.resolve_max_model_len(config.model, self.hf_config)
+        self.hf_config = loading.load_config(config.model)
+        self.dtype = loading.resolve_dtype(config.model, self.hf_config)
+        self.max_model_len = loading.resolve_max_model_len(config.model, self.hf_config)
         with lasting_errors(config.model.model, "loaded"):
             self.decoder = load_decoder(
                 config.model,

@@ -14,16 +14,16 @@ from headrace_engine.checkpoint import fingerprint
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
 from headrace_engine.lora_request import LoRARequest
-from headrace_engine.runner import generation, models
 from headrace_engine.runner.batch import RequestBatch, StepInputs
-from headrace_engine.runner.contracts import Capabilities, KVSpec, ModelInfo, StepBatch, StepOutput, TokenLogprobs
-from headrace_engine.runner.request_processors import ProcessorSet
-from headrace_engine.runner.sampler import SamplingRow, prompt_logprobs, sample
+from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput, TokenLogprobs
+from headrace_engine.runner.models import generation, loading
+from headrace_engine.runner.sampling.graph_sampling import needs_host
+from headrace_engine.runner.sampling.request_processors import ProcessorSet
+from headrace_engine.runner.sampling.sampler import SamplingRow, prompt_logprobs, sample
 from headrace_engine.runner.static.flavour import Flavour
 from headrace_engine.runner.static.group import Followers, Kind
 from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
 from headrace_engine.runner.static.part import ModelPart
-from headrace_engine.runner.static.sampling import needs_host
 from headrace_engine.runner.static.shapes import ShapeGrid
 from headrace_engine.runner.static.weights import check_ranks, decoder_spec, read_generation_config
 
@@ -84,11 +84,11 @@ class StaticPagedRunner:
             raise ConfigError(f"tensor_parallel_size is {size}, but device {self._flavour.name} has no collectives")
         model = self._config.model
         # what cannot be divided is said before any process is started
-        check_ranks(decoder_spec(model.model, models.load_config(model)), size)
+        check_ranks(decoder_spec(model.model, loading.load_config(model)), size)
         return Followers(self._config, self._flavour.collectives)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
+    def capabilities(self) -> RunnerCapabilities:
+        return RunnerCapabilities(
             mixed_batches=False,
             max_prefills_per_step=1,
             chunk_sizes=self._grid.prefill,

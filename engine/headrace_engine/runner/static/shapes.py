@@ -89,7 +89,7 @@ class ShapeGrid:
         """The smallest shape for `num_rows` requests of up to `num_tokens` tokens, the longest at `context`.
 
         Raises:
-            RecompilationError: none is large enough, since the scheduler does not keep to `Capabilities`.
+            RecompilationError: none is large enough, since the scheduler does not keep to `RunnerCapabilities`.
         """
         assert num_rows == 1 or num_tokens == 1, "prefill and decode share a step"
         blocks = _smallest(self.blocks, -(-context // self._block_size))

@@ -14,8 +14,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner import generation
-from headrace_engine.runner.load_errors import lasting_errors
+from headrace_engine.runner.models import generation
+from headrace_engine.runner.models.load_errors import lasting_errors
 from headrace_engine.runner.static.decoder import DecoderSpec, Reduce, StaticDecoder
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

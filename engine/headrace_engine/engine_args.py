@@ -1,0 +1,142 @@
+"""`EngineArgs`: the engine options that users write, checked and turned into an `EngineConfig`.
+
+The checks are in `engine_args_checks` and in the engine that the options are for. Imports no torch.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from headrace_engine.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
+from headrace_engine.engine_args_checks import problems_of
+from headrace_engine.engine_names import OWN_ENGINE
+from headrace_engine.engine_options import EngineOptions
+from headrace_engine.errors import ConfigError
+from headrace_engine.logits_processor import import_path
+from headrace_engine.plain_values import plain_data, plain_list, shown
+from headrace_engine.speculative_config import SpeculativeConfig
+from headrace_engine.static_config import StaticConfig
+from headrace_engine.vllm_names import RENAMED, with_vllm_names
+
+T = TypeVar("T")
+
+_DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
+_NONE_MEANS = {
+    "engine": OWN_ENGINE,
+    "engine_args": {},
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "max_num_seqs": 64,
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "enforce_eager": False,
+    "async_scheduling": False,
+    "logits_processors": (),
+    "generation_config": "auto",
+    "override_generation_config": {},
+}
+"""What None means for options that may be None in vLLM."""
+
+
+@with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
+@dataclass(kw_only=True)
+class EngineArgs(EngineOptions):
+    """The engine options in one flat list, named as in vLLM (docs/vllm.md).
+
+    Raises:
+        ConfigError: an option is unknown or not supported. `create_engine_config` names every option that is wrong.
+    """
+
+    def _normalised(self) -> "EngineArgs":
+        """A copy with Headrace's names, and with its one form of what may be given in several.
+
+        Raises:
+            ConfigError: two names of one option contradict each other.
+        """
+        values = {f.name: plain_list(getattr(self, f.name)) for f in fields(self)}
+        for theirs, ours in RENAMED.items():
+            given, values[theirs] = values[theirs], None
+            if given is None:
+                continue
+            if values[ours] not in (None, given):
+                raise ConfigError(f"{theirs} is {shown(given)} and {ours} is {shown(values[ours])}: give one of them")
+            values[ours] = given
+        for name, fallback in _NONE_MEANS.items():
+            if values[name] is None:
+                values[name] = fallback
+        for name in ("model", "tokenizer", "generation_config", "compile_cache_dir", "engine_python"):
+            if isinstance(values[name], os.PathLike):
+                values[name] = os.fspath(values[name])
+        dtype = str(values["dtype"]).removeprefix("torch.")
+        values["dtype"] = _DTYPE_NAMES.get(dtype, values["dtype"] if values["engine"] == OWN_ENGINE else dtype)
+        values["engine_args"] = plain_data(values["engine_args"])
+        values["override_generation_config"] = plain_data(values["override_generation_config"])
+        values["speculative_config"] = self._speculative_options()
+        values |= {"spec_method": None, "spec_model": None, "spec_tokens": None}
+        return type(self)(**values)
+
+    def _speculative_options(self) -> Mapping[str, Any] | None:
+        short = {"method": self.spec_method, "model": self.spec_model, "num_speculative_tokens": self.spec_tokens}
+        short = {name: value for name, value in short.items() if value is not None}
+        if not short:
+            return self.speculative_config
+        if self.speculative_config is not None:
+            raise ConfigError("speculative_config says what spec_method, spec_model and spec_tokens say: give one")
+        return {"method": "draft_model", **short} if "model" in short else short
+
+    def _token_budget(self) -> int:
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if self.engine != OWN_ENGINE:
+            return 0
+        return max(512 if self.device in ("auto", "cpu") else 2048, self.max_num_seqs)
+
+    def create_engine_config(self) -> EngineConfig:
+        return self._normalised()._create_engine_config()
+
+    def _create_engine_config(self) -> EngineConfig:
+        problems = problems_of(self)
+        if problems:
+            raise ConfigError("; ".join(problems))
+        is_own, drafts = self.engine == OWN_ENGINE, self.speculative_config
+        model = _pick(ModelConfig, self)
+        model.logits_processors = [import_path(processor) for processor in self.logits_processors]
+        return EngineConfig(
+            model=model,
+            cache=_pick(CacheConfig, self),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self._token_budget(),
+                policy=self.scheduling_policy,
+                max_num_queued_requests=self.max_num_queued_requests,
+                max_num_queued_tokens=self.max_num_queued_tokens,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                async_scheduling=self.async_scheduling,
+                watermark=self.watermark,
+            ),
+            speculative=SpeculativeConfig.from_map(drafts) if drafts is not None and is_own else None,
+            speculative_options=dict(drafts) if drafts is not None and not is_own else None,
+            lora=self._lora_config() if self.enable_lora else None,
+            static=_pick(StaticConfig, self),
+            engine=self.engine,
+            engine_python=self.engine_python,
+            engine_args=dict(self.engine_args),
+        )
+
+    def _lora_config(self) -> LoRAConfig:
+        most = self.max_cpu_loras if self.max_cpu_loras is not None else self.max_loras
+        return LoRAConfig(max_loras=self.max_loras, max_lora_rank=self.max_lora_rank, max_cpu_loras=most)
+
+
+@with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
+@dataclass(kw_only=True)
+class AsyncEngineArgs(EngineArgs):
+    """Options of `AsyncLLMEngine`."""
+
+    core_in_process: bool = False
+    """Run the core in a thread of this process instead of in a child process."""
+
+
+def _pick(kind: type[T], args: EngineArgs) -> T:
+    return kind(**{f.name: getattr(args, f.name) for f in fields(kind)})  # type: ignore[arg-type]

@@ -1,0 +1,213 @@
+/* What stands between the matrix products of a model and behind them, one pass over memory each.
+ *
+ * Sums and products are made in float32 whatever the type of the data, and rounded once. Loops are plain C that GCC and
+ * Clang turn into vectors of whatever width the processor has. Rows are shared among threads only where there is
+ * enough work to pay for waking them.
+ */
+#include <math.h>
+
+#include "../native/vectors.h"
+
+#define MOST_DIM 32768           /* elements of a row; the scratch row lives on the stack */
+#define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */
+
+static inline void load(float *restrict to, const void *from, int64_t at, int n, int dtype) {
+    if (dtype == FLOAT32) memcpy(to, (const float *)from + at, sizeof(float) * n);
+    else
+        for (int i = 0; i < n; i++) to[i] = load_scalar(from, at + i, BFLOAT16);
+}
+
+static inline void store(void *to, int64_t at, const float *restrict from, int n, int dtype) {
+    if (dtype == FLOAT32) memcpy((float *)to + at, from, sizeof(float) * n);
+    else
+        for (int i = 0; i < n; i++) store_scalar(to, at + i, from[i], BFLOAT16);
+}
+
+static inline float inverse_rms(const float *restrict row, int n, float eps) {
+    float sums[16] = {0};
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int lane = 0; lane < 16; lane++) sums[lane] += row[i + lane] * row[i + lane];
+    float sum = 0;
+    for (; i < n; i++) sum += row[i] * row[i];
+    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
+    return 1.0f / sqrtf(sum / n + eps);
+}
+
+/* exp(x) for x <= 0 by range reduction and a degree-6 polynomial; relative error about 2e-7, 0 below -87. */
+static inline float exp_negative(float x) {
+    float clipped = x < -87.0f ? -87.0f : x;
+    float n = (clipped * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
+    float r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = r * 1.3888888888e-3f + 8.3333333333e-3f;
+    p = p * r + 4.1666666666e-2f;
+    p = p * r + 1.6666666666e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+static inline float silu(float x) {
+    float e = exp_negative(x < 0 ? x : -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
+    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+/* out = rms_norm(hidden) * weight, for [rows][dim]. Where delta is given, hidden += delta comes first. */
+void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
+                           const void *weight, float eps, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[MOST_DIM], w[MOST_DIM];
+        load(x, hidden, row * dim, dim, dtype);
+        if (delta) {
+            load(w, delta, row * dim, dim, dtype);
+            for (int i = 0; i < dim; i++) x[i] += w[i];
+            store(hidden, row * dim, x, dim, dtype);
+        }
+        float scale = inverse_rms(x, dim, eps);
+        load(w, weight, 0, dim, dtype);
+        for (int i = 0; i < dim; i++) x[i] *= scale * w[i];
+        store(out, row * dim, x, dim, dtype);
+    }
+}
+
+/* In place on the queries and keys of rows begin..end of [tokens][token_stride]: the first q_heads and the k_heads behind
+ * them. Each head is normalised first where norm weights are given, and then its first rotary_dim elements are turned.
+ * cosine and sine are [tokens][rotary_dim], or NULL where positions are not encoded. */
+void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads,
+                             int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
+                             float eps, const void *cosine, const void *sine) {
+    int half = rotary_dim / 2;
+    for (int64_t token = begin; token < end; token++) {
+        float c[1024], s[1024], x[1024], w[1024], turned[1024];
+        if (cosine) {
+            load(c, cosine, token * rotary_dim, rotary_dim, dtype);
+            load(s, sine, token * rotary_dim, rotary_dim, dtype);
+        }
+        for (int head = 0; head < q_heads + k_heads; head++) {
+            int64_t at = token * token_stride + (int64_t)head * head_dim;
+            const void *weight = head < q_heads ? q_weight : k_weight;
+            load(x, data, at, head_dim, dtype);
+            if (weight) {
+                float scale = inverse_rms(x, head_dim, eps);
+                load(w, weight, 0, head_dim, dtype);
+                for (int i = 0; i < head_dim; i++) x[i] *= scale * w[i];
+            }
+            if (cosine) {
+                for (int i = 0; i < half; i++) {
+                    turned[i] = x[i] * c[i] - x[i + half] * s[i];
+                    turned[i + half] = x[i + half] * c[i + half] + x[i] * s[i + half];
+                }
+                memcpy(x, turned, sizeof(float) * rotary_dim);
+            }
+            store(data, at, x, head_dim, dtype);
+        }
+    }
+}
+
+/* The same of all tokens. */
+void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads,
+                        int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
+                        float eps, const void *cosine, const void *sine) {
+#pragma omp parallel for num_threads(threads) if (tokens * (q_heads + k_heads) * head_dim >= PARALLEL_ELEMENTS)
+    for (int64_t token = 0; token < tokens; token++)
+        headrace_norm_rope_rows(dtype, token, token + 1, token_stride, q_heads, k_heads, head_dim, rotary_dim, data,
+                                q_weight, k_weight, eps, cosine, sine);
+}
+
+/* out[rows][dim] = silu(gate) * up, for [rows][gate: dim | up: dim]. */
+void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void *gate_up, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float gate[256], up[256];
+        for (int start = 0; start < dim; start += 256) {
+            int n = dim - start < 256 ? dim - start : 256;
+            load(gate, gate_up, row * 2 * dim + start, n, dtype);
+            load(up, gate_up, row * 2 * dim + dim + start, n, dtype);
+            for (int i = 0; i < n; i++) gate[i] = silu(gate[i]) * up[i];
+            store(out, row * dim + start, gate, n, dtype);
+        }
+    }
+}
+
+/* Round each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. What one row holds
+ * changes no other row. A row with a value that is not finite gets that for a scale, and so passes it on. */
+void headrace_quantise_rows(int dtype, int threads, int64_t rows, int dim, const void *values, uint8_t *out,
+                            float *scales) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[MOST_DIM];
+        load(x, values, row * dim, dim, dtype);
+        float most = 0, sum = 0;
+        for (int i = 0; i < dim; i++) {
+            float size = fabsf(x[i]);
+            most = size > most ? size : most;
+            sum += x[i] - x[i]; /* 0, or not a number */
+        }
+        float inverse = most > 0 && sum == 0 ? 127.0f / most : 0.0f;
+        uint8_t *restrict target = out + row * dim;
+        for (int i = 0; i < dim; i++) {
+            float level = (x[i] * inverse + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
+            target[i] = inverse > 0 ? (uint8_t)((int32_t)level + 128) : 129;
+        }
+        scales[row] = sum == 0 ? most / 127.0f : NAN;
+    }
+}
+
+/* out[rows][dim] = values * scales[row] + bias, rounded once to the type of out; bias, of that type, may be NULL. */
+void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const float *values, const float *scales,
+                         const void *bias, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[256], b[256] = {0};
+        for (int start = 0; start < dim; start += 256) {
+            int n = dim - start < 256 ? dim - start : 256;
+            if (bias) load(b, bias, start, n, dtype);
+            const float *restrict source = values + row * dim + start;
+            for (int i = 0; i < n; i++) x[i] = source[i] * scales[row] + b[i];
+            store(out, row * dim + start, x, n, dtype);
+        }
+    }
+}
+
+/* Where the first element equal to the largest stands, or the first that is no number, where there is one. */
+static inline __attribute__((always_inline)) int first_largest(const void *values, int64_t at, int dim, int dtype) {
+    f32x vector = broadcast(-INFINITY);
+    i32x no_number = {0};
+    int i = 0, strange = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        f32x x = load_vector(values, at + i, dtype);
+        no_number |= x != x;
+        vector = max_vector(x, vector); /* which stays where x is no number */
+    }
+    float most = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) strange |= no_number[lane], most = vector[lane] > most ? vector[lane] : most;
+    for (; i < dim; i++) {
+        float x = load_scalar(values, at + i, dtype);
+        strange |= x != x, most = x > most ? x : most;
+    }
+    for (int start = 0; start < dim; start += 256) {
+        int n = dim - start < 256 ? dim - start : 256, found = 0;
+        for (i = start; i < start + n; i++) {
+            float x = load_scalar(values, at + i, dtype);
+            found |= strange ? x != x : x == most;
+        }
+        for (i = start; found; i++) {
+            float x = load_scalar(values, at + i, dtype);
+            if (strange ? x != x : x == most) return i;
+        }
+    }
+    return 0; /* of no elements */
+}
+
+/* out[rows]: the index of each row's first largest element; a NaN is larger than all numbers, as NumPy has it. */
+void headrace_argmax(int dtype, int threads, int64_t rows, int64_t stride, int dim, const void *values, int64_t *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++)
+        out[row] = dtype == FLOAT32 ? first_largest(values, row * stride, dim, FLOAT32)
+                                    : first_largest(values, row * stride, dim, BFLOAT16);
+}

@@ -1,0 +1,178 @@
+"""What stands between the matrix products of a model and behind them, by the compiled kernels of `elementwise.c`.
+
+All tensors are float32 or bfloat16 of one type, contiguous, two-dimensional: [tokens, features].
+"""
+
+import ctypes
+import functools
+import logging
+
+import torch
+
+from headrace_engine.runner.native import native_library
+
+logger = logging.getLogger(__name__)
+
+MOST_FEATURES = 32768
+MOST_HEAD_DIM = 1024
+
+_int, _long, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels. Raises OSError, whose message says what is missing."""
+    kernels = native_library.load("headrace_engine.runner.elementwise", "elementwise.c")
+    common = (_int, _int, _long)  # type, threads, rows
+    signatures = {
+        "headrace_add_rms_norm": (*common, _int, _pointer, _pointer, _pointer, _float, _pointer),
+        "headrace_norm_rope": (
+            *(*common, _long, _int, _int, _int, _int, _pointer),
+            *(_pointer, _pointer, _float, _pointer, _pointer),
+        ),
+        "headrace_silu_mul": (*common, _int, _pointer, _pointer),
+        "headrace_quantise_rows": (*common, _int, _pointer, _pointer, _pointer),
+        "headrace_scale_rows": (*common, _int, _pointer, _pointer, _pointer, _pointer),
+        "headrace_argmax": (*common, _long, _int, _pointer, _pointer),
+    }
+    for name, arguments in signatures.items():
+        function = getattr(kernels, name)
+        function.argtypes, function.restype = arguments, None
+    return kernels
+
+
+def is_built() -> bool:
+    """Whether layers can be fused with these kernels; the log says what is missing."""
+    try:
+        library()
+    except OSError as error:
+        logger.warning("what stands between matrix products is computed by torch: %s", error)
+        return False
+    return True
+
+
+def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`hidden += delta` in place, where there is one; returns its root-mean-square norm (Zhang and Sennrich 2019)."""
+    rows, features = hidden.shape
+    out = torch.empty_like(hidden)
+    library().headrace_add_rms_norm(
+        native_library.DTYPES[hidden.dtype],
+        torch.get_num_threads(),
+        rows,
+        features,
+        hidden.data_ptr(),
+        None if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+    )
+    return out
+
+
+def norm_rope(
+    qkv: torch.Tensor,
+    q_heads: int,
+    k_heads: int,
+    head_dim: int,
+    *,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cosine: torch.Tensor | None,
+    sine: torch.Tensor | None,
+) -> None:
+    """Normalise and turn the queries and keys at the front of each row, in place.
+
+    Args:
+        qkv: [tokens, at least (q_heads + k_heads) * head_dim].
+        q_weight, k_weight: [head_dim] of a norm a head; None without.
+        cosine, sine: [tokens, rotary_dim], in halves as transformers makes them (Su et al. 2021); None without.
+    """
+    library().headrace_norm_rope(
+        native_library.DTYPES[qkv.dtype],
+        torch.get_num_threads(),
+        qkv.shape[0],
+        qkv.shape[1],
+        q_heads,
+        k_heads,
+        head_dim,
+        0 if cosine is None else cosine.shape[-1],
+        qkv.data_ptr(),
+        None if q_weight is None else q_weight.data_ptr(),
+        None if k_weight is None else k_weight.data_ptr(),
+        eps,
+        None if cosine is None else cosine.data_ptr(),
+        None if sine is None else sine.data_ptr(),
+    )
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[tokens, gate | up] -> silu(gate) * up, [tokens, half the features] (SwiGLU, Shazeer 2020)."""
+    rows, features = gate_up.shape
+    out = torch.empty((rows, features // 2), dtype=gate_up.dtype)
+    library().headrace_silu_mul(
+        native_library.DTYPES[gate_up.dtype],
+        torch.get_num_threads(),
+        rows,
+        features // 2,
+        gate_up.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def quantise_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row in 8 bits with a scale of its own, so that no row depends on another.
+
+    Returns:
+        levels [rows, features], uint8 with 128 for zero, and scales [rows], float32: values = (levels - 128) * scale.
+    """
+    rows, features = values.shape
+    levels = torch.empty((rows, features), dtype=torch.uint8)
+    scales = torch.empty(rows, dtype=torch.float32)
+    library().headrace_quantise_rows(
+        native_library.DTYPES[values.dtype],
+        torch.get_num_threads(),
+        rows,
+        features,
+        values.data_ptr(),
+        levels.data_ptr(),
+        scales.data_ptr(),
+    )
+    return levels, scales
+
+
+def scale_rows(
+    values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """values [rows, features] * scales [rows] + bias [features], computed in float32; values may be overwritten."""
+    rows, features = values.shape
+    out = values if dtype is torch.float32 else torch.empty((rows, features), dtype=dtype)
+    library().headrace_scale_rows(
+        native_library.DTYPES[dtype],
+        torch.get_num_threads(),
+        rows,
+        features,
+        values.data_ptr(),
+        scales.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def argmax(values: torch.Tensor) -> torch.Tensor:
+    """The first largest of each row, [rows] int64; a NaN counts as larger than all numbers."""
+    rows, features = values.shape
+    assert values.stride(1) == 1, "a row's elements are to lie side by side"
+    out = torch.empty(rows, dtype=torch.int64)
+    library().headrace_argmax(
+        native_library.DTYPES[values.dtype],
+        torch.get_num_threads(),
+        rows,
+        values.stride(0),
+        features,
+        values.data_ptr(),
+        out.data_ptr(),
+    )
+    return out

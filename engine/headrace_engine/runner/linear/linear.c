@@ -1,0 +1,284 @@
+/* Linear layers: x[rows][in] times a packed weight, summed in float32 whatever the type of what is read and written.
+ *
+ * The weight lies in panels of PANEL outputs, [panels][in][PANEL], so that a panel is read once, from its beginning to
+ * its end, for all rows of a decode step; while one panel is multiplied, the next is on its way from memory. The input
+ * is copied into tiles of rows.
+ *
+ * Of bfloat16 two inputs lie side by side and are one step of a sum, [panels][in / 2][PANEL][2]. Where the processor
+ * multiplies such pairs they stay pairs, elsewhere they are widened.
+ *
+ * A sum runs over `in` in one order, whatever else is computed beside it: what a row becomes depends neither on the
+ * number of rows nor on the number of threads.
+ *
+ * After Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008). Plain C with GCC/Clang vector
+ * extensions; the loops over rows and columns of a tile have constant bounds and vanish.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "../native/vectors.h"
+#include "../native/matrix_tiles.h"
+#include "../native/cores.h"
+#include "../native/team.h"
+#include "linear.h"
+#include "../native/struct_layout.h"
+
+#if defined(__AVX__) && !defined(__AVX512F__)
+#define VECTORS 2
+#else
+#define VECTORS 3
+#endif
+#define PANEL (VECTORS * LANES)
+#define LINE 64 /* bytes that come from memory at once */
+
+static inline f32x silu(f32x x, int dtype) {
+#ifdef __AVX512DQ__
+    if (dtype == BFLOAT16) /* a quotient in full would take as long as all else, and is rounded next */
+        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
+#endif
+    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is nothing, and its divisor has no reciprocal */
+    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
+#ifdef __AVX512F__
+    f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
+    return x * (inverse * (2.0f - divisor * inverse)); /* Newton's step doubles its bits */
+#endif
+    return x / divisor;
+}
+
+/* out[row][column..] = the sums of one row, with what belongs to them; `up` are the sums of the gate's other half. */
+static inline __attribute__((always_inline)) void
+finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {
+    int64_t at = row * a->out_stride + column;
+    if (up)
+        for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = silu(*(f32x *)(sums + j), dtype) * *(f32x *)(up + j);
+    else if (a->bias)
+        for (int j = 0; j < PANEL && j < width; j++) sums[j] += load_scalar(a->bias, column + j, dtype);
+    for (; width >= LANES; width -= LANES, sums += LANES, at += LANES) {
+        f32x value = *(f32x *)sums;
+        store_vector(a->out, at, a->result == ADD ? value + load_vector(a->out, at, dtype) : value, dtype);
+    }
+    for (int j = 0; j < width; j++)
+        store_scalar(a->out, at + j, a->result == ADD ? sums[j] + load_scalar(a->out, at + j, dtype) : sums[j], dtype);
+}
+
+static float inverse_rms(const linear_args *a, int64_t from) {
+    f32x sums[2] = {0}; /* one would wait for itself */
+    int k = 0, dim = a->in_features;
+    for (; k + LANES <= dim; k += LANES) {
+        f32x x = load_vector(a->x, from + k, a->dtype);
+        sums[k / LANES % 2] += x * x;
+    }
+    float sum = sum_lanes(sums[0] + sums[1]);
+    for (; k < dim; k++) sum += load_scalar(a->x, from + k, a->dtype) * load_scalar(a->x, from + k, a->dtype);
+    return 1.0f / sqrtf(sum / dim + a->norm_eps);
+}
+
+static inline __attribute__((always_inline)) f32x
+load_inputs(const linear_args *a, int64_t from, int k, float scale, int dtype) {
+    f32x x = load_vector(a->x, from + k, dtype);
+    return a->norm_weight ? x * (load_vector(a->norm_weight, k, dtype) * scale) : x;
+}
+
+static inline float load_input(const linear_args *a, int64_t from, int k, float scale) {
+    float x = load_scalar(a->x, from + k, a->dtype);
+    return a->norm_weight ? x * (load_scalar(a->norm_weight, k, a->dtype) * scale) : x;
+}
+
+static inline int by_tiles(const linear_args *a) { return matrix_tiles_lent && a->dtype == BFLOAT16; }
+
+/* As weights lie: those of bfloat16 always in pairs, two inputs of which are widened with one instruction each. */
+static inline int kind_of_weight(int dtype) { return kind_of(dtype) == BFLOAT16 ? WIDENED : kind_of(dtype); }
+
+static inline int64_t pairs_in_tiles(int in) { return (in + TILE_INPUTS - 1) / TILE_INPUTS * (TILE_INPUTS / 2); }
+
+/* Of a panel's column. */
+static inline int64_t steps_of(const linear_args *a) {
+    return by_tiles(a) ? pairs_in_tiles(a->in_features) : num_steps(kind_of_weight(a->dtype), a->in_features);
+}
+
+/* Outputs that are stored. */
+static inline int width_of(const linear_args *a) { return a->result == SILU_MUL ? a->out_features / 2 : a->out_features; }
+
+/* Of a gated product pairs of them. */
+static inline int num_panels(const linear_args *a) { return (width_of(a) + PANEL - 1) / PANEL; }
+
+static inline int64_t panel_bytes(const linear_args *a) { return steps_of(a) * PANEL * (int64_t)sizeof(float); }
+
+static inline const char *panel_of(const linear_args *a, int index) {
+    return (const char *)a->weight + (a->result == SILU_MUL ? 2 : 1) * index * panel_bytes(a);
+}
+
+/* Rows of a tile, or of two, go out as soon as they are summed: while memory takes them, the next ones are multiplied. */
+static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
+    int left = width_of(a) - column < PANEL ? width_of(a) - column : PANEL;
+    for (int64_t i = 0; i < rows; i++) {
+        const float *other = up ? up + i * PANEL : NULL;
+        if (a->dtype == FLOAT32) finish_row(a, row + i, column, left, sums + i * PANEL, other, FLOAT32);
+        else finish_row(a, row + i, column, left, sums + i * PANEL, other, BFLOAT16);
+    }
+}
+
+#include "linear_vectors.h"
+#include "linear_matrix_tiles.h"
+
+/* Room for tiles, kept from call to call: fresh pages would cost more than their use. It is kept behind the
+ * end of the thread that calls, too: a process has one engine thread. */
+float *headrace_room(int64_t floats) {
+    static _Thread_local float *held;
+    static _Thread_local int64_t size;
+    if (size < floats) {
+        free(held);
+        size = (floats + 4095) / 4096 * 4096;
+        held = aligned_alloc(64, sizeof(float) * size);
+        if (!held) size = 0;
+    }
+    return held;
+}
+
+/* The number of a block's next group of panels; beyond the last one when all are taken. */
+static int take_group(int *taken) {
+    int group;
+#pragma omp atomic capture
+    group = (*taken)++;
+    return group;
+}
+
+/* How a product is divided: tiles of rows into blocks, whose tiles stay in L2, panels into groups that are taken by one
+ * thread each. Groups belong to cells. A thread begins with a cell of its own and helps with the others' in the end.
+ *
+ * A single block is packed by all threads for all, and each has a cell of panels that lie side by side: what it asks
+ * memory for is what it multiplies next. Of several blocks each is a cell, with all panels. A thread packs it right
+ * before it multiplies with it; to pack one twice in the end is less than to wait. */
+typedef struct {
+    int64_t row_floats, tile_rows, tiles, blocks, block_tiles, cells; /* row_floats: of a packed row, or as many pairs */
+    int panels, groups; /* groups: of a cell */
+} division;
+
+static division divide(const linear_args *a) {
+    division d = {.tile_rows = by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
+    d.row_floats = by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
+    d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
+    d.block_tiles = by_tiles(a) ? most_matrix_tiles(d.row_floats) : most_vector_tiles(d.row_floats, d.tiles);
+    d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
+    d.cells = d.blocks > 1 ? d.blocks : a->threads;
+    /* Enough for threads that are not equally fast. */
+    int64_t wanted = (int64_t)a->threads * 24 / d.cells;
+    int64_t panels = d.blocks > 1 ? d.panels : (d.panels + d.cells - 1) / d.cells;
+    d.groups = (int)(wanted < 1 ? 1 : wanted > panels ? panels : wanted);
+    return d;
+}
+
+/* Tile `tile` to its place among those of a block that begins with tile `first`. */
+static void pack_into_block(const linear_args *a, const division *d, float *packed, int64_t first, int64_t tile) {
+    if (by_tiles(a)) pack_matrix_tile(a, packed + (tile - first) * TILE_ROWS * d->row_floats, tile);
+    else pack_vector_tile(a, packed, d->tiles, first, tile);
+}
+
+/* All that is left of a cell. `packed` is room for its block; where there is one for all, it is filled. */
+static void multiply_cell(const linear_args *a, const division *d, float *packed, int64_t cell, int *taken) {
+    int filled = d->blocks == 1;
+    int64_t block = filled ? 0 : cell, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
+    int64_t begin = filled ? d->panels * cell / d->cells : 0, end = filled ? d->panels * (cell + 1) / d->cells : d->panels;
+    for (int group; (group = take_group(taken)) < d->groups;) {
+        for (int64_t tile = first; tile < last && !filled; tile++) pack_into_block(a, d, packed, first, tile);
+        filled = 1;
+        int from = (int)(begin + (end - begin) * group / d->groups);
+        int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
+        /* What lies behind a cell is another thread's, or nothing of this weight: to ask memory for it would cost as much
+         * as to need it. */
+        const char *behind = to < end ? panel_of(a, to) : NULL;
+        if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to, behind);
+        else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to, behind);
+    }
+}
+
+/* Floats that a thread packs into. */
+static inline int64_t own_floats(const division *d) { return d->block_tiles * d->tile_rows * d->row_floats; }
+
+/* Floats that all of them pack into; behind these it is counted what is taken of each cell. */
+static inline int64_t packed_floats(const linear_args *a, const division *d) {
+    return d->blocks > 1 ? a->threads * own_floats(d) : d->tiles * d->tile_rows * d->row_floats;
+}
+
+int64_t headrace_linear_room(const linear_args *a) {
+    division d = divide(a);
+    return packed_floats(a, &d) + d.cells;
+}
+
+void headrace_linear_part(const linear_args *a, float *packed, const member *m) {
+    if (!a->rows) return;
+    division d = divide(a);
+    float *mine = d.blocks > 1 ? packed + own_floats(&d) * m->thread : packed;
+    int *taken = (int *)(packed + packed_floats(a, &d));
+    if (m->thread == 0) memset(taken, 0, sizeof(int) * d.cells);
+    int64_t last = d.blocks == 1 ? d.tiles * (m->thread + 1) / m->threads : 0;
+    for (int64_t tile = d.tiles * m->thread / m->threads; tile < last; tile++) pack_into_block(a, &d, mine, 0, tile);
+    meet(m);
+    if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
+    for (int64_t i = 0; i < d.cells; i++) {
+        int64_t cell = (d.cells * m->thread / m->threads + i) % d.cells;
+        multiply_cell(a, &d, mine, cell, taken + cell);
+    }
+    if (by_tiles(a)) end_matrix_tiles();
+}
+
+/* x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
+int headrace_linear(const linear_args *a) {
+    if (!a->rows) return 0;
+    float *packed = headrace_room(headrace_linear_room(a));
+    if (!packed) return -1;
+    seat seats[a->threads];
+    team all = {.seats = memset(seats, 0, sizeof seats), .spins = a->spins};
+#pragma omp parallel num_threads(a->threads)
+    {
+        const member own = join_team(&all);
+        headrace_linear_part(a, packed, &own);
+    }
+    return 0;
+}
+
+/* Whether bfloat16 is multiplied as it is; else it is widened first. */
+int headrace_has_pairs(void) { return pairs_pay; }
+
+/* Whether the processor's instructions for bfloat16 are known here, be they worth their use or not. */
+int headrace_knows_pairs(void) { return HAS_PAIRS; }
+
+/* Whether it is multiplied by matrix tiles. */
+int headrace_has_matrix_tiles(void) { return matrix_tiles_lent; }
+
+static linear_args weight_args(int dtype, int gated, int in, int out) {
+    return (linear_args){.dtype = dtype, .result = gated ? SILU_MUL : STORE, .in_features = in, .out_features = out};
+}
+
+/* Elements of a packed weight. */
+int64_t headrace_packed_size(int dtype, int gated, int in, int out) {
+    linear_args a = weight_args(dtype, gated, in, out);
+    return num_panels(&a) * (gated + 1) * panel_bytes(&a) / (dtype == BFLOAT16 ? 2 : 4);
+}
+
+/* [out][in] -> [panels][steps of in][PANEL], zeros behind the last output and the last input. With gated, the first half
+ * of the outputs is gate and the second up, and their panels alternate. */
+void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, const void *weight, void *packed) {
+    linear_args a = weight_args(dtype, gated, in, out);
+    int width = width_of(&a), steps = (int)steps_of(&a), per_step = dtype == BFLOAT16 ? 2 : 1;
+#pragma omp parallel for num_threads(threads)
+    for (int panel = 0; panel < num_panels(&a) * (gated + 1); panel++) {
+        int index = gated ? panel / 2 : panel, half = gated ? panel % 2 : 0;
+        char *target = (char *)packed + panel * panel_bytes(&a);
+        for (int column = 0; column < PANEL; column++) {
+            int64_t row = (int64_t)index * PANEL + column + half * width;
+            for (int k = 0; k < steps * per_step; k++) {
+                int64_t from = row * in + k, to = ((int64_t)(k / per_step) * PANEL + column) * per_step + k % per_step;
+                int known = index * PANEL + column < width && k < in;
+                if (dtype == FLOAT32) ((float *)target)[to] = known ? ((const float *)weight)[from] : 0;
+                else ((uint16_t *)target)[to] = known ? ((const uint16_t *)weight)[from] : 0;
+            }
+        }
+    }
+}
+
+EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
+              FIELD(linear_args, result), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
+              FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
+              FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, upcoming));

@@ -1,0 +1,150 @@
+"""Linear layers by the compiled kernel of `linear.c`: products in float32, weights in panels of the kernel's own.
+
+A row's result depends on that row alone, not on how many rows are computed or by how many threads.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+
+import torch
+
+from headrace_engine.openmp import spin_count
+from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.linear import packed_linear
+from headrace_engine.runner.linear.prepared_linear import PreparedLinear
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.native.huge_pages import HugePages
+from headrace_engine.runner.native.struct_layout import check_layout
+
+logger = logging.getLogger(__name__)
+
+_STORE, _ADD, _SILU_MUL = 0, 1, 2
+_PAGES = HugePages()
+
+
+class LinearArgs(ctypes.Structure):
+    """`linear_args` of linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "threads", "spins", "result", "in_features", "out_features")),
+        *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
+        ("norm_eps", ctypes.c_float),
+        ("upcoming", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernel. Raises OSError, whose message says what is missing."""
+    return declared(native_library.load("headrace_engine.runner.linear", "linear.c"))
+
+
+def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the functions of a library that was built from linear.c. Raises LayoutError."""
+    check_layout(kernels, "linear_args", LinearArgs)
+    kernels.headrace_linear.argtypes, kernels.headrace_linear.restype = (ctypes.POINTER(LinearArgs),), ctypes.c_int
+    sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
+    kernels.headrace_packed_size.argtypes = (ctypes.c_int, *sizes)
+    kernels.headrace_packed_size.restype = ctypes.c_int64
+    kernels.headrace_pack_weight.argtypes = (ctypes.c_int, ctypes.c_int, *sizes, ctypes.c_void_p, ctypes.c_void_p)
+    kernels.headrace_pack_weight.restype = None
+    return kernels
+
+
+def preferred(dtype: torch.dtype) -> bool:
+    """Whether this kernel is the fastest that there is here for weights of this type.
+
+    It was measured on processors with AVX2, with AVX-512 and with AMX.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    if not (capabilities.get("avx2") and capabilities.get("fma3")):
+        return False
+    try:
+        kernels = library()
+    except OSError as error:
+        logger.warning("matrix products are oneDNN's, which is slower here: %s", error)
+        return False
+    if dtype is not torch.bfloat16:
+        return True
+    # A compiler may be older than the processor's instructions for bfloat16, which oneDNN knows and uses.
+    if capabilities.get("amx_bf16"):
+        return bool(kernels.headrace_has_matrix_tiles())
+    return bool(kernels.headrace_knows_pairs()) or not packed_linear.computes_bfloat16()
+
+
+class NativeLinear(PreparedLinear):
+    """Drop-in for `nn.Linear` in inference; the weight as it was read is gone."""
+
+    gated = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.out_features, self.in_features = weight.shape
+        weight = weight.detach().contiguous()
+        dtype, sizes = native_library.DTYPES[weight.dtype], (self.gated, self.in_features, self.out_features)
+        self._packed = _PAGES.empty((library().headrace_packed_size(dtype, *sizes),), weight.dtype)
+        library().headrace_pack_weight(
+            dtype, torch.get_num_threads(), *sizes, weight.data_ptr(), self._packed.data_ptr()
+        )
+        self._width = self.out_features // 2 if self.gated else self.out_features
+        self._result = _SILU_MUL if self.gated else _STORE
+        self.num_bytes = weight.nbytes
+        self._bias = None if bias is None else bias.detach()
+        self._args = LinearArgs(
+            dtype=dtype,
+            spins=spin_count(os.environ),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            weight=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        out = self._compute(self.args(), rows)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self._width)
+
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        """The kernel makes the norm while it copies its input."""
+        if delta is not None:
+            hidden += delta
+        return self._compute(self.args(norm), hidden)
+
+    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """In the kernel, without another pass over memory."""
+        self._compute(self.args(adds=True), x, out)
+
+    def args(self, norm: Norm | None = None, *, adds: bool = False) -> LinearArgs:
+        """What the kernel is called with, but for rows, threads, x and out; `adds` to what stands in out."""
+        args = LinearArgs.from_buffer_copy(self._args)
+        args.result = _ADD if adds else self._result
+        if norm is not None:
+            args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
+        return args
+
+    def _compute(self, args: LinearArgs, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is None:
+            out = torch.empty((x.shape[0], self._width), dtype=x.dtype)
+        assert x.shape[1] == self.in_features, f"{x.shape[1]} features for a layer of {self.in_features}"
+        assert x.dtype is out.dtype is self._packed.dtype, f"{x.dtype} for a layer of {self._packed.dtype}"
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        args.threads, args.rows = torch.get_num_threads(), x.shape[0]
+        args.x, args.x_stride = x.data_ptr(), x.stride(0)
+        args.out, args.out_stride = out.data_ptr(), out.stride(0)
+        if library().headrace_linear(ctypes.byref(args)):
+            raise MemoryError(f"no memory for {x.shape[0]} rows of {self.in_features} input features")
+        return out
+
+
+class NativeGatedLinear(NativeLinear):
+    """gate and up projections in one: [rows, in_features] -> silu(gate) * up, [rows, half of out_features].
+
+    After SwiGLU (Shazeer 2020); without biases.
+    """
+
+    gated = True

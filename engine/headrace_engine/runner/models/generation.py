@@ -1,0 +1,80 @@
+"""What a checkpoint says about generation: tokens that end an output, and defaults of sampling parameters."""
+
+import logging
+import os
+from typing import Any
+
+from transformers import GenerationConfig
+
+from headrace_engine.config import ModelConfig
+from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
+from headrace_engine.errors import InvalidRequestError, ModelLoadError
+from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def read_generation_config(config: ModelConfig, own: GenerationConfig | None) -> GenerationConfig | None:
+    """The generation config that the options name; `own` is the model's. Raises ModelLoadError."""
+    if config.generation_config in ("auto", "vllm"):
+        return own
+    folder = config.generation_config
+    if not os.path.isdir(folder):  # noqa: PTH112  # False for what is no path at all, too
+        raise ModelLoadError(
+            f"generation_config is {folder!r}, and there is no such folder; give auto, vllm or a folder that holds "
+            "generation_config.json"
+        )
+    with lasting_errors(folder, "read", what="generation_config"):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> list[int]:
+    """End tokens: the generation config's where it names any, else the model config's.
+
+    One outside the vocabulary can never be drawn: it is left out, with a warning.
+    """
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(hf_config, "eos_token_id", None)
+    named = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    size = hf_config.get_text_config().vocab_size
+    known = [token_id for token_id in named if type(token_id) is int and 0 <= token_id < size]
+    if len(known) < len(named):
+        foreign = [token_id for token_id in named if token_id not in known]
+        logger.warning("eos_token_id %s ignored: the vocabulary ends at %d", foreign, size - 1)
+    return list(dict.fromkeys(known))
+
+
+def default_sampling_params(config: ModelConfig, generation: GenerationConfig | None) -> dict[str, Any]:
+    """Sampling parameters for what a request does not name, as `generation_config` and the override say.
+
+    A value that `SamplingParams` refuses is left out, with a warning.
+    """
+    named: dict[str, Any] = {}
+    if config.generation_config != "vllm" and generation is not None:
+        named = generation.to_diff_dict()
+    named |= config.override_generation_config
+    defaults: dict[str, Any] = {}
+    for name, parameter in GENERATION_DEFAULTS.items():
+        value = named.get(name)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{parameter: value})
+        except InvalidRequestError as error:
+            logger.warning("generation_config: %s ignored: %s", name, error)
+        else:
+            defaults[parameter] = value
+    if defaults:
+        logger.info("default sampling parameters of the generation config: %s", defaults)
+    return defaults
+
+
+def drop_foreign_pad_token(hf_config: Any) -> None:
+    """Forget padding tokens outside the vocabulary, with which an embedding cannot be made. Nothing is padded here."""
+    for config in {id(found): found for found in (hf_config, hf_config.get_text_config())}.values():
+        token_id, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+        if token_id is not None and size is not None and not 0 <= token_id < size:
+            logger.warning("pad_token_id %s ignored: the vocabulary ends at %d", token_id, size - 1)
+            config.pad_token_id = None

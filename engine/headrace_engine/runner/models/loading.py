@@ -1,0 +1,174 @@
+"""Loading a transformers model so that its attention is ours.
+
+Weights come from safetensors or GGUF only; nothing is unpickled. A model that does not route its attention through the
+attention interface is refused.
+"""
+
+import itertools
+import logging
+import weakref
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from headrace_engine.checkpoint import pretrained_source, unreadable
+from headrace_engine.config import FITTING_LENGTH, ModelConfig
+from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.runner.models import generation, rope
+from headrace_engine.runner.models.load_errors import lasting_errors
+
+logger = logging.getLogger(__name__)
+
+_names = itertools.count(1)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_config(config: ModelConfig) -> Any:
+    """The model's transformers config. Raises ModelLoadError naming the model."""
+    with lasting_errors(config.model, "read", unreadable):
+        source, options = pretrained_source(config.model, config.revision)
+        hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
+    generation.drop_foreign_pad_token(hf_config)
+    return hf_config
+
+
+def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any) -> PreTrainedModel:
+    """The model with its attention function registered under a name of its own.
+
+    Args:
+        attention: a method, called as transformers calls attention functions (`AttentionInterface`).
+    """
+    name = f"headrace_{next(_names)}"
+    AttentionInterface.register(name, _without_holding(attention))
+    transformers_logging.disable_progress_bar()
+    source, options = pretrained_source(config.model, config.revision)
+    model: PreTrainedModel
+    with lasting_errors(config.model, "loaded"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=name,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers would draw them at random
+        raise ModelLoadError(f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}")
+    _check_class(config, type(model))  # code from the model's own folder is known only now
+    return model.eval()
+
+
+def check_architecture(config: ModelConfig, hf_config: Any) -> None:
+    """Refuse what the configuration alone rules out, before any weight is read.
+
+    Raises:
+        ModelLoadError: no decoder, or one whose attention cannot be paged.
+    """
+    method = _quantisation(hf_config)
+    if method is not None:
+        raise ModelLoadError(
+            f"model {config.model!r} is quantised with {method}, which is not supported; served are plain safetensors "
+            "weights and GGUF files (dequantised at load)"
+        )
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise ModelLoadError(
+            f"model {config.model!r} is an encoder-decoder ({hf_config.model_type}); only decoders are served, "
+            "as cross attention has no paged form here"
+        )
+    if getattr(hf_config.get_text_config(), "attention_chunk_size", None):
+        raise ModelLoadError(
+            f"model {config.model!r} ({hf_config.model_type}) attends in chunks (attention_chunk_size), which paged "
+            "attention does not know"
+        )
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    if kind is not None:
+        _check_class(config, kind)
+    elif not config.trust_remote_code:
+        raise ModelLoadError(
+            f"model {config.model!r} is of type {hf_config.model_type!r}, which is no decoder that transformers knows"
+        )
+
+
+def _quantisation(hf_config: Any) -> str | None:
+    """The method that a configuration says its weights are quantised with."""
+    for config in (hf_config, hf_config.get_text_config()):
+        found = getattr(config, "quantization_config", None)
+        if found:
+            found = found if isinstance(found, dict) else found.to_dict()
+            by_flags = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else "an unnamed method"
+            method = found.get("quant_method", by_flags)
+            return str(getattr(method, "value", method))
+    return None
+
+
+def _check_class(config: ModelConfig, kind: type[PreTrainedModel]) -> None:
+    if kind._is_stateful:
+        raise ModelLoadError(
+            f"model {config.model!r} is a {kind.__name__}, which keeps a recurrent state (Mamba, linear attention, "
+            "RWKV) that cannot be paged, chunked or preempted"
+        )
+    if not kind._supports_attention_backend:
+        raise ModelLoadError(
+            f"model {config.model!r} is a {kind.__name__}, whose attention cannot be replaced by a paged one "
+            "(transformers' _supports_attention_backend is not set)"
+        )
+
+
+def _without_holding(method: Any) -> Any:
+    """The same function for a registry that never forgets: it must not keep the method's owner and its model alive."""
+    reference = weakref.WeakMethod(method)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "a model outlives its runner"
+        return alive(*args, **kwargs)
+
+    return attend
+
+
+def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: bool = True) -> torch.dtype:
+    """The option where it is given, else the checkpoint's own, bfloat16 for one that has neither of the two.
+
+    Args:
+        computes_bfloat16: whether the device computes bfloat16 faster than float32, which then is taken by itself.
+    """
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if not computes_bfloat16:
+        return torch.float32
+    own = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
+    if isinstance(own, str):
+        own = getattr(torch, own, None)
+    return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.bfloat16
+
+
+def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
+    """The option where it is given, else what the model is made for without length-dependent scaling."""
+    text_config = hf_config.get_text_config()
+    limit: int | None = getattr(text_config, "max_position_embeddings", None)
+    if config.max_model_len is None or config.max_model_len == FITTING_LENGTH:
+        if limit is None:
+            raise ConfigError(f"model {config.model!r} states no context length: set max_model_len")
+        unscaled = rope.unscaled_length(text_config)
+        if unscaled is not None and unscaled < limit:
+            logger.warning(
+                "max_model_len is %d, up to which the model needs no scaled positions; set it for up to %d",
+                unscaled,
+                limit,
+            )
+            return unscaled
+        return limit
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}")
+    return config.max_model_len

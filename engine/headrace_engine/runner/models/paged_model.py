@@ -1,0 +1,242 @@
+"""A transformers model together with the paged K/V memory that its attention reads and writes.
+
+One runner may hold several: the model that it serves and, with speculative decoding, the one that drafts. They share
+block ids, not memory.
+"""
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from headrace_engine.checkpoint import fingerprint
+from headrace_engine.config import CacheConfig, ModelConfig
+from headrace_engine.errors import ConfigError
+from headrace_engine.runner import memory
+from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
+from headrace_engine.runner.attention.native import NativeBackend
+from headrace_engine.runner.attention.selection import choose_backend
+from headrace_engine.runner.batch import StepInputs
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
+from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
+from headrace_engine.runner.fused.short_forward import ShortForward
+from headrace_engine.runner.linear import int8_linear, native_linear, packed_linear
+from headrace_engine.runner.linear.device_linear import DeviceLinear, TritonLinear
+from headrace_engine.runner.linear.native_linear import NativeLinear
+from headrace_engine.runner.linear.packed_linear import PackedLinear
+from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
+from headrace_engine.runner.lora.layers import LoRALayers
+from headrace_engine.runner.memory import check_model_fits
+from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles
+from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.probe import ModelLayout
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+_CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class PagedModel:
+    """Loads the model in float32 or bfloat16; K/V memory is taken by `allocate`.
+
+    Args:
+        fuse_layers: merge the projections of layers of the common kind; their own modules are then called no more.
+        packed: bring linear layers into the forms that a CPU computes fastest; otherwise torch's own products compute
+            them, as a GPU needs it.
+        device: where it computes. The model is read and looked at on the CPU, then moved there.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded.
+        ConfigError: an option does not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: CacheConfig,
+        *,
+        fuse_layers: bool = True,
+        packed: bool = True,
+        device: torch.device = _CPU,
+    ) -> None:
+        self._device = device
+        hf_config = loading.load_config(config)
+        computes_bfloat16 = device.type != "cpu" or packed_linear.computes_bfloat16()
+        dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
+        max_model_len = loading.resolve_max_model_len(config, hf_config)
+        loading.check_architecture(config, hf_config)
+        with lasting_errors(config.model, "loaded"):  # it reads the headers of the weights
+            memory.check_weights_fit(config.model, dtype)
+        self._metadata: AttentionMetadata | None = None
+        self._next_layer = 0
+        self._model: PreTrainedModel = loading.load_weights(config, hf_config, dtype, self._attention)
+        rope.fix_length_dependent_rope(self._model, config, max_model_len)
+        with watch_weights(self._model) as read_weights:
+            self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
+        self.spec = AttentionSpec(
+            layers=self._layout.layers,
+            block_size=cache.block_size,
+            dtype=dtype,
+            cache_dtype=_CACHE_DTYPES[cache.kv_cache_dtype],
+        )
+        self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
+        check_model_fits(self._model, device)
+        self._model.to(device)
+        if config.batch_invariant and self._backend.name != "native":
+            raise ConfigError("batch_invariant needs the compiled attention kernel, which cannot serve this model here")
+        generation_config = generation.read_generation_config(config, self._model.generation_config)
+        self.info = ModelInfo(
+            vocab_size=hf_config.get_text_config().vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=generation.eos_token_ids(generation_config, hf_config),
+            default_sampling_params=generation.default_sampling_params(config, generation_config),
+            architecture=type(self._model).__name__,
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            attention=self._backend.name,
+            num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            weights=fingerprint(config.model, config.revision),
+        )
+        self.num_fused = self.num_packed = 0
+        self._stack: DecoderStack | None = None
+        self._short_forward: ShortForward | None = None
+        if packed:
+            self._pack_products(config, read_weights, fuse_layers=fuse_layers)
+        elif fuse_layers:
+            linear = TritonLinear if self._backend.name == "triton" else DeviceLinear
+            self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, read_weights, linear)
+        self._in_tiles = config.batch_invariant and not self._computes_rows_alone()
+        self._lora: LoRALayers | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._backend.bytes_per_block
+
+    def _pack_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
+        """Bring the linear layers into the form in which they are computed, all but those of `keep`."""
+        dtype = self.spec.dtype
+        exact: LinearKind | None = PackedLinear if packed_linear.supports(dtype) else None
+        if native_linear.preferred(dtype):
+            exact = NativeLinear
+        linear = exact
+        if config.quantization == "int8":
+            int8_linear.check_supported()
+            linear = int8_linear.Int8Linear
+        if linear is None:
+            return
+        if fuse_layers and native_ops.is_built():
+            self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
+            self._stack = self._stack_layers()
+        head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together
+        self.num_packed = pack_linear_layers(self._model, {*keep, head}, linear)
+        if exact is not None:
+            self.num_packed += pack_linear_layers(self._model, keep, exact)
+        if self._stack is not None and self._layout.keeps_logits:
+            self._short_forward = ShortForward.of(self._model, self._stack, self.info.max_model_len)
+
+    def enable_lora(self, max_rank: int) -> LoRALayers:
+        """Let requests run with adapters of at most this rank.
+
+        Raises:
+            ConfigError: the model computes logits that nobody asked for, so that an adapter's rows cannot be told.
+        """
+        if not self._layout.keeps_logits:
+            raise ConfigError(f"LoRA adapters need logits_to_keep, which {self.info.architecture} does not have")
+        self._lora = LoRALayers(self._model, self._model.get_output_embeddings(), max_rank, self.spec.dtype)
+        return self._lora
+
+    def allocate(self, num_blocks: int) -> None:
+        self._backend.allocate(num_blocks)
+        if self._stack is not None:
+            self._stack.bind()
+
+    def _computes_rows_alone(self) -> bool:
+        """Whether all products are our own, which give each row the same bits in any company."""
+        return self._stack is not None and isinstance(self._model.get_output_embeddings(), NativeLinear)
+
+    def _stack_layers(self) -> DecoderStack | None:
+        """Let one call compute all layers, where all of them are of the kind for it."""
+        if not isinstance(self._backend, NativeBackend):
+            return None
+        layers = stackable(decoder_layers(self._model) or nn.ModuleList())
+        # A model may run its layers twice, or have attention elsewhere.
+        if not layers or list(self._layout.modules) != [layer.attention for layer in layers]:
+            return None
+        if any(layer.kv_source is not None for layer in self._layout.layers):
+            return None
+        try:
+            stack = DecoderStack(layers, self._backend)
+        except OSError as error:
+            logger.warning("decoder layers are computed one by one: %s", error)
+            return None
+        self._model.get_decoder().layers = nn.ModuleList([stack])
+        return stack
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
+        if not self._in_tiles:
+            return self._forward(inputs)
+        parts, order = [], []
+        for tile, (places, rows) in row_tiles.split(inputs):
+            parts.append(self._forward(tile)[rows])
+            order.append(places)
+        return torch.cat(parts)[torch.cat(order).argsort()]
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        if self._lora is not None:
+            self._lora.use(inputs)
+        self._metadata, self._next_layer = inputs.metadata, 0
+        if self._stack is not None:
+            self._stack.inputs = inputs
+        keeps_logits = self._layout.keeps_logits
+        try:
+            if self._short_forward is not None:
+                return self._short_forward(inputs)
+            logits: torch.Tensor = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.positions[None],
+                use_cache=False,
+                **({"logits_to_keep": inputs.logits_indices} if keeps_logits else {}),
+            ).logits[0]
+        finally:
+            self._metadata = None
+            if self._stack is not None:
+                self._stack.inputs = None
+        return logits if keeps_logits else logits[inputs.logits_indices]
+
+    def _attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002  # what a token sees was settled at load
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What transformers calls in every layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
+        assert self._metadata is not None
+        layer = self._next_layer
+        assert module is self._layout.modules[layer], "a forward pass calls its layers in another order than at load"
+        self._next_layer += 1
+        output = self._backend.forward(
+            layer,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self._metadata,
+            scale=scale_of(scaling, query.shape[-1]),
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return output[None], None

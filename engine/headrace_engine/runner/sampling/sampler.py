@@ -1,0 +1,239 @@
+"""The sampler: a pure function of logits, parameters and one uniform number a row.
+
+Order of operations, as in vLLM: log-probabilities of the raw logits; allowed tokens, bad words, suppressed tokens and
+biases; logits processors; grammar; penalties; temperature; min-p; top-k; top-p; then the inverse of the cumulative
+distribution in token order at u. Every row is computed on its own, so batch-mates cannot change each other's tokens.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace_engine.runner.contracts import TokenLogprobs
+from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.sampling.token_rules import TokenRules
+from headrace_engine.sampling_params import SamplingParams
+
+NO_TOKEN = -1
+"""Drawn for a row whose rules leave no token that could be drawn."""
+# Most rows that use top-p keep far fewer tokens than this; a row that keeps more is sorted in full.
+_PARTIAL_SORT = 1024
+_LARGEST = torch.finfo(torch.float32).max
+# A logits processor may say "this one" with infinity, and so may an absurd penalty: softmax would make no number of it.
+_LARGEST_LOGIT = 1e30
+# Prompt log-probabilities are made for so many tokens at a time, as each needs a few rows of the vocabulary's size.
+_LOGPROB_ROWS = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingRow:
+    """What one row of logits needs beside itself."""
+
+    params: SamplingParams
+    u: float
+    """Uniform in [0, 1), a function of the request's seed and the position alone; any number for a greedy row."""
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    suppressed_token_ids: Sequence[int]
+    """Tokens that must not be drawn: end and stop tokens while the output is shorter than min_tokens."""
+    rules: TokenRules | None = None
+    processor: Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor] | None = None
+    """The request's logits processors: (prompt, output, logits) -> logits."""
+    grammar_mask: bytes | None = None
+    """Bit i of byte j says whether token 8 j + i may be drawn."""
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """Draw one token for each row.
+
+    Args:
+        logits: [rows, vocabulary], any float type; not changed.
+        rows: one entry a row of logits.
+
+    Returns:
+        The token ids (`NO_TOKEN` where none was left), and the log-probabilities of the rows that asked for them, by
+        row index.
+    """
+    token_ids = draw_tokens(logits, rows)
+    return token_ids, {
+        index: _logprobs(logits[index].float(), token_ids[index], row.params.logprobs)
+        for index, row in enumerate(rows)
+        if row.params.logprobs is not None and token_ids[index] != NO_TOKEN
+    }
+
+
+def draw_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """As `sample`, for a caller who wants no log-probabilities, whatever the rows ask for."""
+    adjusted, empty = _adjust(logits, rows)
+    tokens = _argmax(adjusted)
+    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+    if drawn:
+        tokens[drawn] = _draw(adjusted[drawn].float(), [rows[index] for index in drawn])
+    token_ids: list[int] = tokens.tolist()
+    for index in empty:
+        token_ids[index] = NO_TOKEN
+    return token_ids
+
+
+_has_kernels = functools.cache(native_ops.is_built)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first largest of each row."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    if logits.dtype in native_library.DTYPES and _has_kernels():
+        return native_ops.argmax(logits)
+    if logits.dtype is not torch.bfloat16:
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's own time
+    # Above zero numbers have the order of their bits; to widen all of them first takes ten times as long.
+    bits = logits.view(torch.int16).numpy()
+    found = bits.argmax(axis=-1)
+    others = np.flatnonzero(np.take_along_axis(bits, found[:, None], axis=-1)[:, 0] <= 0)
+    found[others] = logits[others].float().numpy().argmax(axis=-1)
+    return torch.from_numpy(found)
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """How likely a prompt's own tokens were.
+
+    Args:
+        logits: [tokens, vocabulary], any float type: those of the tokens before each of `token_ids`.
+        count: how many of the most likely tokens to report beside each token; -1 for the whole vocabulary.
+    """
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(token_ids), _LOGPROB_ROWS):
+        own = torch.tensor(token_ids[start : start + _LOGPROB_ROWS], dtype=torch.long)
+        logprobs = torch.log_softmax(logits[start : start + _LOGPROB_ROWS].float(), dim=-1)
+        values = logprobs.gather(1, own[:, None])
+        ranks = (logprobs > values).sum(dim=-1) + 1
+        best = logprobs.topk(_num_best(logprobs, count), dim=-1)
+        rows = (own, values[:, 0], ranks, best.indices, best.values)
+        found += [_entry(*row) for row in zip(*(tensor.tolist() for tensor in rows), strict=True)]
+    return found
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, list[int]]:
+    """Apply rules, suppression, processors, grammars and penalties; copies, to float32, only when a row needs them.
+
+    Returns the logits, and the indices of the rows that have no token left.
+    """
+    changed = [
+        index
+        for index, row in enumerate(rows)
+        if row.suppressed_token_ids or row.params.has_penalties or row.rules or row.processor or row.grammar_mask
+    ]
+    if not changed:
+        return logits, []
+    logits = logits.to(torch.float32, copy=True)
+    for index in changed:
+        row = rows[index]
+        if row.rules:
+            row.rules.apply(logits[index], row.output_token_ids)
+        if row.suppressed_token_ids:
+            logits[index, list(row.suppressed_token_ids)] = float("-inf")
+        if row.processor:
+            logits[index] = row.processor(row.prompt_token_ids, row.output_token_ids, logits[index]).clamp(
+                max=_LARGEST_LOGIT
+            )
+        if row.grammar_mask:
+            _apply_mask(logits[index], row.grammar_mask)
+        if row.params.has_penalties:
+            _penalise(logits[index], row)
+    masked = [
+        index
+        for index in changed
+        if rows[index].suppressed_token_ids or rows[index].rules or rows[index].processor or rows[index].grammar_mask
+    ]
+    alive = logits[masked].amax(dim=-1) > float("-inf")  # not for NaN, either
+    return logits, [index for index, lives in zip(masked, alive.tolist(), strict=True) if not lives]
+
+
+def _apply_mask(logits: torch.Tensor, mask: bytes) -> None:
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=len(logits), bitorder="little")
+    logits.masked_fill_(torch.from_numpy(bits) == 0, float("-inf"))
+
+
+def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
+    params = row.params
+    output = torch.tensor(row.output_token_ids, dtype=torch.long)
+    if params.repetition_penalty != 1.0:
+        seen = torch.cat([torch.tensor(row.prompt_token_ids, dtype=torch.long), output]).unique()  # type: ignore[no-untyped-call]
+        scores = logits[seen]
+        penalty = min(max(float(params.repetition_penalty), 1 / _LARGEST), _LARGEST)
+        penalised = torch.where(scores > 0, scores / penalty, scores * penalty).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+        logits[seen] = penalised.masked_fill(scores == float("-inf"), float("-inf"))
+    if len(output) and (params.frequency_penalty or params.presence_penalty):
+        used, counts = output.unique(return_counts=True)  # type: ignore[no-untyped-call]
+        logits[used] -= counts * params.frequency_penalty + params.presence_penalty
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    # A float64 beyond float32 would become infinite, and suppressed tokens not a number; an integer may not fit int64.
+    column = torch.tensor([min(float(row.params.temperature), _LARGEST) for row in rows])[:, None]
+    logits = logits / column
+    min_p = torch.tensor([row.params.min_p for row in rows])[:, None]
+    if bool((min_p > 0).any()):
+        # p < min_p * p_max, written in logits so that no softmax is needed yet
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
+    _keep_top_k(logits, rows)
+    probs = torch.softmax(logits, dim=-1)
+    _keep_top_p(probs, rows)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    u = torch.tensor([row.u for row in rows], dtype=torch.float64)[:, None]
+    # The first token whose cumulative probability exceeds u; tokens of probability 0 can never be it.
+    tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
+    # u so near 1 that rounding passed the end: the last token that has any probability
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(dim=-1)
+    return torch.minimum(tokens, last)
+
+
+def _keep_top_k(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """In place; tokens tied with the k-th all stay, so the result does not depend on a sort's order of ties."""
+    vocab_size = logits.shape[-1]
+    wanted = [(index, row.params.top_k) for index, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
+    if not wanted:
+        return
+    indices = [index for index, _ in wanted]
+    largest = logits[indices].topk(max(k for _, k in wanted), dim=-1).values
+    threshold = largest.gather(1, torch.tensor([[k - 1] for _, k in wanted]))
+    kept = logits[indices]
+    logits[indices] = kept.masked_fill(kept < threshold, float("-inf"))
+
+
+def _keep_top_p(probs: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """In place: the smallest set of most likely tokens whose probabilities reach top_p, ties included."""
+    indices = [index for index, row in enumerate(rows) if row.params.top_p < 1.0]
+    if not indices:
+        return
+    chosen = probs[indices]
+    top_p = torch.tensor([rows[index].params.top_p for index in indices], dtype=torch.float64)[:, None]
+    count = min(_PARTIAL_SORT, probs.shape[-1])
+    ordered = chosen.topk(count, dim=-1).values
+    if bool((ordered.sum(dim=-1, dtype=torch.float64) < top_p[:, 0]).any()):
+        ordered = chosen.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    num_kept = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+    threshold = ordered.gather(1, num_kept - 1)
+    probs[indices] = chosen.masked_fill(chosen < threshold, 0.0)
+
+
+def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = float(logprobs[token_id])
+    rank = int((logprobs > logprobs[token_id]).sum()) + 1
+    best = logprobs.topk(_num_best(logprobs, count))
+    return _entry(token_id, own, rank, best.indices.tolist(), best.values.tolist())
+
+
+def _num_best(logprobs: torch.Tensor, count: int) -> int:
+    return logprobs.shape[-1] if count == -1 else min(count, logprobs.shape[-1])
+
+
+def _entry(token_id: int, own: float, rank: int, best_ids: list[int], best_values: list[float]) -> TokenLogprobs:
+    others = zip(best_ids, best_values, range(1, len(best_ids) + 1), strict=True)
+    return [(token_id, own, rank), *((token, value, place) for token, value, place in others if token != token_id)]

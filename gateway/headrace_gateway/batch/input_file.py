@@ -1,0 +1,91 @@
+"""`InputFile`: the lines of a batch's input, read as often as wanted, a few in memory at a time."""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Final, Self
+
+from headrace_gateway.batch_line import MAX_LINE_BYTES
+from headrace_gateway.errors import BatchError
+
+STANDARD: Final = "-"
+"""Standard input or output, where a file is named."""
+_BLOCK_LINES: Final = 32
+_BLOCK_BYTES: Final = 2**20
+
+
+class InputFile(AbstractContextManager["InputFile"]):
+    """Opens the file; `-` is standard input. What cannot be read twice is copied into a temporary file first.
+
+    Raises BatchError where the file cannot be read.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name: Final = "standard input" if name == STANDARD else name
+        try:
+            self._file: Final = _opened(name)
+        except OSError as error:
+            raise BatchError(f"{self.name} cannot be read: {error.strerror}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Every line that is not blank and its number, from 1. Of one that is too long, what shows that it is."""
+        self._file.seek(0)
+        number = 0
+        while line := self._read_line():
+            number += 1
+            if len(line) > MAX_LINE_BYTES or line.strip():
+                yield number, line
+            while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = self._read_line()
+
+    async def read(self) -> AsyncIterator[tuple[int, bytes]]:
+        """The same lines, for an event loop: a thread reads a few at a time, and the loop turns between them."""
+        lines = self.lines()
+        while block := await asyncio.to_thread(_block, lines):
+            for line in block:
+                yield line
+
+    def _read_line(self) -> bytes:
+        try:
+            return self._file.readline(MAX_LINE_BYTES + 1)
+        except OSError as error:
+            raise BatchError(f"{self.name} cannot be read: {error.strerror}") from None
+
+
+def _block(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    block, size = [], 0
+    for line in lines:
+        block.append(line)
+        size += len(line[1])
+        if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:
+            break
+    return block
+
+
+def _opened(name: str) -> IO[bytes]:
+    if name == STANDARD:
+        return _copied(sys.stdin.buffer)
+    file = Path(name).open("rb")  # noqa: SIM115  # the InputFile closes it
+    if file.seekable():
+        return file
+    with file:
+        return _copied(file)
+
+
+def _copied(source: IO[bytes]) -> IO[bytes]:
+    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # its caller closes it
+    shutil.copyfileobj(source, copy)
+    return copy

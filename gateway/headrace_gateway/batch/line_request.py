@@ -1,0 +1,259 @@
+"""One line of a batch: its requests sent, or joined where they were sent before, and read to their end."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import redis
+
+from headrace_broker import (
+    AsyncClient,
+    HeadraceBrokerError,
+    QueueFullError,
+    QueueUnavailableError,
+    SubmitRequest,
+    UnknownModelError,
+)
+from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
+from headrace_broker.stream_hub import StreamHub
+from headrace_gateway import ApiError
+from headrace_gateway.answer_reader import open_reader
+from headrace_gateway.batch_line import BatchLine
+from headrace_gateway.broker_errors import api_error_of
+from headrace_gateway.call_fields import bounded_priority
+from headrace_gateway.envelope import Envelope
+from headrace_gateway.fold import Fold
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.model_catalog import ModelCatalog
+
+_FOREVER: Final = 10 * 365 * 86400
+"""Whether a line is late is the batch's affair, not its reader's."""
+_LOST_LIMIT: Final = 3
+"""Answers of one line, sent by this run, that may be gone before they are read."""
+_LONGEST_PAUSE: Final = 10.0
+_LONGEST_SILENCE: Final = 3600.0
+
+Value = TypeVar("Value")
+
+
+class LineAnswer(NamedTuple):
+    """The line for the output, or for the errors."""
+
+    line: bytes
+    is_success: bool
+    usage: Mapping[str, Any] | None = None
+    """Of a success, as its body has it."""
+
+
+class LineStoppedError(Exception):
+    """The line has no answer: its batch was stopped, or its deadline has passed."""
+
+
+class _AnswerLostError(Exception):
+    """The stream is gone: nobody has read it in time."""
+
+    def __init__(self, *, was_sent: bool) -> None:
+        super().__init__()
+        self.was_sent = was_sent
+        """By this run; else it was joined."""
+
+
+class _QuotaError(Exception):
+    """A worker refused the request: the queue held too many of the tenant."""
+
+
+class LineRequests:
+    """Sends the lines of one batch.
+
+    Args:
+        hub: with endless patience.
+        secret: of the batch; the ids of all requests are made from it, so who goes on with it finds them again.
+        key: whose requests they are. A body may ask for a worse priority than its best.
+        deadline: Unix seconds at which the queue gives up what has no answer; None: never.
+        on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
+        pause: seconds before what could not be sent is tried again.
+        silence: seconds after which a request is sent again, in case Redis has lost it; each next time twice as many.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        hub: StreamHub,
+        models: ModelCatalog,
+        *,
+        secret: str,
+        key: ApiKey,
+        deadline: float | None = None,
+        on_waiting: Callable[[str], None],
+        pause: float = 1.0,
+        silence: float = 60.0,
+    ) -> None:
+        self._client: Final = client
+        self._hub: Final = hub
+        self._models: Final = models
+        self._secret: Final = secret
+        self._key: Final = key
+        self._deadline: Final = deadline
+        self._on_waiting: Final = on_waiting
+        self._pause: Final = pause
+        self._silence: Final = silence
+        self._running: Final[set[tuple[str, ...]]] = set()
+        self._is_stopped = False
+
+    async def stop(self) -> None:
+        """Cancel what was sent; what has an answer by now keeps it, every other line raises LineStoppedError.
+
+        Raises QueueUnavailableError where Redis cannot be reached; nothing more is sent in any case.
+        """
+        self._is_stopped = True
+        for request_ids in list(self._running):
+            for request_id in request_ids:
+                await self._client.cancel(request_id)
+
+    async def answer(self, line: BatchLine) -> LineAnswer:
+        """Wait for the answer of a line, whatever it is, for as long as it takes.
+
+        Raises QueueUnavailableError or redis-py's NoPermissionError where this user of Redis may not do it, and
+        LineStoppedError after `stop` and after the deadline.
+        """
+        attempt = num_lost = 0
+        while True:
+            self._check_stopped()
+            try:
+                return await self._answer(line, self.answer_id(line, attempt))
+            except _QuotaError:
+                await asyncio.sleep(10 * self._pause)
+                attempt += 1
+            except _AnswerLostError as lost:
+                num_lost += lost.was_sent
+                if num_lost == _LOST_LIMIT:
+                    message = f"the request was sent {num_lost} times, and each time its stream was gone before its end"
+                    return LineAnswer(line.unanswered("answer_lost", message), False)
+                attempt += 1
+            except redis.RedisError as error:  # out of memory, read-only: both may pass, and the attempt is joined
+                if isinstance(error, redis.exceptions.NoPermissionError):
+                    raise
+                self._on_waiting(f"Redis refuses: {error}")
+                await asyncio.sleep(self._pause)
+
+    async def _answer(self, line: BatchLine, answer_id: str) -> LineAnswer:
+        try:
+            body = await self._generate(line, answer_id)
+            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"))
+        except MalformedEntryError as error:
+            return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
+        except QueueUnavailableError:
+            raise
+        except HeadraceBrokerError as error:
+            refused = api_error_of(error)
+        except ApiError as error:
+            refused = error
+        if refused.code == "quota_exceeded":
+            raise _QuotaError
+        if (refused.code == "cancelled" and self._is_stopped) or (refused.code == "expired" and self._deadline):
+            raise LineStoppedError
+        return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped or (self._deadline is not None and time.time() > self._deadline):
+            raise LineStoppedError
+
+    def answer_id(self, line: BatchLine, attempt: int) -> str:
+        """The id of the answer, and of its request in the queue: the same whenever this run comes to this attempt."""
+        digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
+        return f"{line.id_prefix}-{digest.hexdigest()}"
+
+    async def _generate(self, line: BatchLine, answer_id: str) -> dict[str, Any]:
+        model, lora = await self._patiently(partial(self._models.find, line.body.get("model"), self._key))
+        call = line.read_call(model, lora)
+        request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
+        envelope = Envelope(
+            id=answer_id,
+            request_ids=tuple(request_ids),
+            created=int(time.time()),
+            model=call.model,
+            key=self._key.name,
+            tenant=self._key.tenant,
+            form=msgspec.structs.replace(call.form, include_usage=True, continuous_usage=False),
+            expires=_FOREVER,
+        )
+        options: SubmitRequest = {
+            "model": model.name,
+            "tenant": self._key.tenant,
+            "priority": bounded_priority(call.priority, self._key),
+        }
+        if self._deadline is not None:
+            options["expires"] = max(1.0, self._deadline - time.time())
+        requests: list[SubmitRequest] = [
+            {**submission, **options, "request_id": request_id}
+            for submission, request_id in zip(call.submissions, request_ids, strict=True)
+        ]
+        self._running.add(envelope.request_ids)
+        try:
+            return await self._read(envelope, requests)
+        except ApiError:
+            for request_id in request_ids if len(request_ids) > 1 else ():  # nobody waits for the other prompts
+                await self._patiently(partial(self._client.cancel, request_id))
+            raise
+        finally:
+            self._running.discard(envelope.request_ids)
+
+    async def _read(self, envelope: Envelope, requests: list[SubmitRequest]) -> dict[str, Any]:
+        """Send and read. A request that is sent again is not run twice: the queue drops the second message of an id."""
+        joined = Fold(envelope.form)
+        silence = self._silence
+        async with open_reader(self._hub, envelope) as reader:
+            was_sent = await self._send(requests)
+            while not reader.has_ended:
+                try:
+                    chunks = await reader.take(silence)
+                except ApiError:  # it says nothing else
+                    raise _AnswerLostError(was_sent=was_sent) from None
+                if chunks is None:
+                    silence = min(2 * silence, _LONGEST_SILENCE)
+                    await self._send(requests)
+                    continue
+                if reader.error is not None:
+                    raise reader.error
+                for chunk, _ in chunks:
+                    joined.add(chunk)
+        return joined.answer()
+
+    async def _send(self, requests: list[SubmitRequest]) -> bool:
+        """Whether any was sent: one that runs, or has ended, is not."""
+        num_sent = 0
+        for request in requests:
+            with contextlib.suppress(UsedRequestIdError):
+                await self._patiently(partial(self._client.submit_many, [request]))
+                num_sent += 1
+        return num_sent > 0
+
+    async def _patiently(self, act: Callable[[], Awaitable[Value]]) -> Value:
+        """Do it once there is room, Redis is there, and knows the models, which were there when the input was checked.
+
+        What may have been done is done again: it has one id.
+        """
+        while True:
+            pause = self._pause
+            self._check_stopped()
+            try:
+                return await act()
+            except QueueFullError as error:
+                self._on_waiting("the queue is full")
+                pause = min(error.retry_after_seconds or pause, _LONGEST_PAUSE)
+            except QueueUnavailableError as error:
+                if isinstance(error.__cause__, redis.exceptions.NoPermissionError):
+                    raise
+                self._on_waiting(str(error))
+            except UnknownModelError as error:
+                self._on_waiting(str(error))
+            except ApiError as error:
+                if error.code != "model_not_found":
+                    raise
+                self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
+            await asyncio.sleep(pause)

@@ -1,0 +1,77 @@
+"""`Claims`: items of work that all replicas share through Redis, each in the hands of one replica at a time."""
+
+from collections.abc import Collection
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+
+class Claim(NamedTuple):
+    """An item in this replica's hands."""
+
+    item: str
+    token: int
+    """Greater than that of every earlier claim. A script that writes for the claim compares it, so that a replica
+    which was paused for too long cannot write any more."""
+
+
+class Claims:
+    """One kind of work. A claim that is not kept for `seconds` can be taken by another replica.
+
+    Methods raise Redis's errors.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        name: of the kind of work; the same in all replicas.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", name: str, *, seconds: float = 30.0) -> None:
+        self.seconds: Final = seconds
+        self.due_key: Final = f"headrace:gw:work:{name}"
+        """Sorted set: item -> when it is due, milliseconds by Redis's clock."""
+        self.token_key: Final = f"{self.due_key}:token"
+        """Hash: item -> the token of whoever holds it."""
+        self._add: Final = client.register_script(_lua("add"))
+        self._take: Final = client.register_script(_lua("take"))
+        self._keep: Final = client.register_script(_lua("keep"))
+        self._release: Final = client.register_script(_lua("release"))
+
+    @property
+    def _keys(self) -> list[str]:
+        return [self.due_key, self.token_key]
+
+    async def add(self, item: str, *, after: float = 0.0) -> bool:
+        """Add an item that may be taken `after` so many seconds; False where it is there already."""
+        return bool(await self._add(keys=self._keys, args=[item, _milliseconds(after)]))
+
+    async def take(self, limit: int) -> list[Claim]:
+        """Take what is due, the longest due first, `limit` at most."""
+        taken = await self._take(keys=self._keys, args=[limit, _milliseconds(self.seconds)])
+        return [Claim(item.decode(), token) for item, token in taken]
+
+    async def keep(self, claims: Collection[Claim]) -> set[Claim]:
+        """Hold these for another `seconds`, and return those that are lost: another has them, or they are finished."""
+        if not claims:
+            return set()
+        given = list(claims)
+        args = [_milliseconds(self.seconds), *(part for claim in given for part in claim)]
+        return {given[place] for place in await self._keep(keys=self._keys, args=args)}
+
+    async def put_back(self, claim: Claim, *, after: float = 0.0) -> bool:
+        """Let it be taken again after so many seconds; False where the claim is lost."""
+        return bool(await self._release(keys=self._keys, args=[*claim, _milliseconds(after)]))
+
+    async def finish(self, claim: Claim) -> bool:
+        """Remove the item; False where the claim is lost."""
+        return bool(await self._release(keys=self._keys, args=[*claim, ""]))
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _lua(name: str) -> str:
+    folder = files("headrace_gateway") / "lua"
+    return "\n".join((folder / f"{part}.lua").read_text() for part in ("claims_prelude", f"claims_{name}"))

@@ -1,0 +1,87 @@
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_broker import RegisteredModel
+from headrace_broker.messages import MAX_PROMPT_TOKENS
+from headrace_broker.sampling_rules import token_id_problem
+from headrace_gateway import call_fields, field_tables
+from headrace_gateway.body import read_json
+from headrace_gateway.call_fields import boolean
+from headrace_gateway.chat_fields import read_chat
+from headrace_gateway.context import gateway_of, key_of
+from headrace_gateway.errors import invalid
+from headrace_gateway.generation import require_redis
+from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.problems import Problems, shown
+from headrace_gateway.tokenizer_calls import call_tokenizer, prompt_of
+
+
+async def tokenize(request: Request) -> Response:
+    """`POST /tokenize`: the token ids of a prompt, or of a chat as the model's template renders it."""
+    given, model, lora = await _read(request)
+    is_chat = "messages" in given
+    problems = Problems()
+    _check_names(given, field_tables.TOKENIZE_CHAT if is_chat else field_tables.TOKENIZE_PROMPT, problems)
+    add_special_tokens = boolean(given, "add_special_tokens", problems, default=not is_chat)
+    token_strs = boolean(given, "return_token_strs", problems)
+    if not is_chat and not isinstance(given.get("prompt"), str):
+        problems.add("prompt", f"prompt must be a string, not {shown(given.get('prompt'))}; or give messages")
+    problems.raise_any()
+    if is_chat:
+        chat = {name: given[name] for name in field_tables.TOKENIZE_CHAT & field_tables.CHAT if name in given}
+        prompt = prompt_of(read_chat({"model": model.name, **chat}, model=model, lora=lora).submissions[0])
+    else:
+        prompt = {"prompt": given["prompt"]}
+    body = {"request": prompt, "add_special_tokens": add_special_tokens, "token_strs": token_strs}
+    prompt_field = "messages" if is_chat else "prompt"
+    await gateway_of(request).limits.admit(key_of(request))
+    return JsonResponse(await call_tokenizer(gateway_of(request), model, "tokenize", body, prompt_field=prompt_field))
+
+
+async def detokenize(request: Request) -> Response:
+    """`POST /detokenize`: the text of token ids, special tokens among it."""
+    given, model, _ = await _read(request)
+    problems = Problems()
+    _check_names(given, field_tables.DETOKENIZE, problems)
+    tokens = given.get("tokens")
+    if not isinstance(tokens, list) or len(tokens) > MAX_PROMPT_TOKENS:
+        problems.add("tokens", f"tokens must be an array of at most {MAX_PROMPT_TOKENS} token ids, not {shown(tokens)}")
+    elif problem := token_id_problem(tokens):
+        problems.add("tokens", f"tokens {problem}")
+    problems.raise_any()
+    await gateway_of(request).limits.admit(key_of(request))
+    body = {"tokens": tokens}
+    return JsonResponse(await call_tokenizer(gateway_of(request), model, "detokenize", body, prompt_field="tokens"))
+
+
+async def _read(request: Request) -> tuple[dict[str, Any], RegisteredModel, str | None]:
+    """The body's fields and the model, which may be left out where there is only one."""
+    gateway, key = gateway_of(request), key_of(request)
+    require_redis(request)
+    given = call_fields.without_nulls(await read_json(request, gateway.settings.max_body_bytes))
+    if "model" in given:
+        return given, *await gateway.models.find(given["model"], key)
+    model = await gateway.models.only(key)
+    if model is None:
+        raise invalid("model must be given: this key may use several models, or none", param="model")
+    return given, model, None
+
+
+def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
+    for name in given:
+        if name not in served:
+            why = field_tables.REFUSED.get(name)
+            told = f"unknown field {name[:64]!r}" if why is None else f"{name} is not served: {why}"
+            problems.unsupported(name[:64], told)
+
+
+routes: Final = [
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+]

@@ -1,0 +1,94 @@
+"""`WatchedFile`: what an operator's file says, read again when the file changes. `read_toml`: one version of it."""
+
+import logging
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from headrace_gateway.errors import GatewaySettingsError
+
+_LOOK_SECONDS: Final = 1.0
+_MAX_BYTES: Final = 4 * 2**20
+
+Content = TypeVar("Content")
+
+logger = logging.getLogger(__name__)
+
+
+class WatchedFile(Generic[Content]):
+    """Reads the file at once, and raises GatewaySettingsError where it cannot be used.
+
+    A later version that cannot be used is logged, and what the last good one said stays.
+
+    Args:
+        what: the file's name in the log, such as "key file".
+        read: gives the content of a version, or raises GatewaySettingsError.
+        when_read: told after each look at a new version whether it could be used.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        path: Path,
+        read: Callable[[Path], Content],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        when_read: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self._what: Final = what
+        self._path: Final = path
+        self._read: Final = read
+        self._now: Final = now
+        self._when_read: Final = when_read
+        self._version = _version(path)
+        self._looked_at = now()
+        self._content = read(path)
+        when_read(True)
+
+    def content(self) -> Content:
+        """What the newest good version says. It looks at the file at most once a second."""
+        if self._now() - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = self._now()
+            version = _version(self._path)
+            if version != self._version:
+                self._version = version
+                self._read_again()
+        return self._content
+
+    def _read_again(self) -> None:
+        try:
+            self._content = self._read(self._path)
+        except GatewaySettingsError as error:
+            logger.error("%s refused, the last good one stays in use: %s", self._what, error)
+            self._when_read(False)
+        else:
+            logger.info("%s read", self._what)
+            self._when_read(True)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_toml(what: str, path: Path) -> tuple[dict[str, Any], str]:
+    """The document and its text. Raises GatewaySettingsError, which quotes nothing of the file."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise GatewaySettingsError(f"the {what} {path} cannot be read: {error.strerror}") from None
+    if len(raw) > _MAX_BYTES:
+        raise GatewaySettingsError(f"the {what} {path} must be at most {_MAX_BYTES} bytes")
+    try:
+        text = raw.decode()
+        return tomllib.loads(text), text
+    except UnicodeDecodeError:
+        raise GatewaySettingsError(f"the {what} {path} is not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise GatewaySettingsError(f"the {what} {path} cannot be used: {error}") from None

@@ -1,0 +1,91 @@
+"""Calls of a tokenizer between those who ask and a worker, on a real server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis
+
+from headrace_broker.connections import connect, connect_async
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.errors import TokenizerCallError
+from headrace_broker.events import pack, unpack
+from headrace_broker.keys import tokenizer_calls_key
+from headrace_broker.tokenizer_calls import MOST_OF_ASKER, MOST_WAITING, TokenizerAsker, TokenizerCall, TokenizerCalls
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedServer) -> "Iterator[redis.Redis]":
+    with connect(redis_server.url) as client:
+        client.flushdb()
+        yield client
+
+
+@pytest.fixture
+async def asking(redis_server: EmbeddedServer) -> "AsyncIterator[redis.asyncio.Redis]":
+    connection = connect_async(redis_server.url)
+    yield connection
+    await connection.aclose()
+
+
+async def take(calls: TokenizerCalls) -> TokenizerCall:
+    while (call := await asyncio.to_thread(calls.take, 1.0)) is None:
+        pass
+    return call
+
+
+async def test_a_call_reaches_a_worker_of_any_of_its_names_and_its_answer_comes_back(
+    client: "redis.Redis", asking: "redis.asyncio.Redis"
+) -> None:
+    asked = asyncio.create_task(TokenizerAsker(asking).call("m|2", "count", {"request": {"prompt": "a|b"}}))
+    calls = TokenizerCalls(client, ["m", "m|2"])
+    call = await take(calls)
+    assert (call.kind, unpack(call.body)) == ("count", {"request": {"prompt": "a|b"}})
+    assert client.pttl(tokenizer_calls_key("m|2")) > 0 or not client.exists(tokenizer_calls_key("m|2"))
+    calls.answer(call, pack({"result": {"count": 3}}))
+    assert await asked == {"count": 3}
+    assert client.keys("*") == []
+
+
+async def test_a_refusal_is_raised_with_its_code(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
+    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "detokenize", {"tokens": []}))
+    calls = TokenizerCalls(client, ["m"])
+    calls.answer(await take(calls), pack({"error": {"code": "unsupported", "message": "no"}}))
+    with pytest.raises(TokenizerCallError, match="no") as raised:
+        await asked
+    assert raised.value.code == "unsupported"
+
+
+async def test_a_call_that_nobody_answers_fails_in_time_and_is_not_kept(
+    client: "redis.Redis", asking: "redis.asyncio.Redis"
+) -> None:
+    asker = TokenizerAsker(asking, seconds=0.05)
+    with pytest.raises(TokenizerCallError, match=r"no worker of m has answered within 0\.05 s") as raised:
+        await asker.call("m", "count", {})
+    assert raised.value.code == "tokenizer_unavailable"
+    client.persist(tokenizer_calls_key("m"))  # as if a later call had kept the list
+    assert TokenizerCalls(client, ["m"]).take(1.0) is None
+
+
+async def test_no_more_calls_wait_than_may(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
+    askers = [TokenizerAsker(asking) for _ in range(MOST_WAITING // MOST_OF_ASKER)]
+    waiting = [asyncio.create_task(asker.call("m", "count", {})) for asker in askers for _ in range(MOST_OF_ASKER)]
+    while client.llen(tokenizer_calls_key("m")) < MOST_WAITING:
+        await asyncio.sleep(0)
+    with pytest.raises(TokenizerCallError, match="64 calls") as raised:
+        await TokenizerAsker(asking).call("m", "count", {})
+    assert raised.value.code == "tokenizer_unavailable"
+    one_more = asyncio.create_task(askers[0].call("m", "count", {}))  # waits in the asker itself
+    calls = TokenizerCalls(client, ["m"])
+    for number in range(MOST_WAITING + 1):
+        calls.answer(await take(calls), pack({"result": {"count": number}}))
+    assert {answer["count"] for answer in await asyncio.gather(*waiting, one_more)} == set(range(MOST_WAITING + 1))
+
+
+@pytest.mark.parametrize("item", [b"", b"|||", b"x|y|count|z", b"99999999999999|y|steal|z", b"1|y|count|z", b"\xff"])
+def test_what_is_no_call_that_somebody_waits_for_is_passed_over(client: "redis.Redis", item: bytes) -> None:
+    client.rpush(tokenizer_calls_key("m"), item)
+    assert TokenizerCalls(client, ["m"]).take(1.0) is None
+    assert not client.exists(tokenizer_calls_key("m"))

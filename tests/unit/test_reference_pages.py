@@ -1,0 +1,44 @@
+"""docs/reference is what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+_PATH = Path(__file__).parents[2] / "docs" / "reference" / "generate.py"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_reference", _PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_those_of_the_code(generate: ModuleType) -> None:
+    assert generate.stale() == [], f"write them again: {generate.COMMAND}"
+
+
+def test_a_changed_and_a_missing_page_are_stale(generate: ModuleType, tmp_path: Path) -> None:
+    for name, text in generate.pages().items():
+        (tmp_path / name).write_text(text)
+    assert generate.stale(tmp_path) == []
+    (tmp_path / "cli.md").write_text((tmp_path / "cli.md").read_text().replace("--max-num-seqs", "--max-seqs"))
+    (tmp_path / "errors.md").unlink()
+    assert generate.stale(tmp_path) == ["cli.md", "errors.md"]
+
+
+def test_every_page_of_the_folder_is_generated(generate: ModuleType) -> None:
+    assert {path.name for path in _PATH.parent.glob("*.md")} == {*generate.pages(), "index.md"}
+
+
+def test_no_page_depends_on_the_environment(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADRACE_REDIS_URL", "HEADRACE_GATEWAY_PORT", "HEADRACE_MAX_NUM_SEQS", "COLUMNS"):
+        monkeypatch.setenv(name, "77")
+    assert generate.stale() == []

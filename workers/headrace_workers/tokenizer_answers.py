@@ -1,0 +1,80 @@
+"""`TokenizerAnswers`: answers calls of the model's tokenizer with the code that tokenises requests.
+
+Runs in the preparation's process. The body of a call, and its answer, are maps in msgpack; docs/wire.md tells them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_broker import errors as broker_errors
+from headrace_broker.events import pack, unpack
+from headrace_broker.messages import GenerateRequest
+from headrace_broker.sampling_rules import token_id_problem
+from headrace_engine.chat import ChatOptions
+from headrace_engine.errors import InvalidRequestError
+from headrace_engine.input_processor import InputProcessor
+from headrace_engine.tokenizer import ModelTokenizer
+from headrace_monitoring.logging import frames
+from headrace_workers.intake import RefusedError, check_tools
+
+
+class TokenizerAnswers:
+    """Args:
+    processor: the door that requests go through.
+    tokenizer: the one behind it.
+    """
+
+    def __init__(self, processor: InputProcessor, tokenizer: ModelTokenizer) -> None:
+        self._processor = processor
+        self._tokenizer = tokenizer
+
+    def answer(self, kind: str, body: bytes) -> bytes:
+        """The packed answer: the result, or the error, in whose place none is raised."""
+        try:
+            given = unpack(body)
+            result = self._detokenize(given) if kind == "detokenize" else self._tokenize(given, kind)
+            return pack({"result": result})
+        except RefusedError as refusal:
+            return error_answer(refusal.error.code, refusal.error.message)
+        except (InvalidRequestError, broker_errors.InvalidRequestError) as error:
+            return error_answer(error.code, str(error))
+        except Exception as error:  # noqa: BLE001  # whatever it is, the call gets an answer, which quotes nothing
+            raised = " ".join(frames(error).split())
+            return error_answer("engine_error", f"the call could not be answered: {type(error).__name__} at {raised}")
+
+    def _tokenize(self, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+        request = GenerateRequest.parse(given.get("request") or {})
+        adds_special = given.get("add_special_tokens")
+        if request.messages is not None:
+            check_tools(request, self._processor)
+            text, token_ids = self._processor.tokenize_chat(request.messages, ChatOptions(**request.chat_options))
+            if adds_special:
+                token_ids = self._tokenizer.encode(text)
+        elif request.prompt is not None and adds_special is False:
+            token_ids = self._tokenizer.encode_plain(request.prompt)
+        else:
+            prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
+            assert prompt is not None
+            _, token_ids = self._processor.tokenize(prompt)
+        result = {"count": len(token_ids), "max_model_len": self._processor.model_info.max_model_len}
+        if kind == "count":
+            return result
+        texts = [self._tokenizer.backend.id_to_token(each) or "" for each in token_ids]
+        return {**result, "tokens": token_ids, "token_strs": texts if given.get("token_strs") else None}
+
+    def _detokenize(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = given.get("tokens")
+        problem = token_id_problem(tokens) if isinstance(tokens, list) else "must be a list of token ids"
+        if problem is None:
+            assert tokens is not None
+            size = self._processor.model_info.vocab_size
+            beyond = next((each for each in tokens if each >= size), None)
+            problem = None if beyond is None else f"must be below {size}, the size of the vocabulary, got {beyond}"
+        if problem is not None:
+            raise RefusedError("invalid_request", f"tokens {problem}")
+        return {"prompt": self._tokenizer.decode(tokens or [])}
+
+
+def error_answer(code: str, message: str) -> bytes:
+    """The packed answer to a call that has no result."""
+    return pack({"error": {"code": code, "message": message}})

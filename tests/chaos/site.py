@@ -3,9 +3,11 @@
 import random
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
+
+from celery.result import AsyncResult
 
 from chaos.http_reader import HttpReader
 from chaos.proxy import Proxy
@@ -51,6 +53,8 @@ class Site:
     """
 
     lease_seconds = 2.0
+    slots = 32
+    """Choices that a worker runs at once."""
 
     def __init__(
         self, model: str, folder: Path, num_workers: int = 2, engine_settings: Mapping[str, object] | None = None
@@ -64,6 +68,7 @@ class Site:
             "lease_seconds": self.lease_seconds,
             "grace_seconds": 0.3,
             "delivery_limit": 1000,
+            "max_num_seqs": self.slots,
         }
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
         skew = ClockSkew(folder)
@@ -139,6 +144,14 @@ class Site:
         self.revive()
         ended, self._ended = self._ended, []
         return ended
+
+    def forget(self, handles: Sequence[AsyncResult]) -> None:
+        """Long runs must not grow: neither this process nor the server keeps what is checked."""
+        for handle in handles:
+            handle.forget()
+            self.client.delete(f"headrace:stream:{handle.id}")
+            handle.backend = None
+        self.service.forget()
 
     def close(self) -> None:
         for gateway in self.gateways:

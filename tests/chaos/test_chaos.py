@@ -23,4 +23,5 @@ def test_whatever_breaks_no_request_is_lost_doubled_or_changed(tmp_path: Path) -
     assert [problem for done in rounds for problem in done.problems] == []
     total = summary(rounds)[-1]
     assert total["lost"] == total["broken"] == 0
+    assert any("request preempted" in log.read_text() for log in tmp_path.glob("worker-*.log"))
     assert total["resumed"] >= len(FAULTS), "the faults came when nothing ran"

@@ -79,12 +79,13 @@ $(DOCS)/.installed: docs/requirements.txt
 	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
-lint: $(STAMP) ## ruff, mypy (strict), the import contracts and whether docs/reference is that of the code
+lint: $(STAMP) ## ruff, mypy (strict), the import contracts, stale reference pages, coined words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 	@$(BIN)/python docs/reference/generate.py --check
+	@$(BIN)/python docs/plain_words.py
 
 bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
 	@$(BIN)/python benchmarks/throughput.py

@@ -7,7 +7,8 @@ project = "Headrace"
 project_copyright = "the Headrace authors"
 html_title = "Headrace"
 html_theme = "furo"
-html_static_path = ["images"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 
@@ -29,6 +30,7 @@ NAVIGATION = {
         "tool-calls",
         "batch",
         "gateway",
+        "anthropic",
         "library",
         "lora",
         "speculative-decoding",
@@ -67,7 +69,10 @@ def _offer_pages_outside(app, docname, content):
 def _append_navigation(_app, docname, content):
     """Append the trees of pages here: in the files, GitHub would show them as code."""
     if docname == "index":
-        content[0] += "".join(_toctree(pages, caption) for caption, pages in NAVIGATION.items())
+        named = {page for pages in NAVIGATION.values() for page in pages}
+        rest = sorted({path.stem for path in Path(__file__).parent.glob("*.md")} - named - {"index"})
+        trees = NAVIGATION | ({"More": rest} if rest else {})
+        content[0] += "".join(_toctree(pages, caption) for caption, pages in trees.items())
     elif docname in _SECTIONS:
         content[0] += _toctree(_SECTIONS[docname])
 

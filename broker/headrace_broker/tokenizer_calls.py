@@ -81,8 +81,9 @@ class TokenizerAsker:
 
     async def _answer(self, call_id: str) -> dict[str, Any]:
         key = tokenizer_answer_key(call_id)
-        while (popped := await self._client.blpop([key], timeout=BLOCK_SECONDS)) is None:
-            pass
+        popped: Any = None
+        while popped is None:
+            popped = await self._client.blpop([key], timeout=BLOCK_SECONDS)
         answer = unpack(popped[1])
         if "error" in answer:
             raise TokenizerCallError(str(answer["error"]["code"]), str(answer["error"]["message"]))
@@ -104,7 +105,7 @@ class TokenizerCalls:
 
     def take(self, seconds: float) -> TokenizerCall | None:
         """The next call; None where none has come, or none that somebody still waits for. Redis's errors pass."""
-        popped = self._client.blpop(self._keys, timeout=seconds)
+        popped: Any = self._client.blpop(self._keys, timeout=seconds)
         if popped is None:
             return None
         ends, call_id, kind, body = (*popped[1].split(b"|", 3), b"", b"", b"")[:4]

@@ -85,18 +85,21 @@ def _settings() -> Iterator[str]:
         ("Worker", WorkerSettings, "Read by `headrace worker` and `celery -A headrace_workers.app worker`."),
     ):
         yield from ("", f"## {title}", "", sentence, "")
-        yield from ("| variable | flag | default | meaning |", "|---|---|---|---|")
+        yield from ("| variable, flag | default | meaning |", "|---|---|---|")
         texts = _field_texts(kind)
         for name, default in _defaults(kind):
             option = flags.get(name)
-            flag = ", ".join(f"`{text}`" for text in option.opts) if option is not None else ""
-            meaning = texts.get(name) or _help(option)
-            yield _row(f"`HEADRACE_{name.upper()}`", flag, _shown(default), meaning)
+            names = [f"HEADRACE_{name.upper()}", *(option.opts if option is not None else ())]
+            yield _row(_lines(names), _shown(default), texts.get(name) or _help(option))
     yield from ("", "## Gateway", "", "Read by `headrace gateway`, beside those of the queue.", "")
-    yield from ("| variable | flag | default | meaning |", "|---|---|---|---|")
+    yield from ("| variable, flag | default | meaning |", "|---|---|---|")
     for option in _command("gateway").params:
         if str(option.envvar or "").startswith("HEADRACE_GATEWAY_"):
-            yield _row(f"`{option.envvar}`", f"`{option.opts[0]}`", _shown(_default(option)), _help(option))
+            yield _row(_lines([str(option.envvar), option.opts[0]]), _shown(_default(option)), _help(option))
+
+
+def _lines(names: Iterable[str]) -> str:
+    return "<br>".join(f"`{name}`" for name in names)
 
 
 def _defaults(kind: Any) -> Iterator[tuple[str, object]]:

@@ -1,7 +1,7 @@
 """Beam search over the engine's ordinary requests, with vLLM's parameters, results and scores.
 
 Every step asks for one token behind each beam and its `2 * beam_width` most likely successors; the prefix cache makes
-that one token's work. Nothing is drawn. Knows no engine: whoever searches brings the function that extends beams.
+that one token's work. Nothing is drawn. Knows no engine: the caller gives the function that extends beams.
 """
 
 from collections.abc import Callable, Collection, Sequence

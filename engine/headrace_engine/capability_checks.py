@@ -75,6 +75,11 @@ def config_problems(config: EngineConfig, capabilities: EngineCapabilities) -> l
     problems = []
     if config.lora is not None and not capabilities.lora:
         problems.append(f"enable_lora is set, but the engine {config.engine} serves no LoRA adapters here")
+    elif config.lora is not None and config.lora.needs_hot_load and not capabilities.lora_hot_load:
+        problems.append(
+            f"lora_dir is set, but the engine {config.engine} loads no LoRA adapters while it runs: "
+            "name those that it is to serve in lora_modules"
+        )
     if config.model.logits_processors and not capabilities.logits_processors:
         names = ", ".join(config.model.logits_processors)
         problems.append(f"logits_processors is {names}, but the engine {config.engine} takes none of Headrace's")

@@ -108,6 +108,8 @@ class LoRAConfig:
     """Most adapters in memory, those included that were removed but are still in use; one more while it is read."""
     preload: list[LoRARequest] = field(default_factory=list)
     """Loaded with the model; one that cannot be served keeps the engine from starting."""
+    needs_hot_load: bool = False
+    """Whether others are to be loaded while it runs."""
 
 
 @dataclass(slots=True, kw_only=True)

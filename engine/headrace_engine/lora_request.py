@@ -25,7 +25,7 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int = 0
-    """From 1; 0 derives one from the name, so that whoever uses the name means the same adapter."""
+    """From 1; 0 derives one from the name, so that all users of a name mean the same adapter."""
     lora_path: str = ""
     """Folder as PEFT saves it. May be left out once the adapter is loaded."""
     load_inplace: bool = field(default=False, compare=False)

@@ -47,7 +47,7 @@ class VLLMCore:
     def __init__(self, config: "EngineConfig", version: str) -> None:
         self._config = config
         self._version = version
-        self.wake: Callable[[], None] = _nobody_sleeps
+        self.wake: Callable[[], None] = _no_op_wake
         self._engine = startup.create_engine(config, version)
         self._client: Any = self._engine.engine_core
         self._scheduler = self._client.engine_core.scheduler
@@ -100,7 +100,7 @@ class VLLMCore:
 
     def _add(self, message: EngineCoreRequest, lora: LoadedLoRA | None) -> None:
         if message.output_token_ids:
-            # An earlier attempt may have died between its last token and the news that it was the last.
+            # An earlier attempt may have died after its last token, before it said that it was the last.
             reason, stop = check_stop(Request(message, _NO_BLOCKS), self.model_info.max_model_len)
             if reason is not None:
                 self._queue.leave(message.request_id)
@@ -181,7 +181,7 @@ class VLLMCore:
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        if self._answers or self._adapters.has_tasks or (self._loras is not None and self._loras.has_news):
+        if self._answers or self._adapters.has_tasks or (self._loras is not None and self._loras.may_be_ready):
             return True
         # requests that have ended are in vLLM's runner until a step tells it, steps in flight until they are taken
         return bool(self._scheduler.has_requests() or self._client.engine_core.batch_queue)
@@ -190,7 +190,7 @@ class VLLMCore:
         """Compute one step and return its outputs. Call only while `has_work()`."""
         started = time.perf_counter()
         self._adapters.run_tasks()
-        if self._loras is not None and self._loras.has_news:
+        if self._loras is not None and self._loras.may_be_ready:
             self._add_those_with_adapters(self._loras)
         stats = StepStats()
         outputs = self._step(stats)
@@ -296,5 +296,5 @@ def _release(lora: "LoadedLoRA | Any") -> None:
         lora.release()
 
 
-def _nobody_sleeps() -> None:
+def _no_op_wake() -> None:
     """Until the child's loop has said how to wake it."""

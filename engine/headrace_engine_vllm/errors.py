@@ -47,6 +47,10 @@ def startup_errors(model: str, verb: str) -> Iterator[None]:
         raise
     except _REFUSALS as error:
         raise ConfigError(f"vLLM {verb}: {sentence_of(error)}") from error
+    except AssertionError as error:
+        if not str(error):
+            raise
+        raise ConfigError(f"vLLM {verb}: {sentence_of(error)}") from error  # some of its checks of options are such
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise

@@ -34,25 +34,34 @@ _RESERVED: Final = {
     "worker_extension_cls": "Headrace resumes requests in an extension of its own",
     "disable_log_stats": "Headrace's metrics come from these statistics",
     "reasoning_parser": "Headrace's gateway separates the reasoning, and grammars resume from the first token",
+    "logprobs_mode": "Headrace's log-probabilities are those of the raw logits",
     "reasoning_config": "Headrace's gateway separates the reasoning, and grammars resume from the first token",
 }
-_HEADRACES: Final = (
-    "model",
-    "tokenizer",
-    "revision",
-    "tokenizer_revision",
-    "skip_tokenizer_init",
-    "trust_remote_code",
-    "max_logprobs",
-    "scheduling_policy",
-    "generation_config",
-    "override_generation_config",
-    "enable_lora",
-    "max_loras",
-    "max_lora_rank",
-    "max_cpu_loras",
-)
-"""Read by Headrace, too, so that they must have Headrace's names."""
+_HEADRACES: Final = {
+    **dict.fromkeys(
+        (
+            "model",
+            "tokenizer",
+            "revision",
+            "tokenizer_revision",
+            "skip_tokenizer_init",
+            "trust_remote_code",
+            "dtype",  # chooses the default model's weights
+            "max_num_seqs",  # feeds the queue's credit
+            "enable_prefix_caching",  # without it, tenants' prefixes need not be kept apart
+            "max_logprobs",
+            "scheduling_policy",
+            "generation_config",
+            "override_generation_config",
+            "enable_lora",
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+        )
+    ),
+    "kv_cache_memory_bytes": "kv_cache_memory",  # takes VLLM_CPU_KVCACHE_SPACE away, which would win
+}
+"""Read by Headrace, too, so that they must be given as Headrace's options; their names there, where these differ."""
 
 
 def problems(args: "EngineArgs") -> list[str]:
@@ -87,7 +96,8 @@ def _reserved(engine_args: Mapping[str, Any]) -> Iterator[str]:
         if name in _RESERVED:
             yield f"engine_args holds {name}, which is not open: {_RESERVED[name]}"
         elif name in _HEADRACES:
-            yield f"engine_args holds {name}, which Headrace reads, too: give it as {name} beside engine_args"
+            own = _HEADRACES[name] or name
+            yield f"engine_args holds {name}, which Headrace reads, too: give it as {own} beside engine_args"
         elif name.startswith("data_parallel_") and (name != "data_parallel_size" or value != 1):
             yield f"engine_args holds {name}, but a worker is one replica: start more workers, which share the queue"
     if engine_args.get("distributed_executor_backend") == "external_launcher":

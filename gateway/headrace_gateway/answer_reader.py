@@ -10,15 +10,19 @@ from msgspec import Struct
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError
 from headrace_broker.stream_hub import StreamHub, Subscription
 from headrace_gateway.broker_errors import api_error_of, api_error_of_end
-from headrace_gateway.call import ChatForm, CompletionForm
+from headrace_gateway.call import ChatForm, CompletionForm, MessageForm, ResponseForm
 from headrace_gateway.chat_stream import ChatStream
 from headrace_gateway.completion_stream import CompletionStream
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.message_stream import MessageStream
+from headrace_gateway.response_stream import ResponseStream
 
 PlacedChunk: TypeAlias = tuple[dict[str, Any], Cursor]
-_LATE_SECONDS: Final = 60
+Place: TypeAlias = Cursor | int
+"""Behind which a reader goes on: a cursor, or the number of an event that has one."""
+LATE_SECONDS: Final = 60
 """So long after its expiry a request may still be ended by a worker."""
 
 
@@ -36,6 +40,8 @@ class AnswerStream(Protocol):
 _STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
     ChatForm: ChatStream,
     CompletionForm: CompletionStream,
+    MessageForm: MessageStream,
+    ResponseForm: ResponseStream,
 }
 """Who writes the chunks of an answer of this form."""
 
@@ -43,14 +49,16 @@ _STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
 class AnswerReader:
     """It belongs to one reader of one answer; any number of them may read the same one."""
 
-    def __init__(self, envelope: Envelope, subscription: Subscription, after: Cursor | None) -> None:
+    def __init__(self, envelope: Envelope, subscription: Subscription, after: Place | None) -> None:
         self._envelope: Final = envelope
         self._subscription: Final = subscription
         self._after: Final = after
-        self._has_met_cursor = after is None
+        self._has_met_cursor = not isinstance(after, Cursor)
         self._stream: Final = _STREAMS[type(envelope.form)](envelope)
         self.begun_at: float | None = None
         """When the first entry was seen, by the monotonic clock."""
+        self.has_output = False
+        """Whether a worker has written anything."""
         self._prompt_tokens: Final[dict[str, int]] = {}
         self._output_tokens: Final[dict[str, int]] = {}
 
@@ -72,10 +80,18 @@ class AnswerReader:
         if isinstance(event, StartEvent):
             self._prompt_tokens[request_id] = event.prompt_tokens or 0
         elif isinstance(event, ChunkEvent):
+            self.has_output = True
             self._output_tokens[request_id] = event.offset
         elif isinstance(event, EndEvent) and event.usage is not None:
             self._prompt_tokens[request_id] = event.usage.prompt_tokens
             self._output_tokens[request_id] = event.usage.completion_tokens
+
+    def opening(self) -> list[PlacedChunk]:
+        """The chunks behind the cursor that come before the first entry; to be asked for once, before `take`."""
+        if not isinstance(self._stream, ResponseStream):
+            return []
+        placed = [(chunk, Cursor(0, 0, number)) for number, chunk in enumerate(self._stream.opening())]
+        return [(chunk, cursor) for chunk, cursor in placed if self._is_behind(chunk, cursor)]
 
     async def take(self, timeout: float) -> list[PlacedChunk] | None:
         """The next chunks behind the cursor; None where nothing has come for `timeout` seconds.
@@ -94,16 +110,18 @@ class AnswerReader:
             self._count(request_id, event)
             for number, chunk in enumerate(self._stream.step(request_id, event)):
                 cursor = Cursor.of(event.entry_id, number)
-                if self._is_behind(cursor):
+                if self._is_behind(chunk, cursor):
                     chunks.append((chunk, cursor))
             if self._stream.has_ended:
                 break
         return chunks
 
-    def _is_behind(self, cursor: Cursor) -> bool:
+    def _is_behind(self, chunk: dict[str, Any], cursor: Cursor) -> bool:
         """Whether the reader has yet to get this chunk. Raises ApiError where no chunk has the reader's cursor."""
         if self._after is None:
             return True
+        if isinstance(self._after, int):
+            return bool(chunk["sequence_number"] > self._after)
         self._has_met_cursor |= cursor == self._after
         if cursor > self._after and not self._has_met_cursor:
             raise invalid(f"no event of this answer has the id {self._after}", code="invalid_cursor")
@@ -112,12 +130,12 @@ class AnswerReader:
     def _check_late(self) -> None:
         if self.begun_at is not None:
             return
-        if time.time() > self._envelope.created + self._envelope.expires + _LATE_SECONDS:
+        if time.time() > self._envelope.created + self._envelope.expires + LATE_SECONDS:
             raise api_error_of_end("expired", "no worker took the request before it expired")
 
 
 @asynccontextmanager
-async def open_reader(hub: StreamHub, envelope: Envelope, after: Cursor | None = None) -> AsyncIterator[AnswerReader]:
+async def open_reader(hub: StreamHub, envelope: Envelope, after: Place | None = None) -> AsyncIterator[AnswerReader]:
     """Read the answer from its first entry on: what comes before the cursor is read and not given."""
     async with hub.subscribe(dict.fromkeys(envelope.request_ids, "0-0")) as subscription:
         yield AnswerReader(envelope, subscription, after)

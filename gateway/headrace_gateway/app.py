@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,12 +18,28 @@ from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
-from headrace_gateway import generation, models_endpoint, overview, page_files, probes, tokenizer_endpoints
+from headrace_gateway import (
+    anthropic_endpoints,
+    generation,
+    models_endpoint,
+    overview,
+    page_files,
+    probes,
+    responses,
+    tokenizer_endpoints,
+)
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.batch import batches_endpoint
+from headrace_gateway.batch.batch_runner import running_batches
+from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.broker_errors import api_error_of, unavailable
+from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway
 from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
+from headrace_gateway.event_stream import end_tasks
+from headrace_gateway.files import files_endpoint
+from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.json_response import error_response
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
@@ -32,13 +48,19 @@ from headrace_gateway.openapi import document
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
+from headrace_gateway.response_collector import ResponseCollector
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.watched_file import WatchedFile
+from headrace_gateway.webhooks.announcer import Webhooks
+from headrace_gateway.webhooks.endpoint_file import read_endpoints
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
 """kombu publishes in threads; asyncio's own pool has a few for everything."""
 _EXPOSED: Final = (
     "x-request-id",
+    "request-id",
     "x-client-request-id",
     "x-headrace-id",
     "x-headrace-queued-ms",
@@ -57,7 +79,8 @@ def make_app(
 
     What else it must know of the queue, such as HEADRACE_MAX_QUEUED_REQUESTS, is read from the environment.
 
-    Raises GatewaySettingsError where the key file cannot be used, SettingsError for a bad setting of the queue.
+    Raises GatewaySettingsError where the key file or the webhook file cannot be used, SettingsError for a bad setting
+    of the queue.
     """
     broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": settings.redis_url})
     metrics = GatewayMetrics() if metrics is None else metrics
@@ -65,6 +88,14 @@ def make_app(
     key_file = None
     if settings.keys is not None:
         key_file = KeyFile(settings.keys, when_read=lambda valid: metrics.key_file_read(valid=valid))
+    webhook_file = None
+    if settings.webhooks is not None:
+        webhook_file = WatchedFile(
+            "webhook file",
+            settings.webhooks,
+            read_endpoints,
+            when_read=lambda valid: metrics.webhook_file_read(valid=valid),
+        )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -74,6 +105,19 @@ def make_app(
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+            open_responses = Claims(redis, "responses")
+            stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
+            webhooks = Webhooks(redis, webhook_file, metrics)
+            collector = ResponseCollector(
+                redis,
+                open_responses,
+                envelopes,
+                stored,
+                metrics,
+                webhooks.announce,
+                longest=broker.result_ttl_seconds / 4,
+            )
+            files = None if settings.files is None else StoredFiles(settings.files)
             app.state.gateway = Gateway(
                 settings,
                 client,
@@ -83,10 +127,18 @@ def make_app(
                 hub,
                 metrics,
                 RateLimits(redis),
+                stored,
                 TokenizerAsker(redis),
+                webhooks,
+                files,
+                BatchStore(redis),
             )
             try:
-                async with watch.watching(redis):
+                async with (
+                    watch.watching(redis),
+                    _running(webhooks.run(), collector.run()),
+                    running_batches(app.state.gateway),
+                ):
                     yield
             finally:
                 await hub.aclose()
@@ -112,8 +164,12 @@ def make_app(
         routes=[
             *public,
             *generation.routes,
+            *anthropic_endpoints.routes,
+            *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,
+            *files_endpoint.routes,
+            *batches_endpoint.routes,
             *overview.routes,
             *document.routes,
         ],
@@ -129,6 +185,16 @@ def make_app(
     app.router.redirect_slashes = False  # a redirect would lose the body of a POST in some clients
     app.state.redis_watch = watch
     return app
+
+
+@asynccontextmanager
+async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run what works beside the requests while the block runs."""
+    tasks = [asyncio.create_task(role) for role in roles]
+    try:
+        yield
+    finally:
+        await end_tasks(*tasks)
 
 
 def _answer(request: Request, error: ApiError) -> Response:

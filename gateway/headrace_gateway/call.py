@@ -67,7 +67,41 @@ class CompletionForm(msgspec.Struct, frozen=True, kw_only=True, tag="completion"
     service_tier: str | None = None
 
 
-AnswerForm: TypeAlias = ChatForm | CompletionForm
+class MessageForm(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
+    """How a message of Anthropic's API is written."""
+
+    max_tokens: int
+    stop_sequences: tuple[str, ...] = ()
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    tools: tuple[ToolForm, ...] = ()
+    """Those that may be called: a call of another one is text."""
+    parallel_tool_calls: bool = True
+    shows_thinking: bool = False
+    service_tier: str | None = None
+
+
+class ResponseForm(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
+    """How an object of the Responses API is written."""
+
+    config: dict[str, Any]
+    """Fields of the object that the request decides, such as `instructions` and `tools`."""
+    store: bool = True
+    background: bool = False
+    logprobs: int | None = None
+    """Alternatives a position; 0: the token's own only; None: no log-probabilities."""
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    tools: tuple[ToolForm, ...] = ()
+    """Those that may be called: a call of another one is content."""
+    parallel_tool_calls: bool = True
+    has_summary: bool = False
+    """Reasoning is written as the summary that the caller asked for."""
+    tokens_as_ids: bool = False
+    service_tier: str | None = None
+
+
+AnswerForm: TypeAlias = ChatForm | CompletionForm | ResponseForm | MessageForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +119,5 @@ class Call:
     stream: bool = False
     priority: int | None = None
     """What the body asked for (`priority`, `service_tier`); None: the key's best. A header goes before it."""
+    input_items: tuple[dict[str, Any], ...] = ()
+    """What a stored object of the Responses API keeps of its input."""

@@ -27,13 +27,18 @@ def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
+def check_names(
+    given: Mapping[str, Any],
+    served: frozenset[str],
+    problems: Problems,
+    refused: Mapping[str, str] = field_tables.REFUSED,
+) -> None:
     """Refuse what is not served, by name."""
     for name in given:
-        if name in served or name in field_tables.SAMPLING or name in field_tables.IGNORED:
+        if name in refused:
+            problems.unsupported(name, f"{name} is not served: {refused[name]}")
             continue
-        if name in field_tables.REFUSED:
-            problems.unsupported(name, f"{name} is not served: {field_tables.REFUSED[name]}")
+        if name in served or name in field_tables.SAMPLING or name in field_tables.IGNORED:
             continue
         near = get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
         hint = f": do you mean {near[0]}?" if near else ""

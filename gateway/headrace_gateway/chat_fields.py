@@ -52,12 +52,12 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     tools = read_tools(given, problems)
     _check_refused(given, tools, sampling, problems)
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
-    variables = _template_variables(given, model, problems)
-    tool_parser, reasoning_parser = _parsers(model)
+    variables = template_variables(given, model, problems)
+    tool_parser, reasoning_parser = parsers_of(model)
     if "structured_outputs" in sampling and not tools.shown:
         reasoning_parser = None  # the output is what the grammar says, from its first character on
-    forced = _bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
-    if _reads_special_tokens(model, tools, reasoning_parser):
+    forced = bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
+    if reads_special_tokens(model, tools, reasoning_parser):
         sampling.setdefault("skip_special_tokens", False)
     knows_developer = model is not None and model.template.developer
     request: SubmitRequest = {
@@ -65,7 +65,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
         "sampling_params": sampling,
     }
     request.update(call_fields.read_cache_key(given, problems))
-    _add_template_options(request, given, tools, variables, model, problems)
+    add_template_options(request, given, tools, variables, model, problems)
     form = ChatForm(
         n=given.get("n", 1),
         include_usage=usage,
@@ -80,7 +80,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
         return_token_ids=boolean(given, "return_token_ids", problems),
         tokens_as_ids=boolean(given, "return_tokens_as_token_ids", problems),
         prompt_logprobs="prompt_logprobs" in sampling,
-        metadata=_read_metadata(given, problems),
+        metadata=read_metadata(given, problems),
         service_tier=tier,
     )
     _check(request, given, problems)
@@ -90,8 +90,8 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     return Call(given["model"], (request,), form, stream, priority)
 
 
-def _parsers(model: RegisteredModel | None) -> tuple[str | None, str | None]:
-    """Those of the model; a name that only newer gateways know counts as none."""
+def parsers_of(model: RegisteredModel | None) -> tuple[str | None, str | None]:
+    """The tool parser and the reasoning parser of the model; a name that only newer gateways know counts as none."""
     if model is None:
         return None, None
     tool_parser = model.tool_parser if model.tool_parser in TOOL_PARSERS else None
@@ -125,7 +125,7 @@ def _check_refused(given: Mapping[str, Any], tools: Tools, sampling: Mapping[str
         problems.add("response_format", "response_format does not go with tools: a call could not be written")
 
 
-def _bind_calls(
+def bind_calls(
     tools: Tools,
     model: RegisteredModel | None,
     variables: Mapping[str, Any],
@@ -167,13 +167,13 @@ def _reasons_not(model: RegisteredModel | None, variables: Mapping[str, Any]) ->
     return switch is not None and variables.get(switch) is False
 
 
-def _reads_special_tokens(model: RegisteredModel | None, tools: Tools, reasoning_parser: str | None) -> bool:
+def reads_special_tokens(model: RegisteredModel | None, tools: Tools, reasoning_parser: str | None) -> bool:
     """Whether the parsers need tags that are special tokens, which texts leave out by default."""
     calls = tools.choice == "auto" and model is not None and model.template.special_tags
     return calls or reasoning_parser in _SPECIAL_REASONING
 
 
-def _add_template_options(
+def add_template_options(
     request: SubmitRequest,
     given: Mapping[str, Any],
     tools: Tools,
@@ -181,6 +181,7 @@ def _add_template_options(
     model: RegisteredModel | None,
     problems: Problems,
 ) -> None:
+    """Add what the chat template gets besides the messages."""
     template = model.template if model is not None else None
     if tools.shown and (template is None or template.tools):
         request["tools"] = tools.shown
@@ -194,7 +195,7 @@ def _add_template_options(
             request[name] = boolean(given, name, problems)
 
 
-def _template_variables(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
+def template_variables(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
     """What the chat template gets besides the messages; the caller's own variables go before reasoning_effort."""
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
@@ -203,17 +204,18 @@ def _template_variables(given: Mapping[str, Any], model: RegisteredModel | None,
     for name in variables:
         if name in _RESERVED_KWARGS:
             problems.add(f"chat_template_kwargs.{name}", f"chat_template_kwargs must not hold {name}: it is a field")
-    return {**_effort(given, model, problems), **variables}
+    effort = effort_variables(given.get("reasoning_effort"), model, problems)
+    return {**effort, **variables}
 
 
-def _effort(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
-    effort = given.get("reasoning_effort")
+def effort_variables(
+    effort: Any, model: RegisteredModel | None, problems: Problems, *, name: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """What the chat template gets of the effort that the field `name` asks for."""
     if effort is None:
         return {}
     if effort not in REASONING_EFFORTS:
-        problems.add(
-            "reasoning_effort", f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, not {shown(effort)}"
-        )
+        problems.add(name, f"{name} must be one of {', '.join(REASONING_EFFORTS)}, not {shown(effort)}")
         return {}
     variables: dict[str, Any] = {}
     if model is not None and model.template.reasoning_effort:
@@ -221,12 +223,12 @@ def _effort(given: Mapping[str, Any], model: RegisteredModel | None, problems: P
     if model is not None and model.template.thinking:
         variables[model.template.thinking] = effort != "none"
     if not variables and effort != "none":
-        message = "reasoning_effort must be none or absent: the chat template of this model reads none"
-        problems.unsupported("reasoning_effort", message)
+        problems.unsupported(name, f"{name} must be none or absent: the chat template of this model reads none")
     return variables
 
 
-def _read_metadata(given: Mapping[str, Any], problems: Problems) -> dict[str, str] | None:
+def read_metadata(given: Mapping[str, Any], problems: Problems) -> dict[str, str] | None:
+    """The caller's own pairs, which the answer repeats."""
     metadata = given.get("metadata")
     if metadata is None:
         return None

@@ -36,6 +36,7 @@ class Claims:
         self._add: Final = client.register_script(_lua("add"))
         self._take: Final = client.register_script(_lua("take"))
         self._keep: Final = client.register_script(_lua("keep"))
+        self._put_back_all: Final = client.register_script(_lua("put_back_all"))
         self._release: Final = client.register_script(_lua("release"))
 
     @property
@@ -62,6 +63,12 @@ class Claims:
     async def put_back(self, claim: Claim, *, after: float = 0.0) -> bool:
         """Let it be taken again after so many seconds; False where the claim is lost."""
         return bool(await self._release(keys=self._keys, args=[*claim, _milliseconds(after)]))
+
+    async def put_back_all(self, claims: Collection[Claim], *, after: float) -> None:
+        """Let these be taken again after so many seconds; those that are lost are left as they are."""
+        if claims:
+            args = [_milliseconds(after), *(part for claim in claims for part in claim)]
+            await self._put_back_all(keys=self._keys, args=args)
 
     async def finish(self, claim: Claim) -> bool:
         """Remove the item; False where the claim is lost."""

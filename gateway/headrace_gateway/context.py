@@ -13,11 +13,15 @@ from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
 from headrace_gateway.rate_limits import RateLimits
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.webhooks.announcer import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 if TYPE_CHECKING:
+    from headrace_gateway.batch.batch_store import BatchStore
     from headrace_gateway.envelope import EnvelopeStore
+    from headrace_gateway.files.stored_files import StoredFiles
     from headrace_gateway.model_catalog import ModelCatalog
+    from headrace_gateway.response_store import ResponseStore
 
 
 @dataclass(slots=True)
@@ -32,7 +36,11 @@ class Gateway:
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
+    responses: "ResponseStore"
     tokenizers: TokenizerAsker
+    webhooks: Webhooks
+    files: "StoredFiles | None"
+    batches: "BatchStore"
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from headrace_gateway.broker_errors import not_found
-from headrace_gateway.call import AnswerForm, ChatForm
+from headrace_gateway.call import AnswerForm, ChatForm, MessageForm, ResponseForm
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -46,7 +46,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Envelope)
-_ID: Final = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{32}")
+_ID: Final = re.compile(r"((chatcmpl|cmpl)-|resp_|msg_)[0-9a-f]{32}")
 _KEPT_BEYOND: Final = 3600
 """Seconds that an envelope outlives its stream, so that a late reader is told what has become of it."""
 
@@ -63,11 +63,14 @@ class EnvelopeStore:
 
     async def put(self, envelope: Envelope) -> None:
         """Keep it until the request has expired, its stream too, and an hour more."""
-        seconds = envelope.expires + self._result_ttl + _KEPT_BEYOND
-        await self._client.set(_key(envelope.id), _ENCODER.encode(envelope), ex=seconds, nx=True)
+        await self._client.set(envelope_key(envelope.id), _ENCODER.encode(envelope), ex=self.life(envelope), nx=True)
+
+    def life(self, envelope: Envelope) -> int:
+        """Seconds that it is kept from now on, where nothing else is said."""
+        return envelope.expires + self._result_ttl + _KEPT_BEYOND
 
     async def delete(self, answer_id: str) -> None:
-        await self._client.delete(_key(answer_id))
+        await self._client.delete(envelope_key(answer_id))
 
     async def get(self, answer_id: str, key: ApiKey) -> Envelope:
         """The envelope of an answer that this key may read.
@@ -77,9 +80,7 @@ class EnvelopeStore:
         envelope = await self.find(answer_id)
         if envelope is None or envelope.key != key.name or envelope.tenant != key.tenant:
             raise not_found(f"no answer {answer_id[:80]!r} is kept")
-        form = envelope.form
-        if envelope.version != VERSION or (isinstance(form, ChatForm) and not _knows_parsers(form)):
-            raise _other_release()
+        check_release(envelope)
         return envelope
 
     async def find(self, answer_id: str) -> Envelope | None:
@@ -87,7 +88,7 @@ class EnvelopeStore:
 
         Raises ApiError 503 where only a newer replica can read it.
         """
-        packed = await self._client.get(_key(answer_id)) if _ID.fullmatch(answer_id) else None
+        packed = await self._client.get(envelope_key(answer_id)) if _ID.fullmatch(answer_id) else None
         if not isinstance(packed, bytes):
             return None
         try:
@@ -96,11 +97,20 @@ class EnvelopeStore:
             raise _other_release() from None
 
 
-def _key(answer_id: str) -> str:
+def check_release(envelope: Envelope) -> None:
+    """Raises ApiError 503 where only a newer replica can write the answer."""
+    form = envelope.form
+    if envelope.version != VERSION or (
+        isinstance(form, ChatForm | MessageForm | ResponseForm) and not _knows_parsers(form)
+    ):
+        raise _other_release()
+
+
+def envelope_key(answer_id: str) -> str:
     return f"headrace:gw:req:{answer_id}"
 
 
-def _knows_parsers(form: ChatForm) -> bool:
+def _knows_parsers(form: ChatForm | MessageForm | ResponseForm) -> bool:
     return form.tool_parser in {None, *TOOL_PARSERS} and form.reasoning_parser in {None, *REASONING_PARSERS}
 
 

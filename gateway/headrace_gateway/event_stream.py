@@ -51,7 +51,7 @@ class EventStream(Response):
             if writing.done():
                 await writing
         finally:
-            await _end(writing, leaving)
+            await end_tasks(writing, leaving)
             await self._resources.aclose()
 
     async def _write(self, send: Send) -> None:
@@ -87,7 +87,7 @@ async def _wait_disconnect(receive: Receive) -> None:
             return
 
 
-async def _end(*tasks: "asyncio.Future[Any]") -> None:
+async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel tasks until they are done: Python 3.11 can lose a cancellation that comes together with Redis's reply."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
@@ -104,4 +104,4 @@ async def unless_disconnected(receive: Receive, work: Callable[[], Awaitable[Res
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else Response(status_code=499)
     finally:
-        await _end(working, leaving)
+        await end_tasks(working, leaving)

@@ -48,11 +48,39 @@ CHAT: Final = COMMON | frozenset(
     }
 )
 COMPLETION: Final = COMMON | frozenset({"prompt", "echo", "suffix", "best_of"})
+RESPONSE: Final = frozenset(
+    {
+        *("model", "input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls"),
+        *("text", "reasoning", "top_logprobs", "include", "previous_response_id", "store", "background", "metadata"),
+        *("stream", "stream_options", "truncation", "priority", "service_tier", "prompt_cache_key"),
+        *("chat_template_kwargs", "return_tokens_as_token_ids"),
+    }
+)
+"""Of the Responses API; it has the sampling parameters, too, but for those in RESPONSE_REFUSED."""
 TOKENIZE_PROMPT: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 TOKENIZE_CHAT: Final = TOKENIZE_PROMPT - {"prompt"} | frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 )
 DETOKENIZE: Final = frozenset({"model", "tokens"})
+COUNTED_MESSAGES: Final = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "context_management", "speed"}
+)
+MESSAGES: Final = COUNTED_MESSAGES | frozenset(
+    {"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"}
+)
+MESSAGES_IGNORED: Final = {
+    "cache_control": "the prefix cache needs no marks",
+    "diagnostics": "the prefix cache tells no reasons",
+    "metadata": "the tenant comes from the API key",
+    "service_tier": "there is one tier; the header X-Headrace-Priority chooses the priority",
+}
+MESSAGES_REFUSED: Final = {
+    "container": "the service runs no tools",
+    "inference_geo": "workers are where the operator starts them",
+    "mcp_servers": "the service runs no tools",
+    "user_profile_id": "the tenant comes from the API key",
+    "workspace_id": "the tenant comes from the API key",
+}
 
 IGNORED: Final = {
     "user": "the tenant comes from the API key",
@@ -95,3 +123,31 @@ REFUSED: Final = {
     "detokenize": "the gateway answers in text",
 }
 """Known from OpenAI or vLLM and not served, with what to do instead."""
+
+_USE_INPUT: Final = "use input"
+_USE_MAX_OUTPUT: Final = "use max_output_tokens"
+_USE_TEXT: Final = "use text.format"
+RESPONSE_REFUSED: Final = {
+    **REFUSED,
+    "guided_json": _USE_TEXT,
+    "max_new_tokens": _USE_MAX_OUTPUT,
+    "thinking_token_budget": _USE_MAX_OUTPUT,
+    "messages": _USE_INPUT,
+    "max_tokens": _USE_MAX_OUTPUT,
+    "max_completion_tokens": _USE_MAX_OUTPUT,
+    "response_format": _USE_TEXT,
+    "verbosity": "use text.verbosity",
+    "reasoning_effort": "use reasoning.effort",
+    "logprobs": "use top_logprobs, and include message.output_text.logprobs",
+    "n": "a response has one answer",
+    "prompt_logprobs": "the API has no place for them",
+    "return_token_ids": "the API has no place for them",
+    "conversation": "use previous_response_id",
+    "prompt": "prompts are not kept here: put the text into instructions",
+    "max_tool_calls": "no tools are called here",
+    "background_options": "use the header X-Headrace-Expires",
+    "context_management": "nothing is left out of a context here",
+    "access_programs": "nothing is moderated here",
+    "image": "only text is served",
+}
+"""The same of the Responses API."""

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Final
 
-from headrace_gateway.call import AnswerForm, ChatForm
+from headrace_gateway.call import AnswerForm, ChatForm, MessageForm, ResponseForm
+from headrace_gateway.message_fold import fold_message
 
 Chunk = dict[str, Any]
 _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
@@ -11,6 +12,8 @@ _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
 
 def fold(chunks: Iterable[Chunk], form: AnswerForm) -> Chunk:
     """Join all chunks of an answer that succeeded; they must have been written with `include_usage`."""
+    if isinstance(form, MessageForm):
+        return fold_message(chunks)
     joined = Fold(form)
     for chunk in chunks:
         joined.add(chunk)
@@ -28,6 +31,9 @@ class Fold:
 
     def add(self, chunk: Chunk) -> None:
         """Add the next chunk."""
+        if isinstance(self._form, ResponseForm):
+            self._answer.update(chunk.get("response", {}))
+            return
         if not self._answer:
             self._answer.update({name: chunk[name] for name in _KEPT if name in chunk})
         if "prompt_logprobs" in chunk:
@@ -40,6 +46,8 @@ class Fold:
 
     def answer(self) -> Chunk:
         """The whole answer, once all chunks are there."""
+        if isinstance(self._form, ResponseForm):
+            return self._answer
         if self._is_chat:
             for choice in self._choices.values():
                 _finish_message(choice["message"])

@@ -1,7 +1,7 @@
 """The endpoints that generate: create an answer, and read one again, from wherever a reader stopped."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Final
@@ -13,10 +13,10 @@ from starlette.routing import Route
 
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, PlacedChunk, open_reader
+from headrace_gateway.answer_reader import AnswerReader, Place, PlacedChunk, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
-from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm
+from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm
 from headrace_gateway.call_fields import bounded_priority
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
@@ -28,6 +28,7 @@ from headrace_gateway.event_stream import EventStream, unless_disconnected
 from headrace_gateway.fold import fold
 from headrace_gateway.headers import CallHeaders, ResumeStyle, read_headers
 from headrace_gateway.ids import new_id
+from headrace_gateway.input_items import with_ids
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
 
@@ -55,17 +56,17 @@ async def _create(request: Request, kind: str) -> Response:
     model, lora = await gateway.models.find(body.get("model"), key)
     call = read_chat(body, model=model, lora=lora) if kind == "chatcmpl" else read_completion(body, lora=lora)
     request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    envelope = await _submit(gateway, key, call, headers, kind, model.name)
+    envelope = await submit(gateway, key, call, headers, f"{kind}-", model.name)
     if call.stream:
-        return await _streamed(gateway, key, envelope, headers.resume, arrived=arrived)
-    return await unless_disconnected(request.receive, partial(_plain, gateway, key, envelope, _PLAIN_WAIT))
+        return await streamed(gateway, key, envelope, sse.DataFraming(headers.resume), arrived=arrived)
+    return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
 
 
-async def _submit(
-    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, kind: str, queue_model: str
+async def submit(
+    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, prefix: str, queue_model: str
 ) -> Envelope:
     """Keep the envelope, then put the requests into the queue: no answer can be lost between the two."""
-    answer_id = new_id(kind)
+    answer_id = new_id(prefix)
     request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
     envelope = Envelope(
         id=answer_id,
@@ -85,24 +86,36 @@ async def _submit(
         "abandon_after": headers.abandon_after,
     }
     requests = [
-        _named({**submission, **options, "request_id": request_id}, headers, key, kind, number)
+        _named({**submission, **options, "request_id": request_id}, headers, key, prefix.rstrip("-_"), number)
         for number, (submission, request_id) in enumerate(zip(call.submissions, request_ids, strict=True))
     ]
-    await gateway.envelopes.put(envelope)
+    await _keep(gateway, envelope, call)
     try:
         accepted = await _send(gateway, requests)
     except _REFUSALS as error:  # after any other error the request may be in the queue all the same
-        await gateway.envelopes.delete(answer_id)
+        await forget(gateway, answer_id)
         if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
             message = "the Idempotency-Key was used with another request: choose a new key"
             raise ApiError(422, "invalid_request_error", "idempotency_key_reused", message) from error
         raise
     if accepted[0] == answer_id:
         return envelope
-    await gateway.envelopes.delete(answer_id)
+    await forget(gateway, answer_id)
     # The key's first request has its own envelope, unless the queue was full for it: its id stays bound to the key.
-    await gateway.envelopes.put(msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)))
+    await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
     return await gateway.envelopes.get(accepted[0], key)
+
+
+async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:
+    if isinstance(envelope.form, ResponseForm):
+        await gateway.responses.put(envelope, with_ids(call.input_items, envelope.id))
+    await gateway.envelopes.put(envelope)
+
+
+async def forget(gateway: Gateway, answer_id: str) -> None:
+    """Keep nothing of an answer; its stream, which nobody can read then, goes by itself."""
+    await gateway.envelopes.delete(answer_id)
+    await gateway.responses.delete(answer_id)
 
 
 async def _send(gateway: Gateway, requests: list[SubmitRequest]) -> list[str]:
@@ -121,12 +134,12 @@ def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str,
 
 async def read_chat_again(request: Request) -> Response:
     """`GET /v1/chat/completions/{id}`: the answer, or its stream from a cursor on."""
-    return await _read_again(request, ChatForm)
+    return await read_again(request, ChatForm)
 
 
 async def read_completion_again(request: Request) -> Response:
     """`GET /v1/completions/{id}`."""
-    return await _read_again(request, CompletionForm)
+    return await read_again(request, CompletionForm)
 
 
 def require_redis(request: Request) -> None:
@@ -135,7 +148,10 @@ def require_redis(request: Request) -> None:
         raise unavailable()
 
 
-async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
+async def read_again(
+    request: Request, kind: type[AnswerForm], framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming
+) -> Response:
+    """The answer of this kind of form that is kept under the request's id, or its stream from a cursor on."""
     require_redis(request)
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
@@ -148,8 +164,8 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     if starting_after is not None:
         after = Cursor.parse(starting_after, param="starting_after")
     accepts_events = "text/event-stream" in request.headers.get("accept", "")
-    if not (_flag(request, "stream") or last_event_id or accepts_events):
-        wait = partial(_plain, gateway, key, envelope, gateway.settings.hold_status)
+    if not (flag(request, "stream") or last_event_id or accepts_events):
+        wait = partial(plain, gateway, key, envelope, gateway.settings.hold_status)
         return await unless_disconnected(request.receive, wait)
     if len(envelope.request_ids) > 1:
         message = "the stream of several prompts cannot be rejoined: read the whole answer without stream"
@@ -157,10 +173,10 @@ async def _read_again(request: Request, kind: type[AnswerForm]) -> Response:
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
     gateway.metrics.rejoined("start" if after is None else "cursor")
-    return await _streamed(gateway, key, envelope, style, after)
+    return await streamed(gateway, key, envelope, framing(style), after)
 
 
-def _flag(request: Request, name: str) -> bool:
+def flag(request: Request, name: str) -> bool:
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
         raise invalid(f"{name} must be true or false", param=name)
@@ -168,8 +184,8 @@ def _flag(request: Request, name: str) -> bool:
 
 
 @asynccontextmanager
-async def _charged_reader(
-    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Cursor | None = None
+async def charged_reader(
+    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Place | None = None
 ) -> AsyncIterator[AnswerReader]:
     """Read an answer; its tokens are charged to the key, also where the client leaves before the end."""
     async with open_reader(gateway.hub, envelope, after) as reader:
@@ -179,57 +195,64 @@ async def _charged_reader(
             await gateway.limits.charge(key, envelope.id, reader.num_tokens)
 
 
-async def _streamed(
+async def streamed(
     gateway: Gateway,
     key: ApiKey,
     envelope: Envelope,
-    style: ResumeStyle,
-    after: Cursor | None = None,
+    framing: sse.Framing,
+    after: Place | None = None,
     *,
     arrived: float | None = None,
+    at_once: bool = False,
 ) -> EventStream:
     """Decide the status by the first entry: a refusal by a worker is then a status of its own.
 
     Args:
         arrived: when the request came, by the monotonic clock; a header tells how long it then waited for a worker.
+        at_once: do not wait for the first entry: a refusal by a worker is then a chunk.
     """
     async with AsyncExitStack() as opened:
-        reader = await opened.enter_async_context(_charged_reader(gateway, key, envelope, after))
-        first = await _first(reader, gateway.settings.hold_status)
-        if after is None and reader.error is not None and first is not None and len(first) == 1:
+        reader = await opened.enter_async_context(charged_reader(gateway, key, envelope, after))
+        opening = reader.opening()
+        first = [] if at_once else await _first(reader, gateway.settings.hold_status)
+        if after is None and not at_once and reader.error is not None and not reader.has_output:
             raise reader.error  # nothing came before it
         headers = {"x-headrace-id": envelope.id}
         if arrived is not None and reader.begun_at is not None:
             headers["x-headrace-queued-ms"] = str(round((reader.begun_at - arrived) * 1000))
         return EventStream(
             reader,
-            first,
+            opening + (first or []) if opening else first,
             opened.pop_all(),
-            framing=sse.DataFraming(style),
+            framing=framing,
             keep_alive=gateway.settings.keep_alive,
             headers=headers,
         )
 
 
 async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | None:
-    """The first chunks; None where none has come so far."""
+    """The first chunks, up to some of a worker's output; None where none has come so far."""
     deadline = time.monotonic() + seconds
+    found: list[PlacedChunk] = []
     while not reader.has_ended:
         chunks = await reader.take(max(0.0, deadline - time.monotonic()))
         if chunks is None:
-            return None
-        if chunks:
-            return chunks
-    return []
+            return found or None
+        found += chunks
+        if found and reader.has_output:
+            break
+    return found
 
 
-async def _plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float) -> Response:
+async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float = _PLAIN_WAIT) -> Response:
     """The whole answer; 202 where it is not there after so many seconds."""
-    form: AnswerForm = msgspec.structs.replace(envelope.form, include_usage=True, continuous_usage=False)
-    envelope = msgspec.structs.replace(envelope, form=form)
+    form = envelope.form
+    if isinstance(form, ChatForm | CompletionForm):
+        form = msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
+        envelope = msgspec.structs.replace(envelope, form=form)
     deadline = time.monotonic() + seconds
     answer: list[dict[str, Any]] = []
-    async with _charged_reader(gateway, key, envelope) as reader:
+    async with charged_reader(gateway, key, envelope) as reader:
         while not reader.has_ended:
             chunks = await reader.take(max(0.0, deadline - time.monotonic()))
             if chunks is None:

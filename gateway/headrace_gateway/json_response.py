@@ -5,7 +5,9 @@ from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from headrace_gateway.anthropic_errors import anthropic_error, is_anthropic
 from headrace_gateway.errors import ApiError
 
 _ENCODE: Final = msgspec.json.Encoder().encode
@@ -16,5 +18,19 @@ class JsonResponse(Response):
         super().__init__(_ENCODE(body), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), status=error.status, headers=error.headers)
+class _ErrorResponse(Response):
+    """An error in the shape of the API that was asked, which the request's path tells."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__()
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, status = self._error.body(), self._error.status
+        if is_anthropic(scope["path"]):
+            body, status = anthropic_error(self._error, scope["state"].get("request_id"))
+        await JsonResponse(body, status=status, headers=self._error.headers)(scope, receive, send)
+
+
+def error_response(error: ApiError) -> Response:
+    return _ErrorResponse(error)

@@ -26,10 +26,9 @@ import msgspec
 
 from headrace_broker.messages import name_problems
 from headrace_gateway.errors import GatewaySettingsError
-from headrace_gateway.keys import ApiKey
+from headrace_gateway.keys import NAME, ApiKey
 from headrace_gateway.watched_file import WatchedFile, read_toml
 
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
@@ -101,7 +100,7 @@ def _problems(entries: Sequence[_Entry]) -> list[str]:
     names: set[str] = set()
     hashes: set[str] = set()
     for number, entry in enumerate(entries, 1):
-        if not _NAME.fullmatch(entry.name):
+        if not NAME.fullmatch(entry.name):
             problems.append(f"name of key {number} must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
             continue
         if entry.name in names:

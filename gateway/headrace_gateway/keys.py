@@ -1,6 +1,11 @@
 """API keys: who calls, for which tenant, with which rights. The file holds only their hashes."""
 
+import re
 from dataclasses import dataclass
+from typing import Final
+
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""Of what an operator names: keys, endpoints of webhooks."""
 
 
 @dataclass(frozen=True, slots=True)

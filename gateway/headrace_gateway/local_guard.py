@@ -35,14 +35,14 @@ class LocalGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and "*" not in self._origins:
-            refusal = self._refusal(scope["method"], Headers(scope=scope))
+            refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
             if refusal is not None:
                 scope.setdefault("state", {})["refusal"] = refusal.code
                 await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, method: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         # no browser leaves the Host header out
         if host and host not in self._hosts and not _is_loopback(host):
@@ -59,10 +59,16 @@ class LocalGuard:
             return ApiError(403, "permission_error", "origin_not_allowed", message)
         # a page can post the other types to any site without being asked first
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
+        if method == "POST" and kind != "application/json" and not _is_own_upload(path, kind, headers):
             message = f"Content-Type must be application/json, not {kind[:100]!r}"
             return ApiError(415, "invalid_request_error", "unsupported_media_type", message)
         return None
+
+
+def _is_own_upload(path: str, kind: str, headers: Headers) -> bool:
+    """Whether a form is an upload of no other site's page. Browsers tell where a page's request comes from."""
+    is_upload = path == "/v1/files" and kind == "multipart/form-data"
+    return is_upload and headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
 
 def _is_loopback(host: str) -> bool:

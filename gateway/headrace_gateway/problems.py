@@ -37,12 +37,13 @@ class Problems:
             if name not in known:
                 self.unsupported(f"{path}.{name[:64]}", f"{path} holds the unknown field {name[:64]!r}")
 
-    def of_queue(self, problems: Iterable[str], names: Mapping[str, str]) -> None:
+    def of_queue(self, problems: Iterable[str], names: Mapping[str, str], *, messages: str = "messages") -> None:
         """Add what the queue's own rules found, except about fields that are known to be wrong.
 
         Args:
             problems: sentences that begin with the queue's name of a field.
             names: the API's names of these fields.
+            messages: the field that the messages come from; another one than `messages` counts them otherwise.
         """
         told = {re.split(r"[.\[]", param)[0] for param, _, _ in self._found if param is not None}
         for problem in problems:
@@ -52,7 +53,7 @@ class Problems:
                 problem = f"{param} {rest}"
             elif first == "messages" or " message" in problem:
                 place = _PLACE.search(problem)
-                param = "messages" if place is None else f"messages[{place[1]}]"
+                param = messages if place is None or messages != "messages" else f"messages[{place[1]}]"
             if param is None or re.split(r"[.\[]", param)[0] not in told:
                 self.add(param, problem)
 

@@ -23,9 +23,13 @@ _CLIENT_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/chat/completions", "chat_completions"),
     ("/v1/completions", "completions"),
+    ("/v1/messages", "messages"),
+    ("/v1/responses", "responses"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),
+    ("/v1/files", "files"),
+    ("/v1/batches", "batches"),
     ("/headrace/", "operations"),
     ("/page/", "page"),
     ("/health", "probes"),
@@ -100,7 +104,7 @@ class _Exchange:
             self._start(message)
         elif message.get("body") and not self._has_body:
             self._has_body = True
-            if self._endpoint in ("chat_completions", "completions") and self.status == 200:
+            if self._endpoint in ("chat_completions", "completions", "messages", "responses") and self.status == 200:
                 self._metrics.first_byte(time.monotonic() - self._began)
         await self._send(message)
 
@@ -108,6 +112,8 @@ class _Exchange:
         self.status = message["status"]
         headers = MutableHeaders(scope=message)
         headers["x-request-id"] = self.request_id
+        if self._endpoint == "messages":
+            headers["request-id"] = self.request_id  # where Anthropic's SDKs look
         headers["openai-processing-ms"] = str(round((time.monotonic() - self._began) * 1000))
         client_id = Headers(scope=self._scope).get("x-request-id", "")
         if _CLIENT_ID.fullmatch(client_id):

@@ -22,6 +22,8 @@ class GatewaySettings:
     port: int = 8000
     keys: Path | None = None
     """The key file. Without one the gateway listens on loopback only."""
+    webhooks: Path | None = None
+    """The webhook file. Without one nobody is told anything."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of browsers that may call from another site; `*`: all."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -33,8 +35,20 @@ class GatewaySettings:
     """Life of a request whose caller names none."""
     abandon_after: float = 30.0
     """A request ends when its stream was not read for so long; 0: never."""
+    store_life: float = 86_400.0
+    """How long a stored response is kept after its end."""
     shutdown: float = 10.0
     """How long open connections may go on after SIGTERM."""
+
+    files: Path | None = None
+    """Directory of uploaded files and of batches, which all replicas share. Without one there are neither."""
+    max_file_bytes: int = 200 * 2**20
+    max_kept_bytes: int = 10 * 2**30
+    """What the files of one API key may have in all before it can upload no more."""
+    batch_window: int = 256
+    """Lines of batches that one replica has in the queue at a time."""
+    batch_priority: int = 9
+    """The best that a line of a batch may have; 9 is served last."""
 
     def __post_init__(self) -> None:
         """Raises GatewaySettingsError with everything that is wrong."""
@@ -55,12 +69,19 @@ class GatewaySettings:
             "keep_alive": 0.1,
             "expires": 1.0,
             "abandon_after": 0.0,
+            "store_life": 60.0,
             "shutdown": 0.0,
+            "max_file_bytes": 1024,
+            "max_kept_bytes": 1024,
+            "batch_window": 1,
+            "batch_priority": 0,
         }
         for name, low in least.items():
             value = getattr(self, name)
             if not low <= value < float("inf"):
                 problems.append(f"{name.replace('_', '-')} must be at least {low:g}, got {value}")
+        if self.batch_priority > 9:
+            problems.append(f"batch-priority must be at most 9, got {self.batch_priority}")
         if problems:
             raise GatewaySettingsError("; ".join(problems))
 

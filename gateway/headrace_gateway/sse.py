@@ -61,6 +61,28 @@ class DataFraming:
         return b"data: %b\n\n" % _ENCODE(failure.body())
 
 
+class ResponseFraming:
+    """Events of the Responses API.
+
+    Args:
+        after: the number of the last event that the client has.
+    """
+
+    end: bytes = DONE
+    keep_alive: bytes = _COMMENT
+
+    def __init__(self, after: int = -1) -> None:
+        self._last = after
+
+    def event(self, chunk: dict[str, Any], _cursor: Cursor) -> bytes:
+        self._last = chunk["sequence_number"]
+        return named_event(chunk)
+
+    def error(self, failure: ApiError) -> bytes:
+        told = {"code": failure.code, "message": failure.message, "param": failure.param}
+        return named_event({"type": "error", "sequence_number": self._last + 1, **told})
+
+
 def named_event(chunk: dict[str, Any]) -> bytes:
     """An event whose name is the chunk's `type`, as Responses and Anthropic's messages have them."""
     return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), _ENCODE(chunk))

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes."""
+"""`POST /tokenize` and `POST /detokenize` in vLLM's shapes, and the count of a response's input in OpenAI's."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,7 +19,9 @@ from headrace_gateway.errors import invalid
 from headrace_gateway.generation import require_redis
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.problems import Problems, shown
-from headrace_gateway.tokenizer_calls import call_tokenizer, prompt_of
+from headrace_gateway.response_chain import read_history
+from headrace_gateway.response_fields import read_response
+from headrace_gateway.tokenizer_calls import call_tokenizer, count_tokens, prompt_of
 
 
 async def tokenize(request: Request) -> Response:
@@ -40,7 +42,7 @@ async def tokenize(request: Request) -> Response:
         prompt = {"prompt": given["prompt"]}
     body = {"request": prompt, "add_special_tokens": add_special_tokens, "token_strs": token_strs}
     prompt_field = "messages" if is_chat else "prompt"
-    await gateway_of(request).limits.admit(key_of(request))
+    request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key_of(request))
     return JsonResponse(await call_tokenizer(gateway_of(request), model, "tokenize", body, prompt_field=prompt_field))
 
 
@@ -55,9 +57,22 @@ async def detokenize(request: Request) -> Response:
     elif problem := token_id_problem(tokens):
         problems.add("tokens", f"tokens {problem}")
     problems.raise_any()
-    await gateway_of(request).limits.admit(key_of(request))
+    request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key_of(request))
     body = {"tokens": tokens}
     return JsonResponse(await call_tokenizer(gateway_of(request), model, "detokenize", body, prompt_field="tokens"))
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """`POST /v1/responses/input_tokens`: takes the body that `POST /v1/responses` takes."""
+    gateway, key = gateway_of(request), key_of(request)
+    require_redis(request)
+    body = await read_json(request, gateway.settings.max_body_bytes)
+    model, lora = await gateway.models.find(body.get("model"), key)
+    history = await read_history(gateway, key, body.get("previous_response_id"))
+    call = read_response(body, model=model, lora=lora, history=history)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
+    count = await count_tokens(gateway, model, call.submissions[0], prompt_field="input")
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def _read(request: Request) -> tuple[dict[str, Any], RegisteredModel, str | None]:
@@ -84,4 +99,5 @@ def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Pro
 routes: Final = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
 ]

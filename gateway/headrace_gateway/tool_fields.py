@@ -14,6 +14,11 @@ _NAME: Final = re.compile(NAME_PATTERN)
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 
+def is_name(name: object) -> bool:
+    """Whether a function may have this name."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Tools:
     """What the body says of tools."""
@@ -25,17 +30,21 @@ class Tools:
     """`named`: exactly the one allowed function must be called."""
 
 
-def read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
-    """Check `tools` and `tool_choice`."""
+def read_tools(given: Mapping[str, Any], problems: Problems, *, function: str = ".function") -> Tools:
+    """Check `tools` and `tool_choice`.
+
+    Args:
+        function: where the caller's tools have their function, for errors; empty where they are one themselves.
+    """
     tools = given.get("tools", [])
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         problems.add("tools", f"tools must be an array of at most {MAX_TOOLS} functions, not {_size(tools)}")
         return Tools()
-    forms = [_read_tool(position, tool, problems) for position, tool in enumerate(tools)]
+    forms = [_read_tool(f"tools[{position}]", tool, problems, function) for position, tool in enumerate(tools)]
     known = {form.name: form for form in forms if form is not None}
     if len(known) < sum(form is not None for form in forms):
         problems.add("tools", "tools must hold functions of different names")
-    choice, names = _read_choice(given.get("tool_choice"), known, problems)
+    choice, names = _read_choice(given.get("tool_choice"), known, problems, function)
     if not tools:
         if choice not in ("auto", "none"):
             problems.add("tool_choice", "tool_choice needs tools")
@@ -45,38 +54,41 @@ def read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
     return Tools(tools, tuple(form for name, form in known.items() if name in names), choice)
 
 
-def _read_tool(position: int, tool: Any, problems: Problems) -> ToolForm | None:
-    path = f"tools[{position}]"
+def _read_tool(path: str, tool: Any, problems: Problems, place: str) -> ToolForm | None:
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         told = f", not {kind[:40]!r}" if isinstance(kind, str) else ""
-        problems.add(f"{path}.type", f"{path} must be an object with type function and a function{told}", "unsupported")
+        holds = " and a function" if place else ""
+        problems.add(f"{path}.type", f"{path} must be an object with type function{holds}{told}", "unsupported")
         return None
     function = tool["function"]
     problems.unknown_fields(path, tool, ("type", "function"))
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
     fine = True
-    problems.unknown_fields(f"{path}.function", function, _FUNCTION_FIELDS)
+    path += place
+    problems.unknown_fields(path, function, _FUNCTION_FIELDS)
     if not isinstance(function.get("description", ""), str | None):
-        message = f"{path}.function.description must be a string, not {shown(function['description'])}"
-        problems.add(f"{path}.function.description", message)
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"{path}.function.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
-        problems.add(f"{path}.function.name", message)
+        message = f"{path}.description must be a string, not {shown(function['description'])}"
+        problems.add(f"{path}.description", message)
+    if not is_name(name):
+        message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
+        problems.add(f"{path}.name", message)
         fine = False
     if parameters is not None and not isinstance(parameters, Mapping):
-        message = f"{path}.function.parameters must be a JSON Schema object, not {shown(parameters)}"
-        problems.add(f"{path}.function.parameters", message)
+        message = f"{path}.parameters must be a JSON Schema object, not {shown(parameters)}"
+        problems.add(f"{path}.parameters", message)
         fine = False
     if strict is not None and not isinstance(strict, bool):
-        problems.add(f"{path}.function.strict", f"{path}.function.strict must be true or false, not {shown(strict)}")
+        problems.add(f"{path}.strict", f"{path}.strict must be true or false, not {shown(strict)}")
         fine = False
     if not fine:
         return None
     return ToolForm(str(name), dict(parameters) if parameters is not None else None, bool(strict))
 
 
-def _read_choice(choice: Any, known: Mapping[str, ToolForm], problems: Problems) -> tuple[ToolChoice, set[str]]:
+def _read_choice(
+    choice: Any, known: Mapping[str, ToolForm], problems: Problems, place: str
+) -> tuple[ToolChoice, set[str]]:
     """What must be done, and the functions that may be called."""
     if choice is None or choice in ("auto", "none", "required"):
         return choice or "auto", set(known)
@@ -84,15 +96,15 @@ def _read_choice(choice: Any, known: Mapping[str, ToolForm], problems: Problems)
     if kind == "function":
         name = _function_name(choice)
         if name not in known:
-            problems.add("tool_choice.function.name", "tool_choice must name one of the functions in tools")
+            problems.add(f"tool_choice{place}.name", "tool_choice must name one of the functions in tools")
         return "named", {str(name)}
     if kind == "allowed_tools" and isinstance(choice.get("allowed_tools"), Mapping):
         allowed = choice["allowed_tools"]
         listed = allowed.get("tools")
         names = {_function_name(tool) for tool in listed} if isinstance(listed, list) else set()
         if allowed.get("mode") not in ("auto", "required") or not names or not names <= set(known):
-            message = "tool_choice.allowed_tools must have mode auto or required, and tools that are among tools"
-            problems.add("tool_choice.allowed_tools", message)
+            where = "tool_choice.allowed_tools" if place else "tool_choice"
+            problems.add(where, f"{where} must have mode auto or required, and tools that are among tools")
             return "auto", set()
         return allowed["mode"], {str(name) for name in names}
     message = "tool_choice must be none, auto, required, or an object with type function or allowed_tools"

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredObservations(Collector):
-    """Register it before all families: a registry collects in that order, so whoever reads it misses nothing.
+    """Register it before all families: a registry collects in that order, so a scrape misses nothing.
 
     Any thread may add and settle.
     """
@@ -38,7 +38,7 @@ class DeferredObservations(Collector):
         self._waiting.append((observe, args))
 
     def settle(self) -> None:
-        """Call everything that was added before. One that fails is logged: whoever looks has other things to do."""
+        """Call everything that was added before. One that fails is logged, so that a scrape goes on."""
         with self._settling:
             while self._waiting:
                 observe, args = self._waiting.popleft()

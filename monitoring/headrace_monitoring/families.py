@@ -252,6 +252,9 @@ class EngineFamilies:
         self.last_step = make.gauge(
             "engine_last_step_timestamp_seconds", "Unix time of the last step, or of the engine's start before it."
         )
+        self.stall_limit = make.gauge(
+            "engine_stall_limit_seconds", "Time without a step after which an engine with work is killed."
+        )
         self.preemptions = steps.counter(
             "engine_preemptions_total", "Requests that gave up their KV blocks to another one."
         )

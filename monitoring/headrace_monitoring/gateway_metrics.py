@@ -42,11 +42,57 @@ class GatewayMetrics:
             "Time from an accepted call until the first byte of its answer; of a whole answer or of a stream.",
             buckets.TIME_TO_FIRST_TOKEN,
         )
+        self._responses_open = make.gauge(
+            "gateway_responses_open",
+            "Responses whose end is to be stored or announced, of all replicas; each reports the same.",
+        )
+        self._responses_stored = make.counters(
+            "gateway_responses_stored_total",
+            "Responses whose end was stored, by status.",
+            "status",
+            labels.RESPONSE_ENDS,
+        )
         self._redis_up = make.gauge("gateway_redis_up", "1 while the gateway reaches Redis.")
         self._key_file_valid = make.gauge(
             "gateway_key_file_valid", "0 while the key file cannot be used and the keys of an older one are in use."
         )
         self._key_file_valid.set(1)
+        self._webhook_file_valid = make.gauge(
+            "gateway_webhook_file_valid",
+            "0 while the webhook file cannot be used and the endpoints of an older one are in use.",
+        )
+        self._webhook_file_valid.set(1)
+        self._webhook_attempts = make.counters(
+            "gateway_webhook_deliveries_total",
+            "Attempts to deliver a webhook; failed: there is another attempt; gone: status 410.",
+            "outcome",
+            labels.WEBHOOK_OUTCOMES,
+        )
+        self._webhooks_undelivered = make.gauge(
+            "gateway_webhooks_undelivered", "Webhooks in Redis that are not delivered, of endpoints that are enabled."
+        )
+        self._webhooks_oldest = make.gauge(
+            "gateway_webhooks_oldest_undelivered_seconds",
+            "Time since the oldest of them was announced; 0: there is none.",
+        )
+        self._webhook_endpoints_disabled = make.gauge(
+            "gateway_webhook_endpoints_disabled", "Endpoints of webhooks that answered 410 and get nothing any more."
+        )
+        self._batch_lines = make.counters(
+            "gateway_batch_lines_total",
+            "Lines of batches that got their answer or error, by outcome.",
+            "outcome",
+            labels.BATCH_LINE_OUTCOMES,
+        )
+        self._batches = make.gauge("gateway_batches", "Batches that this replica works on.")
+        self._batches_waiting = make.gauge(
+            "gateway_batches_waiting_for_storage",
+            "Batches of this replica that cannot write to the directory of files, or read it.",
+        )
+        self._batch_idle = make.gauge(
+            "gateway_batch_idle_seconds",
+            "Longest time for which a batch of this replica has got no answer of a line.",
+        )
 
     def answered(self, endpoint: labels.Endpoint, status: int | None) -> None:
         """An answer ended; `status` is None where the client left before there was one."""
@@ -71,12 +117,42 @@ class GatewayMetrics:
         """An answer of a generation began."""
         self._first_byte.observe(seconds)
 
+    def responses_open(self, count: int) -> None:
+        self._responses_open.set(count)
+
+    def response_stored(self, status: str) -> None:
+        """This replica stored how a response ended."""
+        self._responses_stored[status].inc()
+
     def redis_answers(self, *, up: bool) -> None:
         self._redis_up.set(up)
 
     def key_file_read(self, *, valid: bool) -> None:
         """A new version of the key file was looked at."""
         self._key_file_valid.set(valid)
+
+    def webhook_file_read(self, *, valid: bool) -> None:
+        """A new version of the webhook file was looked at."""
+        self._webhook_file_valid.set(valid)
+
+    def webhook_attempted(self, outcome: labels.WebhookOutcome) -> None:
+        """An attempt to deliver a webhook ended."""
+        self._webhook_attempts[outcome].inc()
+
+    def webhooks_waiting(self, *, undelivered: int, oldest_seconds: float, disabled: int) -> None:
+        """What Redis holds for all replicas."""
+        self._webhooks_undelivered.set(undelivered)
+        self._webhooks_oldest.set(oldest_seconds)
+        self._webhook_endpoints_disabled.set(disabled)
+
+    def batch_line(self, outcome: labels.BatchLineOutcome) -> None:
+        self._batch_lines[outcome].inc()
+
+    def batches(self, count: int, waiting_for_storage: int, idle_seconds: float) -> None:
+        """What this replica works on now."""
+        self._batches.set(count)
+        self._batches_waiting.set(waiting_for_storage)
+        self._batch_idle.set(idle_seconds)
 
     def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
         """What Prometheus scrapes."""

@@ -43,10 +43,28 @@ RETURN_REASONS = (
 """Why a worker gives a message back. The first five are the fleet's own doing; the others count as a delivery."""
 RESULT_PHASES = ("detokenize", "publish")
 
-Endpoint = Literal["chat_completions", "completions", "tokenizer", "models", "operations", "page", "probes", "other"]
+Endpoint = Literal[
+    "chat_completions",
+    "completions",
+    "responses",
+    "messages",
+    "tokenizer",
+    "models",
+    "files",
+    "batches",
+    "operations",
+    "page",
+    "probes",
+    "other",
+]
 Rejoin = Literal["start", "cursor"]
+WebhookOutcome = Literal["delivered", "failed", "given_up", "gone"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 REJOINS: tuple[Rejoin, ...] = get_args(Rejoin)
+RESPONSE_ENDS = ("completed", "incomplete", "failed", "cancelled")
+WEBHOOK_OUTCOMES: tuple[WebhookOutcome, ...] = get_args(WebhookOutcome)
+BatchLineOutcome = Literal["completed", "failed", "cancelled", "expired"]
+BATCH_LINE_OUTCOMES: tuple[BatchLineOutcome, ...] = get_args(BatchLineOutcome)
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "none")
 
 # where a value outside its set is counted: a new reason must not become a new series
@@ -81,6 +99,14 @@ REFUSALS = (
     "stopping",
     "other_release",
     "tokenizer_unavailable",
+    "no_files",
+    "invalid_form",
+    "unsupported_value",
+    "not_cancellable",
+    "storage_full",
+    "storage_unavailable",
+    "storage_limit_exceeded",
+    "upload_timeout",
     OTHER,
 )
 """Codes of the gateway's errors."""

@@ -1,8 +1,8 @@
 """One format for every log line: ours, Celery's and the libraries', as JSON or for a terminal.
 
-structlog sits on the standard library's root logger, so whoever logs comes out here. What a request says never does:
-prompts, generated text and token ids are removed by name, whatever way they came in, and objects are shown by their
-type only, since a repr may hold a prompt.
+structlog sits on the standard library's root logger, so every library's lines come out here. What a request says never
+does: prompts, generated text and token ids are removed by name, whatever way they came in, and objects are shown by
+their type only, since a repr may hold a prompt.
 
 Context is `process_fields.set(worker=...)` once at the start, and structlog's
 `structlog.contextvars.bound_contextvars(request_id=...)` around the work for a request.

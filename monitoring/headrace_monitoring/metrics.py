@@ -43,7 +43,7 @@ SERVED: frozenset[Outcome] = frozenset({"stop", "length"})
 
 @dataclass(slots=True)
 class Totals:
-    """What happened since the worker started, for whoever asks the worker itself."""
+    """Count what happened since the worker started, for remote control."""
 
     tokens: int = 0
     requests: int = 0
@@ -68,6 +68,7 @@ class Metrics:
         model: the served model name.
         queue: the name of the model's queue.
         version: of Headrace, shown by `headrace_build_info`.
+        stall_limit: seconds without a step after which the worker kills an engine with work.
         label_sets: the reasons and commands that get a series of their own; anything else is counted as "other".
         clock: unix time in seconds.
     """
@@ -79,6 +80,7 @@ class Metrics:
         model: str,
         queue: str,
         version: str = "unknown",
+        stall_limit: float = 60.0,
         label_sets: LabelSets | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -115,6 +117,7 @@ class Metrics:
         self.worker_state("loading")
         self.heartbeat()
         self._engine.last_step.set(clock())
+        self._engine.stall_limit.set(stall_limit)
 
     def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
         """What Prometheus scrapes."""

@@ -10,10 +10,14 @@ import signal
 import time
 from collections.abc import Callable
 
+from chaos import load, poison
 from chaos.site import Site
+from headrace_broker import Client
 
 _ENGINE_READY = "engine ready after"
 _WAVES, _CHOICES = 4, 8
+_MORE_REQUESTS = 6
+_POISON_SECONDS = 300.0  # three engines start anew, one after the other
 
 Fault = Callable[[Site, random.Random], float | None]
 
@@ -147,6 +151,36 @@ def cut_readers(site: Site, draw: random.Random) -> None:
         time.sleep(draw.uniform(0.0, 0.2))
 
 
+def cancel_requests(site: Site, draw: random.Random) -> None:
+    """Some more requests come, and are cancelled in the midst of their streams, by the client or by Celery's revoke."""
+    kinds = load.kinds()
+    handles = [
+        site.send_doomed(kinds[number].body, number, "cancelled")
+        for number in draw.choices(range(len(kinds)), k=_MORE_REQUESTS)
+    ]
+    with Client(site.server.url, model="tiny") as client:
+        for handle in handles:
+            site.service.wait_tokens([handle.id], at_least=draw.randrange(1, 5))
+            if draw.random() < 0.5:
+                client.cancel(handle.id)
+            else:
+                handle.revoke(terminate=True)
+
+
+def pass_deadlines(site: Site, draw: random.Random) -> None:
+    """Some more requests come, whose time is over in the midst of their streams, or before."""
+    kinds = load.kinds()
+    for number in draw.choices(range(len(kinds)), k=_MORE_REQUESTS):
+        # not `expires`: each worker judges by its own clock, and these are hours apart
+        site.send_doomed(kinds[number].body, number, "expired", time_limit=draw.uniform(0.05, 1.0))
+
+
+def send_poison(site: Site, draw: random.Random) -> None:
+    """One more request comes, which kills every engine that computes it, and its neighbours with it."""
+    handle = site.send_doomed({"prompt_token_ids": poison.TOKENS}, None, "dead_letter")
+    site.service.wait_ended([handle.id], _POISON_SECONDS)
+
+
 FAULTS: tuple[Fault, ...] = (
     kill_worker,
     kill_engine,
@@ -162,4 +196,7 @@ FAULTS: tuple[Fault, ...] = (
     kill_all_workers,
     kill_gateway,
     cut_readers,
+    cancel_requests,
+    pass_deadlines,
+    send_poison,
 )

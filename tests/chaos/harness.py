@@ -5,6 +5,7 @@ be lost, doubled or out of order, and every output must be what the same request
 intruder attacks the requests with a producer's rights.
 """
 
+import contextlib
 import random
 import statistics
 import time
@@ -13,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import redis
+from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
 from chaos.faults import FAULTS, Fault
 from chaos.http_reader import HttpReader, TextChoice
 from chaos.intruder import TENANT, Intruder
 from chaos.load import kinds
-from chaos.site import Site
+from chaos.site import Doomed, Site
 from chaos.watcher import Watcher
 from headrace_broker.keys import queue_lists
 from service.workers.service import QUEUE, ChoiceStream, assert_result_is_stream
@@ -41,6 +43,8 @@ class Round:
     requests: int = 0
     attacks: int = 0
     """What the intruder did meanwhile."""
+    cut: int = 0
+    """Requests that a cancel, a deadline or the quarantine ended, as it should."""
     resumed: int = 0
     """Requests that more than one attempt worked on."""
     http_requests: int = 0
@@ -116,6 +120,9 @@ class Harness:
             account.away = self._strike(account, fault)
             self._wait(lambda: len(watcher.ended) == len(handles), END_SECONDS)
             self._wait(lambda: all(reader.is_done or reader.problems for reader in readers), END_SECONDS)
+            self._wait(
+                lambda: all(self._site.service.stream(each.handle.id).end for each in self._site.doomed), END_SECONDS
+            )
         finally:
             watcher.stop()
             for reader in readers:
@@ -127,8 +134,11 @@ class Harness:
             self._check(account, handle, kind_number, ended=handle.id in watcher.ended)
         for reader, kind_number in zip(readers, http_numbers, strict=True):
             self._check_http(account, reader, kind_number)
-        self._check_settled(account)
-        self._site.forget(handles)
+        doomed, self._site.doomed = self._site.doomed, []
+        for each in doomed:
+            self._check_doomed(account, each)
+        self._check_settled(account, [each.handle.id for each in doomed if each.code == "dead_letter"])
+        self._site.forget([*handles, *(each.handle for each in doomed)])
         account.seconds = time.monotonic() - started
         return account
 
@@ -172,6 +182,34 @@ class Harness:
             account.broken += 1
             account.problems.append(f"{name}: {type(error).__name__} {error}"[:400])
 
+    def _check_doomed(self, account: Round, doomed: Doomed) -> None:
+        """It has its error, and what it has given until then is what it gave undisturbed; or it was quicker."""
+        account.requests += 1
+        try:
+            log = self._site.service.stream(doomed.handle.id)
+            assert log.end is not None, "did not end"
+            expected = self._expected[doomed.kind] if doomed.kind is not None else {}
+            if log.end["error"] is None:
+                assert log.content == expected, "other content than undisturbed"
+                return
+            assert log.end["error"]["code"] == doomed.code, f"ended with {log.end['error']}"
+            parts = [(index, choice.token_ids, choice.text) for index, choice in log.content.items()]
+            with contextlib.suppress(TaskRevokedError):  # what Celery has of a request that its own command ended
+                result = doomed.handle.get(timeout=SETTLE_SECONDS)
+                assert result["error"]["code"] == doomed.code, f"the result has {result['error']}"
+                parts += [(output["index"], output["token_ids"], output["text"]) for output in result["outputs"]]
+            for index, token_ids, text in parts:
+                known = expected.get(index, ChoiceStream())
+                assert token_ids == known.token_ids[: len(token_ids)], "other tokens than undisturbed"
+                whole = text.removesuffix("\ufffd")  # it may end within a character
+                tail = f"{whole[-20:]!r} where it was {known.text[: len(whole)][-20:]!r}"
+                assert whole == known.text[: len(whole)], f"other text of {len(token_ids)} tokens: {tail}"
+            account.cut += 1
+        except (AssertionError, redis.RedisError, TimeoutError) as error:
+            account.broken += 1
+            problem = f"a request that was to end with {doomed.code}: {type(error).__name__} {error}"
+            account.problems.append(problem[:400])
+
     def _read_over_http(self, kind_number: int) -> HttpReader:
         kind = self._kinds[kind_number]
         body = {"model": "tiny", "prompt": kind.prompt, "priority": PRIORITY, **kind.params}
@@ -188,13 +226,18 @@ class Harness:
             account.broken += 1
             account.problems.append(f"{name}: {reader.error or 'other content than undisturbed'}"[:400])
 
-    def _check_settled(self, account: Round) -> None:
-        """No message queued or leased, no dead letter, no worker that gave up."""
+    def _check_settled(self, account: Round, poisoned: Sequence[str]) -> None:
+        """No message queued or leased, no dead letter but the poison's, no worker that gave up."""
         try:
             self._site.service.wait_settled(SETTLE_SECONDS)
         except AssertionError as error:
             account.problems.append(f"messages are left over: {error}"[:400])
         dead = [letter for letter in self._site.service.dead_letters() if TENANT.encode() not in letter[b"body"]]
+        for request_id in poisoned:
+            found = [letter for letter in dead if request_id.encode() in letter[b"body"]]
+            if len(found) != 1 or not found[0][b"reason"].startswith(b"poison"):
+                account.problems.append(f"the poison is not one dead letter: {[letter[b'reason'] for letter in found]}")
+            dead = [letter for letter in dead if letter not in found]
         if dead:
             account.problems.append(f"{len(dead)} dead letters: {[letter[b'reason'] for letter in dead]}"[:400])
         self._site.client.delete("headrace:dead")
@@ -217,6 +260,7 @@ def _line(name: str, rounds: Sequence[Round]) -> dict[str, Any]:
         "rounds": len(rounds),
         "requests": sum(r.requests for r in rounds),
         "attacks": sum(r.attacks for r in rounds),
+        "cut": sum(r.cut for r in rounds),
         "resumed": sum(r.resumed for r in rounds),
         "http_requests": sum(r.http_requests for r in rounds),
         "rejoined": sum(r.rejoined for r in rounds),

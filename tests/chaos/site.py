@@ -4,11 +4,13 @@ import random
 import resource
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from celery.result import AsyncResult
 
+from chaos import poison
 from chaos.http_reader import HttpReader
 from chaos.proxy import Proxy
 from service.clock_skew import ClockSkew
@@ -22,6 +24,17 @@ _CLOCK_HOURS = (3, -3)
 """How far the workers' clocks are ahead."""
 _PUBLISH_INTERVAL = (0, 0.02)
 """One worker publishes each step, the other gathers tokens; either may have to go on where the other one stopped."""
+
+
+@dataclass(frozen=True)
+class Doomed:
+    """A request of a fault that is not to end by itself."""
+
+    handle: AsyncResult
+    kind: int | None
+    """Number of the request of the load that it is; None for the poison."""
+    code: str
+    """Of the error that ends it."""
 
 
 class Post:
@@ -71,12 +84,12 @@ class Site:
             "max_num_seqs": self.slots,
         }
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
-        skew = ClockSkew(folder)
+        skew, poisoned = ClockSkew(folder), poison.environ(folder / "poison")
         self.posts = [
             Post(
                 self.service,
                 Proxy(port),
-                environ=skew.environ(_CLOCK_HOURS[number % 2]),
+                environ=skew.environ(_CLOCK_HOURS[number % 2]) | poisoned,
                 publish_interval=_PUBLISH_INTERVAL[number % 2],
                 **settings,
                 **(engine_settings or {}),
@@ -88,6 +101,8 @@ class Site:
         ]
         self.readers: list[HttpReader] = []
         """Those of the round that runs."""
+        self.doomed: list[Doomed] = []
+        """The same."""
 
     @property
     def gateway_ports(self) -> list[int]:
@@ -124,6 +139,12 @@ class Site:
         assert self.server.pid is not None
         _, hard = resource.prlimit(self.server.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.server.pid, resource.RLIMIT_FSIZE, (size, hard))
+
+    def send_doomed(self, body: Any, kind: int | None, code: str, **options: Any) -> AsyncResult:
+        """Send a request that is to end with the error `code`."""
+        handle = self.service.send(body, **options)
+        self.doomed.append(Doomed(handle, kind, code))
+        return handle
 
     def any_post(self, draw: random.Random) -> Post:
         return draw.choice(self.posts)

@@ -42,3 +42,9 @@ def test_no_page_depends_on_the_environment(generate: ModuleType, monkeypatch: p
     for name in ("HEADRACE_REDIS_URL", "HEADRACE_GATEWAY_PORT", "HEADRACE_MAX_NUM_SEQS", "COLUMNS"):
         monkeypatch.setenv(name, "77")
     assert generate.stale() == []
+
+
+def test_every_setting_metric_and_parameter_says_what_it_means(generate: ModuleType) -> None:
+    pages = generate.pages()
+    rows = [line for name in ("settings.md", "metrics.md", "sampling-params.md") for line in pages[name].splitlines()]
+    assert [row for row in rows if row.startswith("| `") and row.endswith("|  |")] == []

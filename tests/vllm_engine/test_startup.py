@@ -44,6 +44,16 @@ def test_a_broken_checkpoint_is_one_sentence_and_no_retry(options: dict[str, Any
         DrivenEngine(**{**options, "model": str(tmp_path)})
 
 
+def test_ranks_without_processors_of_their_own_are_one_sentence_and_no_retry(
+    options: dict[str, Any], engine: DrivenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine.info.device != "cpu" or len([*Path("/sys/devices/system/node").glob("node[0-9]*")]) >= 3:
+        pytest.skip("vLLM finds processors for each rank")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    with pytest.raises(ConfigError, match="bind threads manually"):
+        DrivenEngine(**options, tensor_parallel_size=3)
+
+
 def test_adapters_on_a_cpu_are_refused_where_they_leak_into_other_requests(
     options: dict[str, Any], engine: DrivenEngine
 ) -> None:

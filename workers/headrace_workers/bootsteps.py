@@ -67,6 +67,7 @@ class EngineStep(bootsteps.StartStopStep):
             model=settings.served_name,
             queue=queue,
             version=version("headrace"),
+            stall_limit=settings.stall_limit(),
             label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
         )
         if config.engine != OWN_ENGINE:  # what it tells is known when it is ready

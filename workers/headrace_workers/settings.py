@@ -85,6 +85,7 @@ class WorkerSettings(BaseSettings):
     kv_cache_dtype: str = "auto"
     """bfloat16: keys and values in half the memory under a float32 model, a little less exact. fp8: cuda only."""
     attention_backend: str = "auto"
+    """Kernel of paged attention: auto, native, torch or triton."""
     quantization: str | None = None
     """int8: the decoder's matrix products in 8 bits; faster, a little less exact."""
     enforce_eager: bool = False
@@ -116,6 +117,7 @@ class WorkerSettings(BaseSettings):
     max_cpu_loras: int | None = Field(None, ge=1)
     """Most adapters in memory; None means max_loras, or all named ones where these are more."""
     trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint or its tokenizer."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = Field(9464, ge=0, le=65535)
     """0 takes a free port."""
@@ -140,6 +142,7 @@ class WorkerSettings(BaseSettings):
     """An engine that has work and makes no step for so long is killed and started again; None: the engine's own limit,
     or STALL_SECONDS."""
     log_level: str = "INFO"
+    """DEBUG, INFO, WARNING or ERROR."""
     log_json: bool | None = None
     """None: JSON unless the log goes to a terminal."""
 
@@ -259,6 +262,7 @@ class WorkerSettings(BaseSettings):
         ).create_engine_config()
         if config.lora is not None:
             config.lora.preload = adapters.named()
+            config.lora.needs_hot_load = self.lora_dir is not None
         return config
 
     def stall_limit(self) -> float:

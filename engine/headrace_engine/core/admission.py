@@ -52,7 +52,7 @@ class Admission:
 
     def admit_ready(self) -> None:
         """Pass on the requests whose adapter is loaded or whose grammar is compiled."""
-        if self._loras is not None and self._loras.has_news:
+        if self._loras is not None and self._loras.may_be_ready:
             for message, found in self._loras.ready():
                 if isinstance(found, str):
                     self._refuse(message, found)
@@ -82,7 +82,7 @@ class Admission:
 
     def has_work(self) -> bool:
         """Whether a step would pass a request on, wait for a grammar, or return an output."""
-        if self._loras is not None and self._loras.has_news:
+        if self._loras is not None and self._loras.may_be_ready:
             return True
         return bool(self._outputs or self._grammars)
 

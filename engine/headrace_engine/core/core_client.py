@@ -51,7 +51,7 @@ class CoreClient(Protocol):
 
 
 class InProcessCore:
-    """The core in the caller's process; a step is computed by whoever asks for outputs."""
+    """The core in the caller's process; a step is computed when the caller asks for outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config, create_runner(config))

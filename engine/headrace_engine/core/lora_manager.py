@@ -65,7 +65,7 @@ class LoRAManager:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._parked: list[EngineCoreRequest] = []
         self._loading: tuple[int, Future[bool]] | None = None
-        self._news = False
+        self._may_be_ready = False
 
     @classmethod
     def create(cls, config: LoRAConfig | None, runner: AdapterLoader, wake: Callable[[], None]) -> "LoRAManager | None":
@@ -209,7 +209,7 @@ class LoRAManager:
                 if lora is not None:
                     return lora
         self._parked.append(message)
-        self._news = True
+        self._may_be_ready = True
         return None
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -217,15 +217,15 @@ class LoRAManager:
         left = [message for message in self._parked if message.request_id not in gone]
         if len(left) < len(self._parked):
             self._parked = left
-            self._news = bool(left)  # those behind it may have waited for nothing but their turn
+            self._may_be_ready = bool(left)  # those behind it may have waited for nothing but their turn
 
     def waiting_ids(self) -> list[str]:
         return [message.request_id for message in self._parked]
 
     @property
-    def has_news(self) -> bool:
-        """Whether `ready` may have something to say."""
-        return self._news
+    def may_be_ready(self) -> bool:
+        """Whether `ready` may have something to return."""
+        return self._may_be_ready
 
     def ready(self) -> list[tuple[EngineCoreRequest, LoadedLoRA | str]]:
         """Requests that wait no longer: with their adapter, or with the sentence that refuses them.
@@ -233,7 +233,7 @@ class LoRAManager:
         A request that waits for room lets no later one take an adapter, so room comes as soon as the present users
         have ended. One that waits for its adapter to be read holds nobody up.
         """
-        self._news = False
+        self._may_be_ready = False
         failed = self._finish_loading()
         results: list[tuple[EngineCoreRequest, LoadedLoRA | str]] = []
         still_parked = []
@@ -282,7 +282,7 @@ class LoRAManager:
 
     def _tell(self) -> None:
         if self._parked:
-            self._news = True
+            self._may_be_ready = True
             self._wake()
 
     def check_integrity(self) -> None:

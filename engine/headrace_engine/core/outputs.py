@@ -9,7 +9,7 @@ from headrace_engine.runner.contracts import TokenLogprobs
 
 @dataclass(slots=True)  # not kw_only: names in a call double what making one costs, and each token makes one
 class EngineCoreOutput:
-    """News of one choice."""
+    """New tokens of one choice, or its end."""
 
     request_id: str
     new_token_ids: list[int]

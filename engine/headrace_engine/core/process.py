@@ -71,6 +71,8 @@ class EngineCoreProcess:
         self._capabilities = EngineCapabilities()
         self._pending: list[EngineCoreOutputs] = []
         self._calls: dict[int, Future[Any]] = {}
+        self._has_spoken = False
+        """Whether the child has sent anything."""
         self._failure: HeadraceEngineError | None = None
         self._reported: HeadraceEngineError | None = None
         """The child's own last words; raised once all steps that came before them are taken."""
@@ -134,7 +136,7 @@ class EngineCoreProcess:
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
         number, answer = next(self._call_numbers), Future[Any]()
-        answer.set_running_or_notify_cancel()  # whoever waits for it may be cancelled; the call is made all the same
+        answer.set_running_or_notify_cancel()  # its waiter may be cancelled; the call is made all the same
         self._calls[number] = answer
         try:
             self._send(["call", number, method, list(args)])
@@ -165,11 +167,7 @@ class EngineCoreProcess:
                 raise self._reported
             return self._take(self._connection.receive())
         except EOFError:
-            how = self._exit_description()
-            # Nobody but the kernel, short of memory, kills a process that its parent did not end.
-            killed = self._process.returncode == -signal.SIGKILL and not self._stopping
-            cause: EngineDeathCause = "out_of_memory" if killed else "crash"
-            self._failure = EngineDeadError(f"the engine process {self.pid} ended, {how}", cause=cause)
+            self._failure = self._silent_end()
             self._fail_calls(self._failure)
             raise self._failure from None
         except HeadraceEngineError as error:
@@ -177,7 +175,22 @@ class EngineCoreProcess:
             self._fail_calls(error)
             raise
 
+    def _silent_end(self) -> HeadraceEngineError:
+        """Why the child ended, of which it said nothing itself."""
+        how = self._exit_description()
+        if self._process.returncode == _PYTHON_ERROR and not self._has_spoken:
+            return ConfigError(
+                f"engine {self._engine.name}: {self._python} -m {self._engine.child_module} failed before it could say "
+                f"why; standard error has the traceback. What it imports is installed there by "
+                f"{self._engine.install_command}"
+            )
+        # Nobody but the kernel, short of memory, kills a process that its parent did not end.
+        killed = self._process.returncode == -signal.SIGKILL and not self._stopping
+        cause: EngineDeathCause = "out_of_memory" if killed else "crash"
+        return EngineDeadError(f"the engine process {self.pid} ended, {how}", cause=cause)
+
     def _take(self, frames: list[Any]) -> list[EngineCoreOutputs]:
+        self._has_spoken = self._has_spoken or bool(frames)
         steps: list[EngineCoreOutputs] = []
         for kind, *values in frames:
             if kind == "outputs":
@@ -294,6 +307,8 @@ _CAUSES: dict[str, EngineDeathCause] = {
     "OutOfMemoryError": "out_of_memory",  # torch's, for a device
     "RecompilationError": "recompilation",
 }
+_PYTHON_ERROR = 1
+"""Exit status of an interpreter that an exception ended: of a child that was silent, when its module was imported."""
 _STARTUP_ERRORS: dict[str, type[HeadraceEngineError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 

@@ -79,7 +79,7 @@ def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
 
 
 class QueueLimits:
-    """Bounds on what waits for its first admission, for a grammar or an adapter too; preempted requests are no news.
+    """Bounds on what waits for its first admission, for a grammar or an adapter too; preempted requests do not count.
 
     Args:
         max_requests, max_tokens: None means no limit.

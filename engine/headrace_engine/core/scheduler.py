@@ -130,7 +130,7 @@ class Scheduler:
         return plan.batch
 
     def _decode_is_due(self) -> bool:
-        """For runners that cannot mix: whoever has its next token to compute waits for one step of prompts at most.
+        """For runners that cannot mix: a decoding request waits for one step of prompts at most.
 
         Prompts in their turn wait for one step of decoding at most, so that neither starves the other.
         """
@@ -254,7 +254,7 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         if self.stats.preemptions:
-            return  # memory is short: whoever runs goes first
+            return  # memory is short: running requests go first
         loras = {r.lora.version for r in self.running if r.lora is not None} if self._max_loras else set()
         passed: list[Request] = []  # whose adapter finds no place in this batch
         while self.waiting and plan.budget > 0 and self._may_prefill(plan):
@@ -286,7 +286,7 @@ class Scheduler:
             self._start(request, num_hit)
             plan.batch.new_requests.append(new_request(request, block_ids))  # says what was computed before this step
             plan.grant(request, num_new, prefill=True)
-            # Whoever is preempted from here on is less urgent than this request, so it was not admitted in this step:
+            # A request that is preempted from here on is less urgent than this one, so this step did not admit it:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
         for request in reversed(passed):
@@ -312,7 +312,7 @@ class Scheduler:
         return len(self.running) < self._max_num_seqs and num_blocks + reserve <= self.kv.pool.num_free
 
     def _victims(self, request: Request, hits: list[Block], num_blocks: int) -> list[Request] | None:
-        """The running requests that a more urgent waiting one displaces, the least urgent first.
+        """Choose the running requests that a more urgent waiting one preempts, the least urgent first.
 
         None where they do not exist, or where all of them together would not make room enough; empty where nothing but
         the watermark is in the way, which is kept for those that are less urgent.
@@ -348,13 +348,13 @@ class Scheduler:
     def update_from_output(
         self, batch: StepBatch, output: StepOutput, launched: Sequence[Request] | None = None
     ) -> list[EngineCoreOutput]:
-        """Take the sampled tokens in; returns news of every request that got one.
+        """Take the sampled tokens in; return the outputs of every request that got one.
 
         Args:
             launched: the batch's requests, where a later step was scheduled meanwhile: what came of those that have
                 ended since is dropped, and those that were preempted go on waiting with one token more.
         """
-        news: list[EngineCoreOutput] = []
+        new_outputs: list[EngineCoreOutput] = []
         finished: set[str] = set()
         if launched is None:
             launched = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
@@ -381,7 +381,7 @@ class Scheduler:
                 continue
             logprobs = output.logprobs.get(request_id)
             entry.logprobs = logprobs[: len(entry.new_token_ids)] if logprobs is not None else None
-            news.append(entry)
+            new_outputs.append(entry)
             if entry.finish_reason is not None:
                 finished.add(request_id)
         if finished:
@@ -391,7 +391,7 @@ class Scheduler:
                 if request.status is RequestStatus.PREEMPTED:
                     self.waiting.remove(request)
                 self._finish(request)
-        return news
+        return new_outputs
 
     def _let_go(self, request: Request, grammar: Grammar) -> None:
         """Drop what was drawn for a request without a mask; it leaves, with its tokens, for another grammar."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Self
+from typing import IO, Final, Self
 
 from headrace_gateway.batch_line import MAX_LINE_BYTES
 from headrace_gateway.errors import BatchError
@@ -86,6 +86,6 @@ def _opened(name: str) -> IO[bytes]:
 
 
 def _copied(source: IO[bytes]) -> IO[bytes]:
-    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # its caller closes it
+    copy: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # its caller closes it
     shutil.copyfileobj(source, copy)
     return copy

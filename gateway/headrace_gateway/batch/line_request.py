@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -19,14 +21,15 @@ from headrace_broker import (
     SubmitRequest,
     UnknownModelError,
 )
+from headrace_broker.connections import connect_async
 from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
 from headrace_broker.stream_hub import StreamHub
-from headrace_gateway import ApiError
 from headrace_gateway.answer_reader import open_reader
 from headrace_gateway.batch_line import BatchLine
 from headrace_gateway.broker_errors import api_error_of
 from headrace_gateway.call_fields import bounded_priority
 from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import ApiError
 from headrace_gateway.fold import Fold
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
@@ -257,3 +260,15 @@ class LineRequests:
                     raise
                 self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
             await asyncio.sleep(pause)
+
+
+@asynccontextmanager
+async def patient_hub(redis_url: str) -> AsyncIterator[StreamHub]:
+    """A hub that waits for as long as Redis is away."""
+    connection = connect_async(redis_url)
+    hub = StreamHub(connection, patience=math.inf)
+    try:
+        yield hub
+    finally:
+        await hub.aclose()
+        await connection.aclose()

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from headrace_gateway import ApiError
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
 from headrace_gateway.batch_line import read_line
-from headrace_gateway.errors import BatchError, InputRefusedError, LineProblem
+from headrace_gateway.errors import ApiError, BatchError, InputRefusedError, LineProblem
 from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
 

@@ -17,8 +17,9 @@ from starlette.routing import Route
 from headrace_gateway import cursor, field_tables
 from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
 from headrace_gateway.json_response import JsonResponse
-from headrace_gateway.openapi import schemas
+from headrace_gateway.openapi import anthropic_schemas, response_schemas, schemas, tokenizer_schemas
 from headrace_gateway.openapi.schemas import Schema, closed, integer, or_null
+from headrace_gateway.responses import MAX_PAGE
 
 PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
 
@@ -33,11 +34,14 @@ _ERRORS: Final = {
     429: "A bound of the key, the tenant or the queue is reached",
     499: "The request was cancelled",
     500: "The engine failed",
-    503: "The queue cannot be reached",
+    501: "The model's workers answer no calls of the tokenizer",
+    503: "The queue, or a worker's tokenizer, cannot be reached",
     504: "The request's deadline passed",
 }
-_WHEN_CREATED: Final = tuple(_ERRORS)
-_WHEN_READ: Final = tuple(status for status in _ERRORS if status not in (413, 415, 422))
+_OF_MESSAGES: Final = _ERRORS | {529: "The queue is full, or cannot be reached"}
+_WHEN_ASKED: Final = (400, 401, 403, 404, 413, 415, 429, 501, 503)
+_WHEN_CREATED: Final = tuple(status for status in _ERRORS if status != 501)
+_WHEN_READ: Final = tuple(status for status in _WHEN_CREATED if status not in (413, 415, 422))
 _WHEN_LISTED: Final = (401, 403, 503)
 _RETRY_AFTER: Final = {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
@@ -65,6 +69,36 @@ def document() -> dict[str, Any]:
             "/v1/chat/completions/{id}": {"get": _read("read_chat_completion", "ChatCompletion")},
             "/v1/completions": {"post": _create("create_completion", "Completion")},
             "/v1/completions/{id}": {"get": _read("read_completion", "Completion")},
+            "/v1/responses": {"post": _create("create_response", "Response")},
+            "/v1/responses/{id}": {
+                "get": _of_response(
+                    "read_response",
+                    "Read a Response, or its events",
+                    _answer_or_stream("Response"),
+                    _parameter("query", "stream", schemas.BOOLEAN),
+                    _parameter("query", "starting_after", integer(0, 10**18)),
+                ),
+                "delete": _of_response("delete_response", "Delete a Response", _json("DeletedResponse")),
+            },
+            "/v1/responses/{id}/cancel": {
+                "post": _of_response("cancel_response", "Cancel a Response in the background", _json("Response")),
+            },
+            "/v1/responses/{id}/input_items": {
+                "get": _of_response(
+                    "list_input_items",
+                    "List the input of a Response",
+                    _json("ResponseItems"),
+                    _parameter("query", "limit", integer(1, MAX_PAGE)),
+                    _parameter("query", "order", {"enum": ["asc", "desc"]}),
+                    _parameter("query", "after", schemas.STRING),
+                ),
+            },
+            "/v1/messages": {"post": _of_anthropic(_create("create_message", "Message"))},
+            "/v1/messages/{id}": {"get": _of_anthropic(_read("read_message", "Message"))},
+            "/v1/messages/count_tokens": {"post": _of_anthropic(_ask("count_message_tokens", "MessageTokens"))},
+            "/v1/responses/input_tokens": {"post": _ask("count_response_tokens", "ResponseInputTokens")},
+            "/tokenize": {"post": _ask("tokenize", "Tokenized")},
+            "/detokenize": {"post": _ask("detokenize", "Detokenized")},
             "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
             "/ready": {
                 "get": _operation(
@@ -83,13 +117,28 @@ def document() -> dict[str, Any]:
             "schemas": {
                 "ChatCompletionRequest": _body(field_tables.CHAT, schemas.CHAT_FIELDS, "model", "messages"),
                 "CompletionRequest": _body(field_tables.COMPLETION, schemas.COMPLETION_FIELDS, "model", "prompt"),
+                "MessageRequest": anthropic_schemas.body(field_tables.MESSAGES, "max_tokens"),
+                "MessageTokensRequest": anthropic_schemas.body(field_tables.COUNTED_MESSAGES),
+                "ResponseInputTokensRequest": tokenizer_schemas.RESPONSE_REQUEST,
+                "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
+                "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
                 "ChatCompletion": schemas.CHAT_COMPLETION,
                 "Completion": schemas.COMPLETION,
+                "ResponseRequest": response_schemas.request(schemas.FIELDS),
+                "Response": response_schemas.RESPONSE,
+                "DeletedResponse": response_schemas.DELETED,
+                "ResponseItems": response_schemas.ITEMS,
+                "Message": anthropic_schemas.MESSAGE,
+                "MessageTokens": anthropic_schemas.TOKENS,
+                "ResponseInputTokens": tokenizer_schemas.RESPONSE_TOKENS,
+                "Tokenized": tokenizer_schemas.TOKENIZED,
+                "Detokenized": tokenizer_schemas.DETOKENIZED,
                 "Unfinished": schemas.UNFINISHED,
                 "Model": schemas.MODEL,
                 "Models": schemas.MODELS,
                 "Probe": schemas.PROBE,
                 "Error": schemas.ERROR,
+                "MessageError": anthropic_schemas.ERROR,
             },
         },
     }
@@ -156,6 +205,22 @@ def _create(name: str, answer: str) -> dict[str, Any]:
     }
 
 
+def _ask(name: str, answer: str) -> dict[str, Any]:
+    return _operation(name, f"Ask a tokenizer: {answer}", _WHEN_ASKED, {"200": _json(answer)}) | {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(f"{answer}Request")}}}
+    }
+
+
+def _of_anthropic(operation: dict[str, Any]) -> dict[str, Any]:
+    """With errors in Anthropic's shape, whose 529 is our 503."""
+    told = {status: response for status, response in operation["responses"].items() if status < "400"}
+    failures = {int(status) for status in operation["responses"].keys() - told.keys() - {"503"}}
+    for status in sorted(failures | {529}):
+        told[str(status)] = _content(_OF_MESSAGES[status], _ref("MessageError"))
+        told[str(status)] |= _retry() if status in (429, 529) else {}
+    return operation | {"responses": told}
+
+
 def _read(name: str, answer: str) -> dict[str, Any]:
     unfinished = {**_json("Unfinished"), **_retry()}
     responses = {"200": _answer_or_stream(answer), "202": unfinished}
@@ -169,6 +234,11 @@ def _read(name: str, answer: str) -> dict[str, Any]:
             _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
         ]
     }
+
+
+def _of_response(name: str, summary: str, found: dict[str, Any], *query: dict[str, Any]) -> dict[str, Any]:
+    operation = _operation(name, summary, _WHEN_READ, {"200": found})
+    return operation | {"parameters": [_parameter("path", "id", schemas.STRING), *query]}
 
 
 def _answer_or_stream(answer: str) -> dict[str, Any]:

@@ -91,7 +91,10 @@ def _steps() -> list[Panel]:
             "Time since the last step",
             "Grows while idle, which is harmless. With requests in flight it means a stalled engine.",
             "s",
-            [("time() - headrace_engine_last_step_timestamp_seconds{@}", "{{instance}}")],
+            [
+                ("time() - headrace_engine_last_step_timestamp_seconds{@}", "{{instance}}"),
+                ("headrace_engine_stall_limit_seconds{@}", "limit: {{instance}}"),
+            ],
         ),
     ]
 

@@ -14,7 +14,13 @@ def dashboard() -> sdk.Dashboard:
         "headrace-gateway",
         "Headrace: gateway",
         "OpenAI's API over HTTP: requests, refusals, streams, and what each replica needs.",
-        {"Requests": _requests(), "Streams": _streams(), "Replicas": _replicas()},
+        {
+            "Requests": _requests(),
+            "Streams": _streams(),
+            "Batches": _batches(),
+            "Webhooks": _webhooks(),
+            "Replicas": _replicas(),
+        },
     )
 
 
@@ -71,6 +77,78 @@ def _streams() -> list[Panel]:
             [(_rate("rejoins_total", "from"), "{{from}}")],
             stacked=True,
         ),
+        graph(
+            "Open responses",
+            "Responses of the Responses API whose end is to be stored or announced, of all replicas.",
+            "none",
+            [(f"max(headrace_gateway_responses_open{{{_JOB}}})", "open")],
+        ),
+        graph(
+            "Stored responses",
+            "Responses a second whose end was stored, by status.",
+            "ops",
+            [(_rate("responses_stored_total", "status"), "{{status}}")],
+            stacked=True,
+        ),
+    ]
+
+
+def _webhooks() -> list[Panel]:
+    return [
+        graph(
+            "Attempts to deliver",
+            "Attempts a second; failed: there is another attempt; gone: the receiver answered 410.",
+            "ops",
+            [(_rate("webhook_deliveries_total", "outcome"), "{{outcome}}")],
+            stacked=True,
+        ),
+        graph(
+            "Oldest undelivered webhook",
+            "Time since it was announced. All replicas share the webhooks and show the same.",
+            "s",
+            [(_most("webhooks_oldest_undelivered_seconds"), "oldest")],
+        ),
+        graph(
+            "Undelivered webhooks",
+            "Webhooks of enabled endpoints that wait in Redis, and endpoints that answered 410.",
+            "none",
+            [
+                (_most("webhooks_undelivered"), "undelivered"),
+                (_most("webhook_endpoints_disabled"), "disabled endpoints"),
+            ],
+        ),
+        states(
+            "Webhook file valid",
+            "Off: the webhook file cannot be used, and the endpoints of an older one are in use.",
+            [(f"headrace_gateway_webhook_file_valid{{{_JOB}}}", "{{instance}}")],
+        ),
+    ]
+
+
+def _batches() -> list[Panel]:
+    return [
+        graph(
+            "Lines by outcome",
+            "Lines of batches a second that got their answer or error.",
+            "ops",
+            [(_rate("batch_lines_total", "outcome"), "{{outcome}}")],
+            stacked=True,
+        ),
+        graph(
+            "Batches",
+            "Batches that each replica works on, and those of them that cannot use the directory of files.",
+            "none",
+            [
+                (f"headrace_gateway_batches{{{_JOB}}}", "{{instance}}"),
+                (f"headrace_gateway_batches_waiting_for_storage{{{_JOB}}}", "waiting: {{instance}}"),
+            ],
+        ),
+        graph(
+            "Time without an answer",
+            "Longest time for which a batch of each replica has got no answer of a line.",
+            "s",
+            [(f"headrace_gateway_batch_idle_seconds{{{_JOB}}}", "{{instance}}")],
+        ),
     ]
 
 
@@ -111,3 +189,7 @@ def _replicas() -> list[Panel]:
 def _rate(metric: str, by: str = "", where: str = "") -> str:
     labels = f" by ({by}) " if by else ""
     return f"sum{labels}(rate(headrace_gateway_{metric}{{{_JOB}{where}}}[$__rate_interval]))"
+
+
+def _most(metric: str) -> str:
+    return f"max(headrace_gateway_{metric}{{{_JOB}}})"

@@ -30,6 +30,7 @@ class GatewayProcess:
         environ |= {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_GATEWAY_PORT": str(self.port)}
         environ |= {f"HEADRACE_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
         self._environ = environ
+        self.metrics_port = settings.get("metrics_port")
         self.start()
 
     def start(self) -> None:

@@ -29,14 +29,21 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
     with urllib.request.urlopen(f"{gateway.url}/openapi.json") as response:
         document: dict[str, Any] = json.load(response)
     narrowed = copy.deepcopy(document)
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
+    schemas = narrowed["components"]["schemas"]
+    for name in ("DetokenizedRequest", "ResponseInputTokensRequest", "MessageTokensRequest"):
+        schemas[name]["properties"]["model"] = {"const": gateway.model}
+    for one in schemas["TokenizedRequest"]["anyOf"]:
+        one["properties"]["model"] = {"const": gateway.model}
+    schemas["MessageRequest"]["properties"] |= {"model": {"const": gateway.model}, "max_tokens": {"enum": [1, 2, 3]}}
+    limits = {"ChatCompletionRequest": "max_tokens", "CompletionRequest": "max_tokens"}
+    limits["ResponseRequest"] = "max_output_tokens"
+    for name, limit in limits.items():
         schema = narrowed["components"]["schemas"][name]
         schema["properties"]["model"] = {"const": gateway.model}
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("n", "max_tokens", "max_completion_tokens", "max_output_tokens"):
             if field in schema["properties"]:
                 schema["properties"][field] = {"type": "integer", "minimum": 1, "maximum": 3}
-        schema["required"].append("max_tokens")
-        schema["properties"]["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
+        schema["required"].append(limit)
     return narrowed
 
 

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import openai
 import pytest
+from openai.types.responses import InputTokenCountResponse
 
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
@@ -90,6 +92,18 @@ def test_what_is_wrong_is_refused_by_name(
     response = client.post(path, json=body)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (status, code, param), error["message"]
+
+
+def test_the_input_of_a_response_is_counted_in_openais_shape(gateway: RunningGateway) -> None:
+    options: Any = {"input": "hello the wheel", "instructions": "Be brief."}
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as sdk:
+        first = sdk.responses.create(model=gateway.model, max_output_tokens=16, **options)
+        for body in (options, {**options, "previous_response_id": first.id}):
+            raw = sdk.responses.input_tokens.with_raw_response.count(model=gateway.model, **body)
+            counted = InputTokenCountResponse.model_validate_json(raw.text, strict=True)
+            answer = sdk.responses.create(model=gateway.model, max_output_tokens=16, **body)
+            assert answer.usage is not None
+            assert counted.input_tokens == answer.usage.input_tokens
 
 
 def test_a_call_needs_no_free_slot(client: httpx2.Client, gateway: RunningGateway) -> None:

@@ -43,7 +43,8 @@ def make_own(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
             server = stack.enter_context(make_server())
             service = Service(server, model_folder, tmp_path_factory.mktemp("own"))
             stack.callback(service.close)
-            found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack, stall_seconds=600, **settings)
+            settings = {"stall_seconds": 600, **settings}
+            found = Watched(service, tmp_path_factory.mktemp("prometheus"), stack, **settings)
             found.prometheus.wait_until(lambda: len(found.prometheus.query("headrace_requests_total")) > 0)
             found.load()
             assert found.prometheus.firing() == set()
@@ -77,7 +78,8 @@ def wait_fires(capsys: pytest.CaptureFixture[str]) -> WaitFires:
     return wait
 
 
-def test_a_frozen_engine_is_reported(own: Watched, wait_fires: WaitFires) -> None:
+def test_a_frozen_engine_is_reported(make_own: Callable[..., Watched], wait_fires: WaitFires) -> None:
+    own = make_own(stall_seconds=200)  # it is killed then; the alert comes at half of it
     handle = own.service.generate(max_tokens=2000)
     own.service.wait_tokens([handle.id], at_least=1)
     engine = own.worker.engine_pid()

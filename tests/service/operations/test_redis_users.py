@@ -14,7 +14,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from headrace_broker.client import Client
-from headrace_broker.connections import connect
+from headrace_broker.connections import connect, connect_async
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import QueueFullError, TenantQueueFullError, UnknownModelError
 from headrace_broker.events import EndEvent, pack
@@ -26,8 +26,11 @@ from headrace_broker.results import CompletionOutput, GenerateResult, Usage
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_broker.tokenizer_calls import TokenizerCalls
+from headrace_gateway.webhooks.outbox import enable
+from headrace_gateway.webhooks.secret import new_secret
 from headrace_workers.exporter import Exporter
 from service.gateway.in_process import bearer, running_app, write_keys
+from service.gateway.webhooks.receiver import Receiver, status
 from service.redis_users import make_server_with_users, url_of, users
 from service.servers import EVERY_PROGRAM
 from service.workers.conftest import model_folder
@@ -173,6 +176,30 @@ async def test_the_gateway_does_all_that_it_is_for(
         assert level.problem is None
     with connect(url_of(server, "admin")) as admin:
         assert float(admin.hget("headrace:gw:rate:web", "tokens").split()[0]) < 99
+        assert admin.acl_log() == []
+
+
+async def test_the_gateway_sends_webhooks_and_the_operator_enables_an_endpoint(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    with connect(url_of(server, "admin")) as admin:
+        admin.flushdb()
+        admin.acl_log_reset()
+    async with Receiver(status(410)) as receiver:
+        file = tmp_path / "webhooks.toml"
+        rights = "allow_http = true\nallow_private = true\n"
+        file.write_text(f'[[endpoints]]\nname = "a"\nurl = "{receiver.url}"\nsecret = "{new_secret()}"\n{rights}')
+        file.chmod(0o600)
+        async with running_app(url_of(server, "gateway"), webhooks=file) as (app, _):
+            announce = app.state.gateway.webhooks.announce
+            await announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
+            await receiver.wait_for(1)
+            async with asyncio.timeout(60), connect_async(url_of(server, "operator")) as operator:
+                while not await enable(operator, "a"):
+                    await asyncio.sleep(0.01)
+            await announce("batch.failed", "batch_2", key="web", tenant=None, at=7)
+            await receiver.wait_for(2)
+    with connect(url_of(server, "admin")) as admin:
         assert admin.acl_log() == []
 
 

@@ -53,6 +53,7 @@ def test_a_worker_serves_what_another_engine_can_and_refuses_the_rest_by_name(
     metrics = worker.metrics()
     fed = {name for name in SOURCES if any(series.startswith(name) for series in metrics)}
     assert fed == {"headrace_engine_requests"}
+    assert metrics["headrace_engine_stall_limit_seconds"] == other_engine.ENGINE.stall_seconds
     info = next(series for series in metrics if series.startswith("headrace_model_info"))
     assert 'engine="other",engine_version="0.1"' in info
     assert worker.log_text().count("weights are of paper") == 1

@@ -188,6 +188,16 @@ def test_options_that_the_loaded_engine_does_not_serve_are_named() -> None:
     ]
 
 
+def test_a_folder_of_adapters_needs_an_engine_that_loads_them_while_it_runs() -> None:
+    config = EngineArgs(model="m", enable_lora=True).create_engine_config()
+    assert config_problems(config, EngineCapabilities(lora=True)) == []
+    assert config.lora is not None
+    config.lora.needs_hot_load = True
+    assert config_problems(config, EngineCapabilities(lora=True, lora_hot_load=True)) == []
+    [problem] = config_problems(config, EngineCapabilities(lora=True))
+    assert "lora_dir is set, but the engine headrace loads no LoRA adapters while it runs" in problem
+
+
 def test_an_engine_without_adapters_does_not_start_where_they_are_wanted(
     monkeypatch: pytest.MonkeyPatch, tests_on_path: None
 ) -> None:

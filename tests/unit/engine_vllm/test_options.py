@@ -110,11 +110,21 @@ def test_an_option_that_vllm_has_not_is_refused_by_name(given: dict[str, Any]) -
         {"enable_lora": True},
         {"max_logprobs": 5},
         {"model": "other"},
+        {"dtype": "float16"},
+        {"max_num_seqs": 512},
+        {"enable_prefix_caching": True},
+        {"kv_cache_memory_bytes": 1 << 30},
+        {"logprobs_mode": "processed_logprobs"},
     ],
 )
 def test_an_engine_arg_that_headrace_needs_is_refused_by_name(engine_args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"engine_args.{next(iter(engine_args))}|holds {next(iter(engine_args))}"):
         config(engine_args=engine_args)
+
+
+def test_the_name_that_headrace_has_for_an_engine_arg_is_told() -> None:
+    with pytest.raises(ConfigError, match="give it as kv_cache_memory beside engine_args"):
+        config(engine_args={"kv_cache_memory_bytes": 1 << 30})
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -13,6 +13,7 @@ from headrace_gateway.errors import ApiError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
+RESPONSE: dict[str, Any] = {"model": "m", "input": "hello"}
 
 
 def model(**traits: Any) -> RegisteredModel:
@@ -41,6 +42,7 @@ def refusal(read: Callable[..., Call], body: dict[str, Any], **context: Any) -> 
 _NAMES = sorted(
     field_tables.CHAT
     | field_tables.COMPLETION
+    | field_tables.RESPONSE
     | set(field_tables.SAMPLING)
     | set(field_tables.IGNORED)
     | set(field_tables.REFUSED)

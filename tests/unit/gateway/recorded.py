@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError, Usage
 from headrace_broker.results import ErrorInfo, Logprob
-from headrace_gateway.answer_reader import AnswerReader
+from headrace_gateway.answer_reader import AnswerReader, Place
 from headrace_gateway.call import AnswerForm
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.envelope import Envelope
@@ -97,12 +97,12 @@ class ReadSoFar:
 
 
 async def read_answer(
-    form: AnswerForm, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Cursor | None = None
+    form: AnswerForm, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Place | None = None
 ) -> list[tuple[bytes, Cursor]]:
     """All chunks behind the cursor as their bytes, each with its cursor."""
     source: Any = ReadSoFar(entries, sizes)
     reader = AnswerReader(envelope_of(form), source, after)
-    written: list[tuple[bytes, Cursor]] = []
+    written = [(msgspec.json.encode(chunk), cursor) for chunk, cursor in reader.opening()]
     while not reader.has_ended:
         chunks = await reader.take(0)
         assert chunks is not None

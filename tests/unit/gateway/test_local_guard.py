@@ -9,7 +9,9 @@ from starlette.types import Message
 from headrace_gateway.local_guard import LocalGuard
 
 
-async def status(method: str = "GET", *, origins: tuple[str, ...] = (), **headers: str) -> int:
+async def status(
+    method: str = "GET", *, origins: tuple[str, ...] = (), path: str = "/v1/models", **headers: str
+) -> int:
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -22,7 +24,7 @@ async def status(method: str = "GET", *, origins: tuple[str, ...] = (), **header
     scope: dict[str, Any] = {
         "type": "http",
         "method": method,
-        "path": "/v1/models",
+        "path": path,
         "headers": raw,
         "query_string": b"",
     }
@@ -86,3 +88,11 @@ async def test_a_form_or_script_of_another_site_cannot_post_without_being_asked_
 
 async def test_json_with_a_character_set_may_be_posted() -> None:
     assert await status("POST", host="localhost", content_type="Application/JSON; charset=utf-8") == 200
+
+
+async def test_a_file_may_be_uploaded_but_by_no_page_of_another_site() -> None:
+    form = {"host": "localhost", "content_type": "multipart/form-data; boundary=x", "path": "/v1/files"}
+    assert await status("POST", **form) == 200
+    assert await status("POST", **form, sec_fetch_site="same-origin") == 200
+    assert await status("POST", **form, sec_fetch_site="cross-site") == 415
+    assert await status("POST", **form, origin="https://evil.example") == 403

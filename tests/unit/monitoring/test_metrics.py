@@ -219,6 +219,11 @@ def test_an_engine_that_just_came_up_does_not_look_stalled(metrics: Metrics, clo
     assert Scrape(metrics).value("headrace_engine_last_step_timestamp_seconds") == 5000.0
 
 
+def test_the_limit_of_a_step_is_the_engines_own() -> None:
+    metrics = Metrics(model="m", queue="q", stall_limit=300.0)
+    assert Scrape(metrics).value("headrace_engine_stall_limit_seconds") == 300
+
+
 def test_a_worker_is_in_one_state_at_a_time(metrics: Metrics) -> None:
     for state in ("loading", "ready", "draining"):
         metrics.worker_state(state)

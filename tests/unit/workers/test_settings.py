@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_a_wrong_option_in_it_is_named(setting: pytest.MonkeyPatch) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", '{"method": "ngram", "num_speculative_tokens": 99}')
     with pytest.raises(ConfigError, match="num_speculative_tokens is 99, must be an integer from 1 to 16"):
         WorkerSettings.from_env().engine_config()
+
+
+def test_a_folder_of_adapters_asks_for_an_engine_that_loads_them_while_it_runs(
+    setting: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting.setenv("HEADRACE_LORA_DIR", str(tmp_path))
+    lora = WorkerSettings.from_env().engine_config().lora
+    assert lora is not None and lora.needs_hot_load
+    setting.delenv("HEADRACE_LORA_DIR")
+    setting.setenv("HEADRACE_LORA_MODULES", f"a={tmp_path}")
+    lora = WorkerSettings.from_env().engine_config().lora
+    assert lora is not None and not lora.needs_hot_load
 
 
 def test_logits_processors_are_paths_separated_by_commas(setting: pytest.MonkeyPatch) -> None:

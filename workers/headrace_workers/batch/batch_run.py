@@ -1,21 +1,17 @@
 """`BatchRun`: the lines of a batch that have no answer yet, a window of them in the queue at a time."""
 
-import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from headrace_broker import AsyncClient, BrokerSettings
 from headrace_broker.client import unavailable
-from headrace_broker.connections import connect_async
-from headrace_broker.stream_hub import StreamHub
 from headrace_gateway import ApiError
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
-from headrace_gateway.batch.line_request import LineAnswer, LineRequests
+from headrace_gateway.batch.line_request import LineAnswer, LineRequests, patient_hub
 from headrace_gateway.batch.validation import KnownLine, check_input, find_answered
 from headrace_gateway.batch.window import SharedWindow, answer_lines
 from headrace_gateway.batch_line import BatchLine, read_line
@@ -100,7 +96,7 @@ class BatchRun:
         answered = self._find_answered(known, is_ours=not run.is_new)
         run.begin()
         self._on_progress(self.counts)
-        async with _patient_hub(client.settings) as hub:
+        async with patient_hub(client.settings.redis_url) as hub:
             requests = LineRequests(
                 client,
                 hub,
@@ -162,15 +158,3 @@ def _read_again(source: InputFile, number: int, raw: bytes, known: Mapping[str, 
     if line is None or known.get(line.custom_id) != KnownLine(number, line.id):
         raise BatchError(f"line {number} of {source.name} was changed while the batch ran: run the command again")
     return line
-
-
-@asynccontextmanager
-async def _patient_hub(settings: BrokerSettings) -> AsyncIterator[StreamHub]:
-    """A hub that waits for as long as Redis is away."""
-    connection = connect_async(settings.redis_url)
-    hub = StreamHub(connection, patience=math.inf)
-    try:
-        yield hub
-    finally:
-        await hub.aclose()
-        await connection.aclose()

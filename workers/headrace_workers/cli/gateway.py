@@ -1,5 +1,6 @@
-"""`headrace gateway` and `headrace gateway-key`: OpenAI's API over HTTP on the queue, and keys for it."""
+"""`headrace gateway` and what its files need: API keys, secrets of webhooks."""
 
+import asyncio
 import logging
 import signal
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 import click
 import uvicorn
 
+from headrace_broker.connections import connect_async
 from headrace_gateway import GatewaySettings, make_app
 from headrace_gateway.key_file import new_key
 from headrace_gateway.redis_watch import RedisWatch
+from headrace_gateway.webhooks.outbox import enable
+from headrace_gateway.webhooks.secret import new_secret
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.logging import configure_logging
@@ -41,6 +45,11 @@ def _option(name: str, description: str, **rest: Any) -> Any:
     type=click.Path(path_type=Path),
 )
 @_option(
+    "--webhooks",
+    "File of endpoints that are told when answers end, see `headrace webhook-secret` [default: none].",
+    type=click.Path(path_type=Path),
+)
+@_option(
     "--allow-origin",
     "Let pages of this origin call, or * for all; may be given more than once.",
     multiple=True,
@@ -64,11 +73,32 @@ def _option(name: str, description: str, **rest: Any) -> Any:
     default=_DEFAULTS.abandon_after,
 )
 @_option(
+    "--store-life",
+    "How long a stored response is kept in Redis after its end.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.store_life,
+)
+@_option(
     "--shutdown",
     "Time for open answers after SIGTERM; clients then rejoin elsewhere.",
     type=float,
     metavar="S",
     default=_DEFAULTS.shutdown,
+)
+@_option(
+    "--files",
+    "Directory of uploads and batches, shared by all replicas [default: none, no batches].",
+    type=click.Path(path_type=Path, file_okay=False),
+)
+@_option("--max-file-bytes", "Largest upload.", type=int, default=_DEFAULTS.max_file_bytes)
+@_option("--max-kept-bytes", "Most that one key's files may have.", type=int, default=_DEFAULTS.max_kept_bytes)
+@_option("--batch-window", "Most lines of batches in the queue.", type=int, default=_DEFAULTS.batch_window)
+@_option(
+    "--batch-priority",
+    "Best priority of a batch's lines; 9 is served last.",
+    type=click.IntRange(0, 9),
+    default=_DEFAULTS.batch_priority,
 )
 @_option("--metrics-host", "Address of /metrics.", default="127.0.0.1")
 @_option("--metrics-port", "Port of /metrics, 0 for a free one [default: no metrics].", type=_PORT)
@@ -134,3 +164,27 @@ def gateway_key(name: str, tenant: str | None) -> None:
     key, entry = new_key(name, tenant=tenant)
     click.echo(f"The key, which is shown once: {key}", err=True)
     click.echo(entry)
+
+
+@click.command("webhook-secret")
+def webhook_secret() -> None:
+    """Make a secret for the webhook file: it signs what the endpoint gets, and the receiver needs it, too."""
+    click.echo(new_secret())
+
+
+@click.command("webhook-enable")
+@click.argument("name")
+@options.redis_url
+def webhook_enable(name: str, redis_url: str) -> None:
+    """Let the endpoint NAME have webhooks again after its receiver answered 410.
+
+    What waited for it and is younger than four days is delivered.
+    """
+    if not asyncio.run(_enable(redis_url, name)):
+        raise click.ClickException(f"no endpoint {name!r} is disabled")
+    click.echo(f"{name} is enabled")
+
+
+async def _enable(redis_url: str, name: str) -> bool:
+    async with connect_async(redis_url) as client:
+        return await enable(client, name)

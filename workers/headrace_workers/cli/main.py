@@ -12,6 +12,8 @@ _COMMANDS = {
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
     "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP on the queue."),
     "gateway-key": ("headrace_workers.cli.gateway", "gateway_key", "Make an API key for the gateway."),
+    "webhook-secret": ("headrace_workers.cli.gateway", "webhook_secret", "Make a secret that signs webhooks."),
+    "webhook-enable": ("headrace_workers.cli.gateway", "webhook_enable", "Send webhooks again to one that was gone."),
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
     "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
@@ -30,7 +32,9 @@ _COMMANDS = {
 
 
 def _needs(command: str | None) -> str:
-    extra = "gateway" if command in ("gateway", "gateway-key", "batch") else "worker"
+    extra = (
+        "gateway" if command in ("gateway", "gateway-key", "webhook-secret", "webhook-enable", "batch") else "worker"
+    )
     return f"needs the extra headrace[{extra}]: pip install 'headrace[{extra}]'"
 
 

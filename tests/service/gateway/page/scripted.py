@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_broker import AsyncClient, BrokerSettings
 from headrace_broker.connections import connect_async
 from headrace_broker.stream_hub import StreamHub
+from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway import GatewaySettings, overview, page_files
 from headrace_gateway.call import ChatForm
 from headrace_gateway.context import Gateway, gateway_of
@@ -33,6 +34,7 @@ from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.rate_limits import RateLimits
+from headrace_gateway.webhooks.announcer import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 ID = "chatcmpl-0123456789abcdef0123456789abcdef"
@@ -144,10 +146,20 @@ class ScriptedGateway:
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             redis = connect_async(settings.redis_url)
+            metrics = GatewayMetrics()
             async with AsyncClient(BrokerSettings(redis_url=settings.redis_url)) as client:
                 hub, envelopes = StreamHub(redis), EnvelopeStore(redis, 600)
                 app.state.gateway = Gateway(
-                    settings, client, redis, ModelCatalog(client), envelopes, hub, GatewayMetrics(), RateLimits(redis)
+                    settings,
+                    client,
+                    redis,
+                    ModelCatalog(client),
+                    envelopes,
+                    hub,
+                    metrics,
+                    RateLimits(redis),
+                    TokenizerAsker(redis),
+                    Webhooks(redis, None, metrics),
                 )
                 yield
                 await hub.aclose()

@@ -1,0 +1,152 @@
+"""The conversation of Anthropic's Messages API as the messages of a chat.
+
+Blocks of text are joined by line breaks. Results of tools become messages of their own before the text of their turn.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from headrace_gateway.problems import Problems, shown
+
+_JOINT: Final = "\n"
+_TEXT_FIELDS: Final = ("type", "text", "cache_control", "citations")
+_RESULT_FIELDS: Final = ("type", "tool_use_id", "content", "is_error", "cache_control")
+_USE_FIELDS: Final = ("type", "id", "name", "input", "cache_control", "caller")
+_THINKING_FIELDS: Final = ("type", "thinking", "signature", "cache_control")
+USER_BLOCKS: Final = ("text", "tool_result")
+ASSISTANT_BLOCKS: Final = ("text", "tool_use", "thinking")
+
+Message = dict[str, Any]
+
+
+def read_conversation(messages: Any, problems: Problems) -> list[Message]:
+    """Check `messages` and translate them. Turns of one role in a row are one."""
+    if not isinstance(messages, list) or not messages:
+        told = "an empty array" if messages == [] else shown(messages)
+        problems.add("messages", f"messages must be an array of at least one message, not {told}")
+        return []
+    read: list[Message] = []
+    for position, message in enumerate(messages):
+        path = f"messages[{position}]"
+        if not isinstance(message, Mapping):
+            problems.add(path, f"{path} must be an object of role and content, not {shown(message)}")
+            continue
+        problems.unknown_fields(path, message, ("role", "content"))
+        role, content = message.get("role"), message.get("content")
+        if role == "user":
+            _read_user(content, f"{path}.content", read, problems)
+        elif role == "assistant":
+            _read_assistant(content, f"{path}.content", read, problems)
+        elif role == "system":
+            read.append({"role": "system", "content": text_of(content, f"{path}.content", problems)})
+        else:
+            problems.add(f"{path}.role", f"{path}.role must be user, assistant or system, not {_named(role)}")
+    return read
+
+
+def text_of(content: Any, path: str, problems: Problems) -> str:
+    """The text of a string, or of an array of blocks of text."""
+    if isinstance(content, str):
+        return content
+    blocks = _blocks(content, path, ("text",), problems)
+    return _JOINT.join(_text(block, where, problems) for where, block in blocks)
+
+
+def _read_user(content: Any, path: str, read: list[Message], problems: Problems) -> None:
+    if isinstance(content, str):
+        _add(read, "user", content)
+        return
+    texts = []
+    for where, block in _blocks(content, path, USER_BLOCKS, problems):
+        if block["type"] == "text":
+            texts.append(_text(block, where, problems))
+        else:
+            read.append(_result(block, where, problems))
+    if texts:
+        _add(read, "user", _JOINT.join(texts))
+
+
+def _read_assistant(content: Any, path: str, read: list[Message], problems: Problems) -> None:
+    if isinstance(content, str):
+        _add(read, "assistant", content)
+        return
+    texts, thoughts, calls = [], [], []
+    for where, block in _blocks(content, path, ASSISTANT_BLOCKS, problems):
+        if block["type"] == "text":
+            texts.append(_text(block, where, problems))
+        elif block["type"] == "thinking":
+            problems.unknown_fields(where, block, _THINKING_FIELDS)
+            thoughts.append(_string(block, "thinking", where, problems))
+        else:
+            calls.append(_call(block, where, problems))
+    extra: Message = {}
+    if thoughts:
+        extra["reasoning_content"] = "".join(thoughts)
+    if calls:
+        extra["tool_calls"] = calls
+    _add(read, "assistant", _JOINT.join(texts), extra)
+
+
+def _add(read: list[Message], role: str, text: str, extra: Message | None = None) -> None:
+    """A message more, or more of the last one."""
+    last = read[-1] if read else None
+    if last is None or last["role"] != role or "tool_calls" in last:
+        read.append({"role": role, "content": text, **(extra or {})})
+        return
+    last["content"] = _JOINT.join(filter(None, (last["content"], text)))
+    for name, value in (extra or {}).items():
+        last[name] = last[name] + value if name in last else value
+
+
+def _blocks(content: Any, path: str, kinds: tuple[str, ...], problems: Problems) -> list[tuple[str, Mapping[str, Any]]]:
+    """The blocks of these types, each with its path."""
+    if not isinstance(content, list):
+        problems.add(path, f"{path} must be a string or an array of blocks, not {shown(content)}")
+        return []
+    found = []
+    for number, block in enumerate(content):
+        where = f"{path}[{number}]"
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind in kinds:
+            found.append((where, block))
+        else:
+            message = f"{where}.type is {_named(kind)}, and only {', '.join(kinds)} is served"
+            problems.add(f"{where}.type", message, "unsupported")
+    return found
+
+
+def _text(block: Mapping[str, Any], path: str, problems: Problems) -> str:
+    problems.unknown_fields(path, block, _TEXT_FIELDS)
+    return _string(block, "text", path, problems)
+
+
+def _result(block: Mapping[str, Any], path: str, problems: Problems) -> Message:
+    problems.unknown_fields(path, block, _RESULT_FIELDS)
+    content = block.get("content")
+    text = text_of("" if content is None else content, f"{path}.content", problems)
+    if block.get("is_error"):
+        text = f"Error: {text}"  # a chat template shows the text alone
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", path, problems), "content": text}
+
+
+def _call(block: Mapping[str, Any], path: str, problems: Problems) -> Message:
+    problems.unknown_fields(path, block, _USE_FIELDS)
+    given = block.get("input")
+    if not isinstance(given, Mapping):
+        problems.add(f"{path}.input", f"{path}.input must be an object, not {shown(given)}")
+    function = {"name": _string(block, "name", path, problems), "arguments": msgspec.json.encode(given).decode()}
+    return {"id": _string(block, "id", path, problems), "type": "function", "function": function}
+
+
+def _string(block: Mapping[str, Any], name: str, path: str, problems: Problems) -> str:
+    value = block.get(name)
+    if isinstance(value, str):
+        return value
+    problems.add(f"{path}.{name}", f"{path}.{name} must be a string, not {shown(value)}")
+    return ""
+
+
+def _named(value: Any) -> str:
+    return repr(value[:40]) if isinstance(value, str) else shown(value)

@@ -1,0 +1,252 @@
+"""`POST /v1/messages`: what its body may say, and the request that comes of it.
+
+A body becomes that of a chat, so both are rendered, forced and parsed alike.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from headrace_broker import RegisteredModel
+from headrace_broker.sampling_rules import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from headrace_gateway import field_tables
+from headrace_gateway.anthropic_content import read_conversation, text_of
+from headrace_gateway.call import Call, ChatForm, MessageForm
+from headrace_gateway.call_fields import MAX_TOKENS, boolean, integer, without_nulls
+from headrace_gateway.chat_fields import read_chat
+from headrace_gateway.problems import Problems, shown
+from headrace_gateway.tool_fields import MAX_TOOLS, is_name
+
+EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+DISPLAYS: Final = ("summarized", "omitted")
+LEAST_BUDGET: Final = 1024
+TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+TOOL_FIELDS: Final = ("name", "description", "input_schema", "strict", "type")
+TOOL_HINTS: Final = ("cache_control", "eager_input_streaming", "input_examples", "allowed_callers", "defer_loading")
+"""Accepted without effect."""
+
+
+def read_message(body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None) -> Call:
+    """Check the body of `/v1/messages`. Raises ApiError with everything that is wrong."""
+    given = without_nulls(body)
+    problems = Problems()
+    _check_names(given, field_tables.MESSAGES, problems)
+    chat = _chat_of(given, model, problems)
+    max_tokens = integer(given, "max_tokens", 1, MAX_TOKENS, problems)
+    if "max_tokens" not in given:
+        problems.add("max_tokens", "max_tokens must be given")
+    chat.update({name: given[name] for name in ("top_p", "top_k") if name in given})
+    _read_temperature(given, chat, problems)
+    stops = _read_stops(given, chat, problems)
+    stream = boolean(given, "stream", problems)
+    _check_hints(given, problems)
+    problems.raise_any()
+    call = read_chat({**chat, "max_tokens": max_tokens}, model=model, lora=lora)
+    form = call.form
+    assert isinstance(form, ChatForm) and max_tokens is not None
+    message = MessageForm(
+        max_tokens=max_tokens,
+        stop_sequences=stops,
+        tool_parser=form.tool_parser,
+        reasoning_parser=form.reasoning_parser,
+        tools=form.tools,
+        parallel_tool_calls=form.parallel_tool_calls,
+        shows_thinking=_shows_thinking(given),
+    )
+    return Call(call.model, call.submissions, message, stream)
+
+
+def read_counted(body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None) -> Call:
+    """Check the body of `/v1/messages/count_tokens`: that of a message without what does not change its prompt."""
+    given = without_nulls(body)
+    problems = Problems()
+    _check_names(given, field_tables.COUNTED_MESSAGES, problems)
+    chat = _chat_of(given, model, problems)
+    _check_hints(given, problems)
+    problems.raise_any()
+    return read_chat(chat, model=model, lora=lora)
+
+
+def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
+    for name in given:
+        if name in field_tables.MESSAGES_REFUSED:
+            problems.unsupported(name, f"{name} is not served: {field_tables.MESSAGES_REFUSED[name]}")
+        elif name not in served and name not in field_tables.MESSAGES_IGNORED:
+            problems.unsupported(name[:64], f"unknown field {name[:64]!r}")
+
+
+def _chat_of(given: Mapping[str, Any], model: RegisteredModel, problems: Problems) -> dict[str, Any]:
+    """The fields of a chat that decide its prompt."""
+    chat: dict[str, Any] = {"model": given.get("model")}
+    messages = read_conversation(given.get("messages"), problems)
+    if "system" in given:
+        system = text_of(given["system"], "system", problems)
+        messages = [{"role": "system", "content": system}, *messages] if system else messages
+    chat["messages"] = messages
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}  # the answer goes on behind it
+    tools = _read_tools(given, problems)
+    if tools:
+        chat["tools"] = tools
+    _read_tool_choice(given, chat, tools, problems)
+    variables = _read_thinking(given, model, problems)
+    _read_output_config(given, model, chat, variables, problems)
+    if variables:
+        chat["chat_template_kwargs"] = variables
+    return chat
+
+
+def _read_tools(given: Mapping[str, Any], problems: Problems) -> list[dict[str, Any]]:
+    tools = given.get("tools", [])
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        told = f"{len(tools)}" if isinstance(tools, list) else shown(tools)
+        problems.add("tools", f"tools must be an array of at most {MAX_TOOLS} tools, not {told}")
+        return []
+    return [read for position, tool in enumerate(tools) if (read := _read_tool(f"tools[{position}]", tool, problems))]
+
+
+def _read_tool(path: str, tool: Any, problems: Problems) -> dict[str, Any] | None:
+    if not isinstance(tool, Mapping):
+        problems.add(path, f"{path} must be an object, not {shown(tool)}")
+        return None
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
+        message = f"{path}.type must be custom or absent, not {told}: the service runs no tools"
+        problems.add(f"{path}.type", message, "unsupported")
+        return None
+    tool = without_nulls(tool)
+    problems.unknown_fields(path, tool, (*TOOL_FIELDS, *TOOL_HINTS))
+    schema = tool.get("input_schema")
+    if not isinstance(schema, Mapping):
+        problems.add(f"{path}.input_schema", f"{path}.input_schema must be a JSON Schema object, not {shown(schema)}")
+    name = tool.get("name")
+    if not is_name(name):
+        message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
+        problems.add(f"{path}.name", message)
+    function = {"name": name, "parameters": schema}
+    for field, kinds, told in (("description", str, "a string"), ("strict", bool, "true or false")):
+        if isinstance(tool.get(field), kinds):
+            function[field] = tool[field]
+        elif field in tool:
+            problems.add(f"{path}.{field}", f"{path}.{field} must be {told}, not {shown(tool[field])}")
+    return {"type": "function", "function": function}
+
+
+def _read_tool_choice(
+    given: Mapping[str, Any], chat: dict[str, Any], tools: list[dict[str, Any]], problems: Problems
+) -> None:
+    choice = given.get("tool_choice")
+    if choice is None:
+        return
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind not in (*TOOL_CHOICES, "tool"):
+        problems.add("tool_choice.type", "tool_choice must be an object with type auto, any, tool or none")
+        return
+    problems.unknown_fields("tool_choice", choice, ("type", "name", "disable_parallel_tool_use"))
+    if kind == "tool":
+        name = choice.get("name")
+        if not any(tool["function"]["name"] == name for tool in tools):
+            problems.add("tool_choice.name", "tool_choice.name must be the name of one of the tools")
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+    else:
+        if kind == "any" and not tools:
+            problems.add("tool_choice", "tool_choice any needs tools")
+        chat["tool_choice"] = TOOL_CHOICES[kind]
+    alone = boolean(without_nulls(choice), "disable_parallel_tool_use", problems, path="tool_choice.")
+    if alone:
+        chat["parallel_tool_calls"] = False
+
+
+def _read_thinking(given: Mapping[str, Any], model: RegisteredModel, problems: Problems) -> dict[str, Any]:
+    """The variables of the chat template that switch reasoning on or off; without `thinking` it is off."""
+    thinking = given.get("thinking", {"type": "disabled"})
+    kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+    if kind not in ("enabled", "disabled", "adaptive"):
+        problems.add("thinking.type", "thinking must be an object with type enabled, disabled or adaptive")
+        return {}
+    problems.unknown_fields("thinking", thinking, ("type", "budget_tokens", "display"))
+    if kind == "enabled":
+        budget = thinking.get("budget_tokens")
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < LEAST_BUDGET:
+            told = f"thinking.budget_tokens must be an integer of at least {LEAST_BUDGET}, not {shown(budget)}"
+            problems.add("thinking.budget_tokens", told)
+        if model.template.thinking is None and model.reasoning_parser is None:
+            message = (
+                "thinking.type enabled is not served: this model does not reason; adaptive leaves that to the model"
+            )
+            problems.unsupported("thinking.type", message)
+    if thinking.get("display") not in (None, *DISPLAYS):
+        problems.add("thinking.display", f"thinking.display must be one of {', '.join(DISPLAYS)}")
+    return {} if model.template.thinking is None else {model.template.thinking: kind != "disabled"}
+
+
+def _shows_thinking(given: Mapping[str, Any]) -> bool:
+    thinking = given.get("thinking", {})
+    return thinking.get("type") in ("enabled", "adaptive") and thinking.get("display") != "omitted"
+
+
+def _read_output_config(
+    given: Mapping[str, Any],
+    model: RegisteredModel,
+    chat: dict[str, Any],
+    variables: dict[str, Any],
+    problems: Problems,
+) -> None:
+    config = given.get("output_config", {})
+    if not isinstance(config, Mapping):
+        problems.add("output_config", f"output_config must be an object, not {shown(config)}")
+        return
+    config = without_nulls(config)
+    problems.unknown_fields("output_config", config, ("effort", "format"))
+    effort, form = config.get("effort"), config.get("format")
+    if effort is not None and effort not in EFFORTS:
+        problems.add("output_config.effort", f"output_config.effort must be one of {', '.join(EFFORTS)}")
+    elif effort is not None and model.template.reasoning_effort:
+        variables["reasoning_effort"] = effort
+    if form is None:
+        return
+    if (
+        not isinstance(form, Mapping)
+        or form.get("type") != "json_schema"
+        or not isinstance(form.get("schema"), Mapping)
+    ):
+        message = "output_config.format must be an object with type json_schema and a schema"
+        problems.add("output_config.format", message)
+        return
+    problems.unknown_fields("output_config.format", form, ("type", "schema"))
+    if "tools" in chat and chat.get("tool_choice") != "none":
+        problems.add("output_config.format", "output_config.format does not go with tools: a call could not be written")
+    chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
+
+
+def _read_temperature(given: Mapping[str, Any], chat: dict[str, Any], problems: Problems) -> None:
+    temperature = given.get("temperature")
+    if temperature is None:
+        return
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 1:
+        problems.add("temperature", f"temperature must be a number from 0 to 1, not {shown(temperature)}")
+    chat["temperature"] = temperature
+
+
+def _read_stops(given: Mapping[str, Any], chat: dict[str, Any], problems: Problems) -> tuple[str, ...]:
+    stops = given.get("stop_sequences", [])
+    fine = isinstance(stops, list) and len(stops) <= MAX_STOP_STRINGS
+    if not fine or not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+        limits = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
+        problems.add("stop_sequences", f"stop_sequences must be an array of {limits}")
+        return ()
+    if stops:
+        chat["stop"] = stops
+    return tuple(stops)
+
+
+def _check_hints(given: Mapping[str, Any], problems: Problems) -> None:
+    """Fields of which only the values are served that change nothing."""
+    if given.get("speed", "standard") != "standard":
+        problems.unsupported("speed", "speed must be standard or absent")
+    edits = given.get("context_management", {})
+    listed = edits.get("edits", []) if isinstance(edits, Mapping) else None
+    kinds = [edit.get("type") if isinstance(edit, Mapping) else None for edit in listed or []]
+    if listed is None or not all(isinstance(kind, str) and kind.startswith("clear_thinking_") for kind in kinds):
+        message = "context_management may hold edits of type clear_thinking only: the service edits no conversations"
+        problems.unsupported("context_management", message)

@@ -1,0 +1,136 @@
+"""`BatchRunner`: takes batches that nobody has, keeps them while it works on them, and lets others have them."""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_gateway.batch.batch_record import BatchRecord
+from headrace_gateway.batch.batch_store import ClaimLostError
+from headrace_gateway.batch.batch_work import BatchTools, BatchWork
+from headrace_gateway.batch.line_request import patient_hub
+from headrace_gateway.batch.window import SharedWindow
+from headrace_gateway.claims import Claim
+from headrace_gateway.context import Gateway
+from headrace_monitoring.logging import frames
+
+MAX_BATCHES: Final = 32
+"""In one replica's hands at a time."""
+_TURN_SECONDS: Final = 1.0
+_KEEPS_A_CLAIM: Final = 5
+"""Renewals in the life of a claim."""
+_SWEEP_SECONDS: Final = 600.0
+_AGAIN_SECONDS: Final = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """A role of every replica."""
+
+    def __init__(self, tools: BatchTools) -> None:
+        self._tools: Final = tools
+        self._claims: Final = tools.store.claims
+        self._held: Final[dict[Claim, tuple[BatchWork, asyncio.Task[None]]]] = {}
+        self._kept_at = 0.0
+        self._swept_at = 0.0
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        try:
+            while True:
+                try:
+                    await self._turn()
+                except REDIS_ERRORS as error:
+                    logger.debug("no turn: %s", type(error).__name__)
+                self._tell()
+                await asyncio.sleep(_TURN_SECONDS)
+        finally:
+            await self._hand_over()
+
+    async def _turn(self) -> None:
+        await self._reap()
+        now = time.monotonic()
+        if now - self._kept_at > self._claims.seconds / _KEEPS_A_CLAIM:
+            for claim in await self._claims.keep(self._held):
+                self._held[claim][1].cancel()
+            self._kept_at = now
+        # one a turn, so that other replicas get some, too
+        for claim in await self._claims.take(1) if len(self._held) < MAX_BATCHES else ():
+            logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
+            work = BatchWork(self._tools, claim)
+            self._held[claim] = work, asyncio.create_task(work.run())
+        if now - self._swept_at > _SWEEP_SECONDS:
+            self._swept_at = now
+            await self._sweep()
+
+    async def _reap(self) -> None:
+        for claim, (_, task) in list(self._held.items()):
+            if not task.done():
+                continue
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled() or isinstance(error, ClaimLostError):
+                logger.warning("batch lost to another replica: id=%s token=%d", *claim)
+            elif error is not None:
+                logger.error("batch failed in this replica: id=%s\n%s", claim.item, frames(error))
+                await self._claims.put_back(claim, after=_AGAIN_SECONDS)
+            del self._held[claim]
+
+    async def _sweep(self) -> None:
+        with contextlib.suppress(OSError):
+            for folder in await asyncio.to_thread(self._tools.files.sweep):
+                batch = await self._tools.store.find(folder.name)
+                if batch is None or batch.has_ended:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _tell(self) -> None:
+        works = [work for work, _ in self._held.values()]
+        idle = max((time.monotonic() - work.moved_at for work in works), default=0.0)
+        self._tools.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
+
+    async def _hand_over(self) -> None:
+        """Another replica goes on at once."""
+        tasks = [task for _, task in self._held.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        with contextlib.suppress(*REDIS_ERRORS):
+            for claim in self._held:
+                await self._claims.put_back(claim)
+
+
+@asynccontextmanager
+async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
+    """Run batches while the block runs, where the gateway has a directory of files."""
+    if gateway.files is None:
+        yield
+        return
+    settings = gateway.settings
+    async with patient_hub(settings.redis_url) as hub:
+        tools = BatchTools(
+            client=gateway.client,
+            hub=hub,
+            models=gateway.models,
+            store=gateway.batches,
+            files=gateway.files,
+            window=SharedWindow(settings.batch_window, max(1, settings.batch_window // MAX_BATCHES)),
+            metrics=gateway.metrics,
+            priority=settings.batch_priority,
+            announce=_announce,
+        )
+        running = asyncio.create_task(BatchRunner(tools).run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+async def _announce(record: BatchRecord, status: str, at: int) -> None:
+    """Without webhooks nobody is told."""

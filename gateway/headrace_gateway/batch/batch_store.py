@@ -1,0 +1,153 @@
+"""`BatchStore`: batches in Redis, each a hash. Their lines and answers are on the disk alone.
+
+Whoever runs a batch writes to it with the token of its claim. Redis compares the token in the same step, so that a
+replica which was paused, and has lost its claim meanwhile, changes nothing.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from headrace_gateway.batch.batch_record import Batch, BatchRecord, Committed
+from headrace_gateway.broker_errors import not_found
+from headrace_gateway.claims import Claim, Claims
+from headrace_gateway.errors import HeadraceGatewayError
+from headrace_gateway.files.stored_files import owner_of
+from headrace_gateway.keys import ApiKey
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+CLAIMS: Final = "batches"
+_KEPT_SECONDS: Final = 38 * 86_400
+"""The longest window, and a month more."""
+_ID: Final = re.compile(r"batch_[0-9a-f]{32}")
+_SEGMENT: Final = "seg:"
+_AT: Final = "at:"
+_RECORD: Final = msgspec.msgpack.Decoder(BatchRecord)
+_COMMITTED: Final = msgspec.msgpack.Decoder(Committed)
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
+
+
+class ClaimLostError(HeadraceGatewayError):
+    """Another replica has the batch by now, or Redis has lost it."""
+
+
+class BatchStore:
+    """Methods raise Redis's errors.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        now: Unix seconds.
+    """
+
+    def __init__(
+        self, client: "redis.asyncio.Redis", *, claim_seconds: float = 10.0, now: Callable[[], float] = time.time
+    ) -> None:
+        self._client: Final = client
+        self._now: Final = now
+        self.claims: Final = Claims(client, CLAIMS, seconds=claim_seconds)
+        self._create: Final = client.register_script(_lua("create"))
+        self._write: Final = client.register_script(_lua("write"))
+        self._cancel: Final = client.register_script(_lua("cancel"))
+
+    async def create(self, record: BatchRecord) -> Batch:
+        """Keep a new batch, and let the replicas have it."""
+        kept = _KEPT_SECONDS * 1000
+        fields = {"record": _ENCODE(record), "status": "validating"}
+        keys = [_key(record.id), _index_key(record.key, record.tenant), self.claims.due_key]
+        await self._create(keys=keys, args=[record.id, kept, kept, *_flat(fields)])
+        return Batch(record, "validating")
+
+    async def find(self, batch_id: str) -> Batch | None:
+        """A batch of any key."""
+        fields: Any = await self._client.hgetall(_key(batch_id)) if _ID.fullmatch(batch_id) else {}
+        return _read({name.decode(): value for name, value in fields.items()}) if b"record" in fields else None
+
+    async def get(self, batch_id: str, key: ApiKey) -> Batch:
+        """A batch of this key. Raises ApiError 404."""
+        batch = await self.find(batch_id)
+        if batch is None or (batch.record.key, batch.record.tenant) != (key.name, key.tenant):
+            raise not_found(f"no batch {batch_id[:80]!r} is kept")
+        return batch
+
+    async def list(self, key: ApiKey, after: str | None, limit: int) -> list[Batch] | None:
+        """Batches of a key, the newest first; None where `after` is none of them."""
+        index = _index_key(key.name, key.tenant)
+        listed: Any = await self._client.zrange(index, 0, -1, desc=True)
+        ids = [each.decode() for each in listed]
+        if after is not None:
+            if after not in ids:
+                return None
+            ids = ids[ids.index(after) + 1 :]
+        found: list[Batch] = []
+        for batch_id in ids:
+            if len(found) == limit:
+                break
+            batch = await self.find(batch_id)
+            found += [] if batch is None else [batch]
+        return found
+
+    async def status(self, batch_id: str) -> str | None:
+        """None where Redis has lost the batch."""
+        status: Any = await self._client.hget(_key(batch_id), "status")
+        return None if status is None else status.decode()
+
+    async def cancel(self, batch_id: str) -> str:
+        """Ask for its end; returns the status that it had."""
+        status: bytes = await self._cancel(keys=[_key(batch_id)], args=[int(self._now())])
+        return status.decode()
+
+    async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
+        """Tell which bytes of a segment count. Raises ClaimLostError."""
+        fields = {f"{_SEGMENT}{segment}": _ENCODE(committed)}
+        if await self._written(claim, ("in_progress", "cancelling"), fields):
+            raise ClaimLostError(claim.item)
+
+    async def move(self, claim: Claim, before: tuple[str, ...], status: str, **fields: Any) -> bool:
+        """Give it another status, and fields; False where it has none of the statuses `before`.
+
+        Raises ClaimLostError.
+        """
+        packed = {name: _ENCODE(value) for name, value in fields.items()}
+        written = {**packed, "status": status, f"{_AT}{status}": str(int(self._now()))}
+        return not await self._written(claim, before, written)
+
+    async def _written(self, claim: Claim, statuses: tuple[str, ...], fields: Mapping[str, Any]) -> str:
+        args = [claim.item, claim.token, ",".join(statuses), *_flat(fields)]
+        answer: bytes = await self._write(keys=[_key(claim.item), self.claims.token_key], args=args)
+        if answer == b"lost":
+            raise ClaimLostError(claim.item)
+        return answer.decode()
+
+
+def _read(fields: Mapping[str, bytes]) -> Batch:
+    segments = {
+        name.removeprefix(_SEGMENT): _COMMITTED.decode(value)
+        for name, value in sorted(fields.items())
+        if name.startswith(_SEGMENT)
+    }
+    times = {name.removeprefix(_AT): int(value) for name, value in fields.items() if name.startswith(_AT)}
+    rest = ("total", "model", "errors", "output_file_id", "error_file_id", "ends_as")
+    others: dict[str, Any] = {name: msgspec.msgpack.decode(fields[name]) for name in rest if name in fields}
+    return Batch(_RECORD.decode(fields["record"]), fields["status"].decode(), times=times, segments=segments, **others)
+
+
+def _flat(fields: Mapping[str, Any]) -> list[Any]:
+    return [part for pair in fields.items() for part in pair]
+
+
+def _key(batch_id: str) -> str:
+    return f"headrace:gw:batch:{batch_id}"
+
+
+def _index_key(name: str, tenant: str | None) -> str:
+    return f"headrace:gw:batches:{owner_of(name, tenant)}"
+
+
+def _lua(name: str) -> str:
+    return (files("headrace_gateway") / "lua" / f"batch_{name}.lua").read_text()

@@ -1,0 +1,369 @@
+"""`BatchWork`: one batch in this replica's hands, from its validation to its files.
+
+Every step can be begun anew by another replica: what counts is in Redis and on the disk.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from headrace_broker import AsyncClient, HeadraceBrokerError, QueueUnavailableError
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.stream_hub import StreamHub
+from headrace_gateway.batch.batch_record import Batch, BatchRecord
+from headrace_gateway.batch.batch_store import BatchStore, ClaimLostError
+from headrace_gateway.batch.input_file import InputFile
+from headrace_gateway.batch.line_request import LineAnswer, LineRequests
+from headrace_gateway.batch.segments import SegmentWriter, answered_ids, committed_parts
+from headrace_gateway.batch.validation import CheckedInput, check_input
+from headrace_gateway.batch.window import SharedWindow, answer_lines
+from headrace_gateway.batch_line import BatchLine, read_line
+from headrace_gateway.claims import Claim
+from headrace_gateway.errors import BatchError, InputRefusedError
+from headrace_gateway.files.stored_files import FileLostError, StoredFiles
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.model_catalog import ModelCatalog
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+
+MAX_LINES: Final = 50_000
+_LOOK_SECONDS: Final = 1.0
+_STOP_SECONDS: Final = 10.0
+"""So long a stopped batch waits for the answers of requests that it has cancelled."""
+_REST_LINES: Final = 1000
+_REASONS: Final = {
+    "batch_cancelled": "the batch was cancelled before this request had an answer",
+    "batch_expired": "the batch expired before this request had an answer",
+}
+
+Value = TypeVar("Value")
+
+logger = logging.getLogger(__name__)
+
+
+class Announce(Protocol):
+    """Tells the webhooks that a batch has ended; again is harmless."""
+
+    def __call__(self, record: BatchRecord, status: str, at: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTools:
+    """What all batches of a replica share."""
+
+    client: AsyncClient
+    hub: StreamHub
+    """With endless patience."""
+    models: ModelCatalog
+    store: BatchStore
+    files: StoredFiles
+    window: SharedWindow
+    metrics: GatewayMetrics
+    priority: int
+    """The best that a line may have."""
+    announce: Announce
+    pause: float = 2.0
+    """Seconds before what failed is tried again."""
+
+
+class BatchWork:
+    """`run` takes the batch as far as it goes. Raises ClaimLostError where another replica has it by now."""
+
+    def __init__(self, tools: BatchTools, claim: Claim) -> None:
+        self._tools: Final = tools
+        self._claim: Final = claim
+        self._key = ApiKey("")
+        self._folder = Path()
+        self.waits_for_disk = False
+        self.moved_at = time.monotonic()
+        """When a line last got its answer, or the batch another status."""
+
+    async def run(self) -> None:
+        steps = {
+            "validating": self._validate,
+            "in_progress": self._answer,
+            "cancelling": self._answer,
+            "finalizing": self._finalize,
+        }
+        while True:
+            batch = await self._find()
+            if batch is None:
+                logger.warning("batch lost by Redis: id=%s", self._claim.item)
+                await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
+                return
+            self._key = batch.record.api_key
+            self._folder = self._tools.files.batch_folder(self._key, batch.record.id)
+            if batch.has_ended:
+                await self._announce(batch)
+                break
+            try:
+                await steps[batch.status](batch)
+            except FileLostError as error:
+                await self._fail(batch, error)
+            self.moved_at = time.monotonic()
+        await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _announce(self, batch: Batch) -> None:
+        logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
+        at = batch.times.get(batch.status, batch.record.created_at)
+        await self._tools.announce(batch.record, batch.status, at)
+
+    async def _fail(self, batch: Batch, error: FileLostError) -> None:
+        """Files of the batch are gone: deleted by another program, or by the replica that has the batch by now."""
+        if await self._with_redis(partial(self._tools.store.claims.keep, [self._claim])):
+            raise ClaimLostError(self._claim.item)
+        message = f"the gateway's directory has lost files of this batch: {error}"
+        problem = {"code": "files_lost", "line": None, "message": message, "param": None}
+        await self._move((batch.status,), "failed", errors=[problem])
+
+    async def _validate(self, batch: Batch) -> None:
+        try:
+            checked = await self._with_disk(partial(self._check, batch.record))
+        except InputRefusedError as error:
+            errors = [asdict(problem) for problem in error.problems]
+            await self._move(("validating", "cancelling"), "failed", errors=errors)
+            return
+        model = next(iter(checked.models)) if len(checked.models) == 1 else None
+        await self._move(("validating",), "in_progress", total=len(checked.lines), model=model)
+
+    async def _check(self, record: BatchRecord) -> CheckedInput:
+        while True:
+            try:
+                with self._open_input() as source:
+                    return await check_input(
+                        source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
+                    )
+            except QueueUnavailableError as error:
+                logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
+                await asyncio.sleep(self._tools.pause)
+
+    def _open_input(self) -> InputFile:
+        return InputFile(str(input_path(self._folder)))
+
+    async def _answer(self, batch: Batch) -> None:
+        """Send the lines that have no answer, until all have one, or the batch is cancelled or expires."""
+        if batch.total is not None:
+            answered = await self._with_disk(partial(self._find_answered, batch))
+            writer = SegmentWriter(self._folder, self._tools.store, self._claim, on_waiting=self._disk)
+            writing = asyncio.create_task(writer.run())
+            try:
+                code = await self._answer_rest(batch, answered, writer, writing)
+            finally:
+                await _cancelled(writing)
+        else:
+            code = "batch_cancelled"
+        if code == "batch_cancelled":
+            await self._make_files(("cancelling",), "cancelled")
+            return
+        await self._move(("in_progress",), "finalizing", ends_as="expired" if code else "completed")
+
+    async def _answer_rest(
+        self, batch: Batch, answered: bytearray, writer: SegmentWriter, writing: "asyncio.Task[None]"
+    ) -> str | None:
+        """Returns why lines got no answer, as the code of their errors; None where all have one."""
+        requests = self._requests(batch.record)
+        share = self._tools.window.share()
+        stopped = asyncio.Event()
+
+        async def deliver(number: int, answer: LineAnswer) -> None:
+            answered[number] = 1  # the writer writes it also where this task is cancelled
+            self.moved_at = time.monotonic()
+            self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
+            await writer.add([answer])
+
+        lines = self._unanswered(answered, stopped)
+        sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))
+        looking = asyncio.create_task(self._until_stopped(batch.record))
+        try:
+            await _first(sending, looking, writing)
+            if sending.done():
+                sending.result()
+                if not answered.count(0):
+                    return None
+                await _first(looking, writing)
+            code = looking.result()
+            stopped.set()
+            with contextlib.suppress(TimeoutError, HeadraceBrokerError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await requests.stop()
+                    await _first(sending, writing)
+            await _cancelled(sending)
+            rest = asyncio.create_task(self._give_up(answered, code, writer))
+            try:
+                await _first(rest, writing)
+            finally:
+                await _cancelled(rest)
+            return code
+        finally:
+            await _cancelled(sending)
+            await _cancelled(looking)
+            share.close()
+
+    def _requests(self, record: BatchRecord) -> LineRequests:
+        priority = max(self._tools.priority, self._key.best_priority)
+        return LineRequests(
+            self._tools.client,
+            self._tools.hub,
+            self._tools.models,
+            secret=record.secret,
+            key=ApiKey(self._key.name, self._key.tenant, priority, self._key.models),
+            deadline=float(record.expires_at),
+            on_waiting=self._line_waits,
+        )
+
+    async def _find_answered(self, batch: Batch) -> bytearray:
+        """Which lines of the input, by their numbers, have answers that count."""
+        ids = await asyncio.to_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
+        with self._open_input() as source:
+            answered = bytearray()
+            async for number, raw in source.read():
+                answered.extend(b"\1" * (number + 1 - len(answered)))  # a blank line needs no answer
+                answered[number] = bool(ids) and read_line(raw).id in ids
+        return answered
+
+    async def _unanswered(self, answered: bytearray, stopped: asyncio.Event) -> AsyncIterator[tuple[int, BatchLine]]:
+        with self._open_input() as source:
+            async for number, raw in source.read():
+                if stopped.is_set():
+                    return
+                if not answered[number]:
+                    yield number, read_line(raw)
+
+    async def _until_stopped(self, record: BatchRecord) -> str:
+        """Returns after a moment at the earliest.
+
+        A replica that takes over a batch which is to be stopped joins what the first has sent, so that it is cancelled.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if time.time() >= record.expires_at:
+                return "batch_expired"
+            with contextlib.suppress(*REDIS_ERRORS):
+                status = await self._tools.store.status(record.id)
+                if status == "cancelling":
+                    return "batch_cancelled"
+                if status != "in_progress":
+                    raise ClaimLostError(record.id)
+
+    async def _give_up(self, answered: bytearray, code: str, writer: SegmentWriter) -> None:
+        """Write an error for each line that has no answer."""
+        rest: list[LineAnswer] = []
+        async for _, line in self._unanswered(answered, asyncio.Event()):
+            rest.append(LineAnswer(line.unanswered(code, _REASONS[code]), is_success=False))
+            self._tools.metrics.batch_line("cancelled" if code == "batch_cancelled" else "expired")
+            if len(rest) == _REST_LINES:
+                await writer.add(rest)
+                rest = []
+        await writer.add(rest)
+
+    async def _finalize(self, batch: Batch) -> None:
+        await self._make_files(("finalizing",), batch.ends_as)
+
+    async def _make_files(self, before: tuple[str, ...], status: str) -> None:
+        """Make the output and the file of errors of what counts, each where it holds anything."""
+        batch = await self._find()
+        if batch is None:
+            raise ClaimLostError(self._claim.item)
+        output, errors = await self._with_disk(partial(asyncio.to_thread, self._assemble, batch))
+        await self._move(before, status, output_file_id=output, error_file_id=errors)
+
+    def _assemble(self, batch: Batch) -> list[str | None]:
+        """Ids are derived, so that a second replica that does the same makes the same files."""
+        made: list[str | None] = []
+        for name, parts in zip(("output", "error"), committed_parts(self._folder, batch), strict=True):
+            if not parts:
+                made.append(None)
+                continue
+            secret = batch.record.secret.encode()
+            digest = hashlib.blake2b(name.encode(), key=secret, digest_size=16).hexdigest()
+            file = self._tools.files.assemble(
+                self._key,
+                parts,
+                filename=f"{batch.record.id}_{name}.jsonl",
+                purpose="batch_output",
+                kept_seconds=batch.record.output_seconds,
+                file_id=f"file-{digest}",
+            )
+            made.append(file.id)
+        return made
+
+    def _disk(self, reason: str | None) -> None:
+        if reason is not None and not self.waits_for_disk:
+            logger.error("batch waits for its directory of files: id=%s (%s)", self._claim.item, reason)
+        elif reason is None and self.waits_for_disk:
+            logger.info("batch goes on: id=%s", self._claim.item)
+        self.waits_for_disk = reason is not None
+
+    def _line_waits(self, reason: str) -> None:
+        logger.debug("line waits: batch=%s (%s)", self._claim.item, reason)
+
+    async def _find(self) -> Batch | None:
+        return await self._with_redis(partial(self._tools.store.find, self._claim.item))
+
+    async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> None:
+        """Where it has another status by now, the next step begins from that."""
+        await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
+
+    async def _with_redis(self, act: Callable[[], Awaitable[Value]]) -> Value:
+        """Do it once Redis is there; what may have been done is done again."""
+        while True:
+            try:
+                return await act()
+            except REDIS_ERRORS as error:
+                logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, type(error).__name__)
+                await asyncio.sleep(self._tools.pause)
+
+    async def _with_disk(self, act: Callable[[], Awaitable[Value]]) -> Value:
+        """Do it once the directory of files is there, and has room. Raises FileLostError."""
+        while True:
+            try:
+                result = await act()
+            except InputRefusedError:
+                raise
+            except (BatchError, OSError) as error:
+                if self._folder.exists() and not input_path(self._folder).exists():
+                    raise FileLostError("the input is not there") from None
+                self._disk(str(error))
+                await asyncio.sleep(self._tools.pause)
+            else:
+                self._disk(None)
+                return result
+
+
+def input_path(folder: Path) -> Path:
+    """The input of a batch, in its folder."""
+    return folder / "input.jsonl"
+
+
+def keep_input(folder: Path, source: Path) -> None:
+    """Keep the input for the batch, also where its file is deleted. Blocks; raises OSError."""
+    folder.mkdir(mode=0o700, parents=True)
+    try:
+        os.link(source, input_path(folder))
+    except OSError:  # some file systems have no links
+        try:
+            shutil.copyfile(source, input_path(folder))
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+async def _first(*tasks: "asyncio.Task[Any]") -> None:
+    """Wait for the first to end; its error is raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _cancelled(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,0 +1,228 @@
+"""`SegmentWriter`: the answers that one claim of a batch has written, and which of their bytes count.
+
+Every claim writes files of its own. Their lines count once they are on the disk and Redis has the length of the files,
+which it takes only from the claim that holds the batch. So whatever a replica that has lost its claim still writes, or
+has written and not told, is never read.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_gateway.batch.answer_file import AnswerFile
+from headrace_gateway.batch.batch_record import Batch, Committed
+from headrace_gateway.batch.batch_store import BatchStore
+from headrace_gateway.batch.line_request import LineAnswer
+from headrace_gateway.claims import Claim
+from headrace_gateway.errors import BatchError
+
+_COMMIT_SECONDS: Final = 1.0
+_COMMIT_LINES: Final = 64
+_PAUSE_SECONDS: Final = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class _Id(msgspec.Struct):
+    id: str
+
+
+_READ_ID: Final = msgspec.json.Decoder(_Id)
+
+
+class SegmentWriter:
+    """`run` it beside those who `add`. It waits for the disk and for Redis for as long as they are away.
+
+    Args:
+        folder: of the batch; made where it does not exist.
+        on_waiting: told why nothing can be written, each time that it was tried, and None when it can again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        store: BatchStore,
+        claim: Claim,
+        *,
+        on_waiting: Callable[[str | None], None],
+        pause: float = _PAUSE_SECONDS,
+    ) -> None:
+        self._folder: Final = folder
+        self._store: Final = store
+        self._claim: Final = claim
+        self._on_waiting: Final = on_waiting
+        self._pause: Final = pause
+        self._waiting: list[tuple[list[LineAnswer], asyncio.Future[None]]] = []
+        self._num_waiting = 0
+        self._has_any: Final = asyncio.Event()
+        self._has_many: Final = asyncio.Event()
+        self._segment: _Segment | None = None
+
+    async def add(self, answers: list[LineAnswer]) -> None:
+        """Write answers; they, and all that were added before, count when this returns.
+
+        They are written also where this is cancelled.
+        """
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((answers, written))
+        self._num_waiting += len(answers)
+        self._has_any.set()
+        if self._num_waiting >= _COMMIT_LINES:
+            self._has_many.set()
+        await written
+
+    async def run(self) -> None:
+        """Write what was added, about once a second. Raises ClaimLostError."""
+        try:
+            while True:
+                await self._has_any.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_COMMIT_SECONDS):
+                        await self._has_many.wait()
+                await self.flush()
+        finally:
+            if self._segment is not None:
+                self._segment.close()
+
+    async def flush(self) -> None:
+        """Write and commit what waits. Raises ClaimLostError."""
+        taken, self._waiting, self._num_waiting = self._waiting, [], 0
+        self._has_any.clear()
+        self._has_many.clear()
+        answers = [answer for some, _ in taken for answer in some]
+        if answers:
+            segment, committed = await self._write(answers)
+            await self._commit(segment.name, committed)
+            segment.committed = committed
+        for _, written in taken:
+            if not written.done():
+                written.set_result(None)
+
+    async def _write(self, answers: Sequence[LineAnswer]) -> tuple["_Segment", Committed]:
+        while True:
+            try:
+                self._segment = self._segment or await _in_thread(_Segment.begin, self._folder, self._claim)
+                committed = await _in_thread(self._segment.write, answers)
+            except (BatchError, OSError) as error:
+                # whether bytes that were not flushed reach the disk later is unknown: they go into new files
+                await self._drop_segment()
+                self._on_waiting(str(error))
+                await asyncio.sleep(self._pause)
+            else:
+                self._on_waiting(None)
+                return self._segment, committed
+
+    async def _drop_segment(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            with contextlib.suppress(OSError):
+                await _in_thread(segment.drop)
+
+    async def _commit(self, segment: str, committed: Committed) -> None:
+        while True:
+            try:
+                await self._store.commit(self._claim, segment, committed)
+            except REDIS_ERRORS as error:  # what may have been done is done again
+                logger.warning("batch not committed: id=%s (%s)", self._claim.item, type(error).__name__)
+                await asyncio.sleep(self._pause)
+            else:
+                return
+
+
+class _Segment:
+    """Two files of one claim. Its methods block, and raise BatchError or OSError."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name: Final = name
+        self.committed = Committed()
+        self._paths: Final = paths_of(folder, name)
+        self._output, self._errors = (AnswerFile(str(path), mode=0o600) for path in self._paths)
+
+    @classmethod
+    def begin(cls, folder: Path, claim: Claim) -> "_Segment":
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cls(folder, f"{claim.token:016d}-{secrets.token_hex(8)}")
+
+    def write(self, answers: Sequence[LineAnswer]) -> Committed:
+        """Append these and wait until they are on the disk; returns what then counts."""
+        succeeded = [answer for answer in answers if answer.is_success]
+        failed = [answer for answer in answers if not answer.is_success]
+        for file, some in ((self._output, succeeded), (self._errors, failed)):
+            if some:
+                file.append(b"".join(answer.line for answer in some))
+                file.sync()
+        total = self.committed.plus(
+            Committed(
+                output_bytes=sum(len(answer.line) for answer in succeeded),
+                error_bytes=sum(len(answer.line) for answer in failed),
+                completed=len(succeeded),
+                failed=len(failed),
+            )
+        )
+        for answer in succeeded:
+            total = total.plus(_usage(answer.usage or {}))
+        return total
+
+    def drop(self) -> None:
+        """Close it; delete it where nothing of it counts."""
+        self.close()
+        if self.committed == Committed():
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._output.close()
+        self._errors.close()
+
+
+def _usage(usage: Mapping[str, Any]) -> Committed:
+    prompt_details = usage.get("prompt_tokens_details") or {}
+    completion_details = usage.get("completion_tokens_details") or {}
+    return Committed(
+        input_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=prompt_details.get("cached_tokens") or 0,
+        output_tokens=usage.get("completion_tokens", 0),
+        reasoning_tokens=completion_details.get("reasoning_tokens") or 0,
+    )
+
+
+def paths_of(folder: Path, segment: str) -> tuple[Path, Path]:
+    """The two files of a segment: answers, and errors."""
+    return folder / f"{segment}.output.jsonl", folder / f"{segment}.errors.jsonl"
+
+
+def committed_parts(folder: Path, batch: Batch) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+    """The files that make up the output and the errors of a batch, each with how many of its bytes count."""
+    outputs, errors = [], []
+    for name, committed in batch.segments.items():
+        output, error = paths_of(folder, name)
+        outputs += [(output, committed.output_bytes)] if committed.output_bytes else []
+        errors += [(error, committed.error_bytes)] if committed.error_bytes else []
+    return outputs, errors
+
+
+def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
+    """The ids of all lines that count. Blocks; raises OSError."""
+    for parts in committed_parts(folder, batch):
+        for path, size in parts:
+            with path.open("rb") as lines:
+                while size > 0 and (line := lines.readline()):
+                    size -= len(line)
+                    yield _READ_ID.decode(line).id
+
+
+async def _in_thread(act: Callable[..., Any], *args: Any) -> Any:
+    """Run it in a thread to its end, even where this task is cancelled: the file is then closed after it."""
+    running = asyncio.ensure_future(asyncio.to_thread(act, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

@@ -1,0 +1,217 @@
+"""`/v1/files`: upload, list, read and delete the files of an API key."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from headrace_gateway.broker_errors import NO_RETRY, not_found
+from headrace_gateway.context import gateway_of, key_of
+from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.files.stored_files import KEPT_SECONDS, PartialFile, StoredFile, StoredFiles, is_full
+from headrace_gateway.files.upload import FORM_BYTES, UploadForm
+from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.object_list import object_list, read_limit
+
+_MOST_LISTED: Final = 10_000
+_UPLOAD_SECONDS: Final = 3600.0
+_WRITE_BYTES: Final = 2**20
+_CHECK_BYTES: Final = 16 * 2**20
+"""Bytes of an upload after which it is asked again whether its key may keep more."""
+
+logger = logging.getLogger(__name__)
+
+
+def files_of(request: Request) -> StoredFiles:
+    """The directory. Raises ApiError 501 where the gateway has none."""
+    files = gateway_of(request).files
+    if files is None:
+        message = "this gateway keeps no files: start it with --files DIR, a directory that all replicas share"
+        raise ApiError(501, "server_error", "no_files", message, headers=NO_RETRY)
+    return files
+
+
+async def upload(request: Request) -> Response:
+    """`POST /v1/files`."""
+    files, key, gateway = files_of(request), key_of(request), gateway_of(request)
+    form = UploadForm(request.headers.get("content-type", ""))
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        message = "compressed bodies are not read: send the body without Content-Encoding"
+        raise ApiError(415, "invalid_request_error", "unsupported_media_type", message)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > gateway.settings.max_file_bytes + FORM_BYTES:
+        raise _too_large(gateway.settings.max_file_bytes)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
+    try:
+        async with asyncio.timeout(_UPLOAD_SECONDS):
+            return JsonResponse((await _store(request, form, files, key)).shape())
+    except TimeoutError:
+        message = f"the upload took longer than {_UPLOAD_SECONDS:g} seconds"
+        raise ApiError(408, "invalid_request_error", "upload_timeout", message) from None
+    except ClientDisconnect:
+        raise invalid("the connection was lost before the whole body came") from None
+    except OSError as error:
+        raise storage_error(error) from error
+
+
+async def _store(request: Request, form: UploadForm, files: StoredFiles, key: ApiKey) -> StoredFile:
+    settings = gateway_of(request).settings
+    room = await _room(files, key, settings.max_kept_bytes)
+    body_size = checked_at = 0
+    async with _partial(files, key) as partial:
+        async for data in _blocks(request, form):
+            body_size += len(data)
+            if body_size > settings.max_file_bytes:
+                raise _too_large(settings.max_file_bytes)
+            if body_size > room:
+                raise _keeps_too_much(settings.max_kept_bytes)
+            await asyncio.to_thread(partial.write, data)
+            if body_size - checked_at > _CHECK_BYTES:  # other uploads of the key may have come
+                checked_at = body_size
+                room = body_size + await _room(files, key, settings.max_kept_bytes)
+        filename, purpose, seconds = form.finish()
+        kept_seconds = KEPT_SECONDS if seconds is None else seconds
+        return await asyncio.to_thread(partial.finish, filename=filename, purpose=purpose, kept_seconds=kept_seconds)
+
+
+async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
+    """The bytes of the file, about a megabyte at a time."""
+    parts: list[bytes] = []
+    size = 0
+    async for data in request.stream():
+        form.write(data)
+        if part := form.take():
+            parts.append(part)
+            size += len(part)
+        if size >= _WRITE_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def _partial(files: StoredFiles, key: ApiKey) -> AsyncIterator[PartialFile]:
+    partial = await asyncio.to_thread(files.begin, key)
+    try:
+        yield partial
+    finally:
+        partial.discard()  # not in a thread: a cancelled upload has no time to wait for one
+
+
+async def _room(files: StoredFiles, key: ApiKey, most: int) -> int:
+    """Bytes that the key may keep besides what it has. Raises ApiError 403 where there are none."""
+    room = most - await asyncio.to_thread(files.used_bytes, key)
+    if room <= 0:
+        raise _keeps_too_much(most)
+    return room
+
+
+async def list_files(request: Request) -> Response:
+    """`GET /v1/files`."""
+    files, key, query = files_of(request), key_of(request), request.query_params
+    limit = read_limit(query.get("limit"), _MOST_LISTED, _MOST_LISTED)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid("order must be asc or desc", param="order")
+    found = [file for file in await _in_thread(files.all, key) if query.get("purpose") in (None, file.purpose)]
+    if order == "desc":
+        found.reverse()
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, file in enumerate(found) if file.id == after]
+        if not places:
+            raise invalid(f"after must be the id of a file of this list, not {after[:80]!r}", param="after")
+        found = found[places[0] + 1 :]
+    return JsonResponse(object_list([file.shape() for file in found[:limit]], has_more=len(found) > limit))
+
+
+async def find_file(request: Request) -> Response:
+    """`GET /v1/files/{id}`."""
+    file, _ = await find(files_of(request), key_of(request), request.path_params["id"])
+    return JsonResponse(file.shape())
+
+
+async def read_content(request: Request) -> Response:
+    """`GET /v1/files/{id}/content`."""
+    file, path = await find(files_of(request), key_of(request), request.path_params["id"])
+    try:
+        status = await asyncio.to_thread(path.stat)
+    except FileNotFoundError:
+        raise _no_file(file.id) from None
+    return FileResponse(
+        path,
+        media_type="application/octet-stream",
+        filename=file.filename,
+        stat_result=status,
+        headers={"x-content-type-options": "nosniff", "cache-control": "no-store"},
+    )
+
+
+async def delete_file(request: Request) -> Response:
+    """`DELETE /v1/files/{id}`. A batch that reads the file has kept it for itself."""
+    files, file_id = files_of(request), request.path_params["id"]
+    if not await _in_thread(files.delete, key_of(request), file_id):
+        raise _no_file(file_id)
+    return JsonResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+async def find(files: StoredFiles, key: ApiKey, file_id: str) -> Any:
+    """What is known of a file of this key, and its path. Raises ApiError 404."""
+    found = await _in_thread(files.find, key, file_id)
+    if found is None:
+        raise _no_file(file_id)
+    return found
+
+
+async def _in_thread(act: Any, *args: Any) -> Any:
+    try:
+        return await asyncio.to_thread(act, *args)
+    except OSError as error:
+        raise storage_error(error) from error
+
+
+def storage_error(error: OSError) -> ApiError:
+    """What a client is told where the disk refuses: 507 where it is full, else 503."""
+    logger.warning("the directory of files refused: %s", error.strerror)
+    if is_full(error):
+        message = "the gateway's disk is full: nothing was kept"
+        return ApiError(507, "server_error", "storage_full", message, headers=NO_RETRY)
+    message = "the gateway's directory of files cannot be used; try again"
+    return ApiError(503, "server_error", "storage_unavailable", message, headers={"retry-after": "5"})
+
+
+def _no_file(file_id: str) -> ApiError:
+    return not_found(f"no file {file_id[:80]!r} is kept")
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the file must be at most {most} bytes"
+    headers = {"connection": "close"}
+    return ApiError(413, "invalid_request_error", "request_too_large", message, param="file", headers=headers)
+
+
+def _keeps_too_much(most: int) -> ApiError:
+    message = f"the files of this key may have {most} bytes in all: delete some"
+    headers = {"connection": "close"}
+    return ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
+
+
+async def files_endpoint(request: Request) -> Response:
+    return await (upload if request.method == "POST" else list_files)(request)
+
+
+async def file_endpoint(request: Request) -> Response:
+    return await (delete_file if request.method == "DELETE" else find_file)(request)
+
+
+routes: Final = [
+    Route("/v1/files", files_endpoint, methods=["GET", "POST"]),
+    Route("/v1/files/{id}", file_endpoint, methods=["GET", "DELETE"]),
+    Route("/v1/files/{id}/content", read_content, methods=["GET"]),
+]

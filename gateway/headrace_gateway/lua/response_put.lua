@@ -1,0 +1,4 @@
+-- KEYS: the stored response. ARGV: its input, seconds that it is kept. A repeat of the request changes nothing.
+if redis.call('HSETNX', KEYS[1], 'input', ARGV[1]) == 1 then
+  redis.call('EXPIRE', KEYS[1], ARGV[2])
+end

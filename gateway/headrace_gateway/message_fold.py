@@ -1,0 +1,48 @@
+"""The plain message of Anthropic's API: the events of a stream joined."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+Event = dict[str, Any]
+
+
+def fold_message(events: Iterable[Event]) -> Event:
+    """Join all events of a message that succeeded."""
+    message: Event = {}
+    inputs: dict[int, str] = {}
+    for event in events:
+        kind = event["type"]
+        if kind == "message_start":
+            message = {**event["message"], "content": []}
+        elif kind == "content_block_start":
+            message["content"].append(dict(event["content_block"]))
+        elif kind == "content_block_delta":
+            _add(message["content"][event["index"]], event["index"], event["delta"], inputs)
+        elif kind == "message_delta":
+            message |= event["delta"]
+            message["usage"] = {**message["usage"], **event["usage"]}
+    for index, text in inputs.items():
+        message["content"][index]["input"] = input_of(text)
+    return message
+
+
+def _add(block: Event, index: int, delta: Event, inputs: dict[int, str]) -> None:
+    if delta["type"] == "text_delta":
+        block["text"] += delta["text"]
+    elif delta["type"] == "thinking_delta":
+        block["thinking"] += delta["thinking"]
+    else:
+        inputs[index] = inputs.get(index, "") + delta["partial_json"]
+
+
+def input_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; what is no JSON object, such as one that was cut, under a name that Anthropic uses."""
+    if not text.strip():
+        return {}
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}

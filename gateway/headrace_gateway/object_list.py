@@ -1,0 +1,21 @@
+"""Lists of stored objects, as OpenAI pages them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace_gateway.errors import invalid
+
+
+def read_limit(text: str | None, default: int, most: int) -> int:
+    """`limit` of a query. Raises ApiError 400."""
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise invalid(f"limit must be an integer from 1 to {most}, not {text[:20]!r}", param="limit")
+    return int(text)
+
+
+def object_list(shapes: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A page of a list."""
+    ids = [shape["id"] for shape in shapes] or [None]
+    return {"object": "list", "data": list(shapes), "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}

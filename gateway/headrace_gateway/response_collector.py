@@ -1,0 +1,154 @@
+"""`ResponseCollector`: stores how each response ended before its stream expires, whoever accepted or reads it.
+
+Every replica runs one. They share the open responses as claims, so each is looked at by one replica at a time, and by
+another one once that is gone. A look costs one command and touches no listener: a request that nobody reads is still
+abandoned. Only a stream that has ended is read whole.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from headrace_broker import HeadraceBrokerError
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.keys import stream_key
+from headrace_gateway.call import ResponseForm
+from headrace_gateway.claims import Claim, Claims
+from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release
+from headrace_gateway.errors import ApiError
+from headrace_gateway.response_replay import replay
+from headrace_gateway.response_store import ResponseStore
+from headrace_gateway.response_stream import ResponseStream
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+_AT_ONCE: Final = 128
+"""Responses that one replica holds at a time."""
+_LOOKS_PER_SECOND: Final = 500
+"""Of all replicas together, so that thousands of open responses cost Redis little."""
+_SHORTEST_SECONDS: Final = 1.0
+_FAULT_SECONDS: Final = 30.0
+"""After which a response that could not be stored is tried again."""
+
+logger = logging.getLogger(__name__)
+
+
+class Announce(Protocol):
+    """Tells receivers of webhooks that a response has ended; a repeat changes nothing."""
+
+    async def __call__(self, event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None: ...
+
+
+class ResponseCollector:
+    """Args:
+    client: from the broker's `connections.connect_async`.
+    longest: the longest time between two looks at a response, seconds; a part of the life of streams.
+    """
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        claims: Claims,
+        envelopes: EnvelopeStore,
+        responses: ResponseStore,
+        metrics: GatewayMetrics,
+        announce: Announce,
+        *,
+        longest: float,
+    ) -> None:
+        self._client: Final = client
+        self._claims: Final = claims
+        self._envelopes: Final = envelopes
+        self._responses: Final = responses
+        self._metrics: Final = metrics
+        self._announce: Final = announce
+        self._longest: Final = longest
+        self._is_away = False
+
+    async def run(self) -> None:
+        """Collect until cancelled."""
+        while True:
+            try:
+                found = await self.collect()
+                self._is_away = False
+            except REDIS_ERRORS as error:
+                if not self._is_away:
+                    logger.warning("responses not collected: %s", type(error).__name__)
+                self._is_away, found = True, 0
+            if found < _AT_ONCE:
+                await asyncio.sleep(_SHORTEST_SECONDS)
+
+    async def collect(self) -> int:
+        """Look at the responses that are due, store those that have ended, and return how many were due."""
+        claims = await self._claims.take(_AT_ONCE)
+        num_open = await self._client.zcard(self._claims.due_key)
+        self._metrics.responses_open(num_open)
+        if not claims:
+            return 0
+        interval = min(max(_SHORTEST_SECONDS, num_open / _LOOKS_PER_SECOND), self._longest)
+        ready = set(await self._ready(claims))
+        await self._claims.put_back_all([claim for claim in claims if claim not in ready], after=interval)
+        kept_at = time.monotonic()
+        left = list(ready)
+        while left:
+            if time.monotonic() - kept_at > self._claims.seconds / 3:
+                lost = await self._claims.keep(left)
+                left = [claim for claim in left if claim not in lost]
+                kept_at = time.monotonic()
+                continue
+            await self._try_finish(left.pop(), interval)
+        return len(claims)
+
+    async def _ready(self, claims: list[Claim]) -> Iterable[Claim]:
+        """Those whose stream has ended, or that have none."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for claim in claims:
+                pipe.xrevrange(stream_key(claim.item), count=1)
+            newest: list[Any] = await pipe.execute()
+        return [
+            claim for claim, last in zip(claims, newest, strict=True) if not last or last[0][1].get(b"type") == b"end"
+        ]
+
+    async def _try_finish(self, claim: Claim, interval: float) -> None:
+        try:
+            if not await self._finish(claim):
+                await self._claims.put_back(claim, after=interval)
+        except (ApiError, HeadraceBrokerError) as error:  # of another release, or an entry that cannot be read
+            logger.warning("response not stored: id=%s (%s)", claim.item, type(error).__name__)
+            await self._claims.put_back(claim, after=_FAULT_SECONDS)
+
+    async def _finish(self, claim: Claim) -> bool:
+        """Store and announce the end; False where the response has not ended."""
+        envelope = await self._envelopes.find(claim.item)
+        if envelope is None:  # deleted
+            return await self._claims.finish(claim)
+        check_release(envelope)
+        stream = await self._ended(envelope)
+        if stream is None:
+            return False
+        state = stream.state()
+        if not await self._responses.finish(claim, state):
+            return True  # another replica has it
+        await self._tell(envelope, state["status"])
+        if await self._claims.finish(claim):
+            self._metrics.response_stored(state["status"])
+        return True
+
+    async def _ended(self, envelope: Envelope) -> ResponseStream | None:
+        stream = await replay(self._client, envelope)
+        if stream is None:
+            stream = ResponseStream(envelope)
+            stream.fail("not_stored_in_time", "the stream of the response expired before its end was stored")
+            logger.warning("response expired before it was stored: id=%s", envelope.id)
+        return stream if stream.has_ended else None
+
+    async def _tell(self, envelope: Envelope, status: str) -> None:
+        assert isinstance(envelope.form, ResponseForm)
+        if not envelope.form.background:
+            return
+        at = int(time.time())
+        await self._announce(f"response.{status}", envelope.id, key=envelope.key, tenant=envelope.tenant, at=at)

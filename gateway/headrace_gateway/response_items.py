@@ -1,0 +1,154 @@
+"""The items of a response's output while they are written, and the events that tell of them."""
+
+from typing import Any, Final
+
+from headrace_gateway.ids import item_id
+
+Chunk = dict[str, Any]
+
+
+class Item:
+    """One item that is open. Subclasses give the events of its kind; `output_index` and `item_id` are added here."""
+
+    prefix = ""
+
+    def __init__(self, response_id: str, place: int) -> None:
+        self.place: Final = place
+        self.id: Final = item_id(self.prefix, response_id, place)
+
+    def opened(self) -> list[Chunk]:
+        """The events that begin the item."""
+        added = {"type": "response.output_item.added", "output_index": self.place, "item": self._shape("in_progress")}
+        return [added, *self._part_opened()]
+
+    def closed(self, status: str) -> list[Chunk]:
+        """The events that end it; `status` is completed or incomplete."""
+        done = {"type": "response.output_item.done", "output_index": self.place, "item": self._shape(status)}
+        return [*self._part_closed(), done]
+
+    def shape(self) -> Chunk:
+        """The item as far as it is written."""
+        return self._shape("in_progress")
+
+    def _event(self, kind: str, **fields: Any) -> Chunk:
+        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.place, **fields}
+
+    def _shape(self, status: str) -> Chunk:
+        raise NotImplementedError
+
+    def _part_opened(self) -> list[Chunk]:
+        return []
+
+    def _part_closed(self) -> list[Chunk]:
+        raise NotImplementedError
+
+
+class MessageItem(Item):
+    """Text of the answer."""
+
+    prefix = "msg"
+
+    def __init__(self, response_id: str, place: int) -> None:
+        super().__init__(response_id, place)
+        self._texts: Final[list[str]] = []
+        self._logprobs: Final[list[Chunk]] = []
+
+    def add(self, text: str, logprobs: list[Chunk]) -> Chunk:
+        """The event of more text."""
+        self._texts.append(text)
+        self._logprobs.extend(logprobs)
+        return self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _part(self) -> Chunk:
+        return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": [*self._logprobs]}
+
+    def _shape(self, status: str) -> Chunk:
+        content = [self._part()] if self._texts or status != "in_progress" else []
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def _part_opened(self) -> list[Chunk]:
+        return [self._event("content_part.added", content_index=0, part=self._part())]
+
+    def _part_closed(self) -> list[Chunk]:
+        part = self._part()
+        text, logprobs = part["text"], part["logprobs"]
+        return [
+            self._event("output_text.done", content_index=0, text=text, logprobs=logprobs),
+            self._event("content_part.done", content_index=0, part=part),
+        ]
+
+
+class ReasoningItem(Item):
+    """Text that the model thought before it answered: as content, or as the summary that was asked for."""
+
+    prefix = "rs"
+
+    def __init__(self, response_id: str, place: int, *, is_summary: bool) -> None:
+        super().__init__(response_id, place)
+        self._is_summary: Final = is_summary
+        self._texts: Final[list[str]] = []
+
+    def add(self, text: str) -> Chunk:
+        """The event of more text."""
+        self._texts.append(text)
+        if self._is_summary:
+            return self._event("reasoning_summary_text.delta", summary_index=0, delta=text)
+        return self._event("reasoning_text.delta", content_index=0, delta=text)
+
+    def _part(self) -> Chunk:
+        return {"type": "summary_text" if self._is_summary else "reasoning_text", "text": "".join(self._texts)}
+
+    def _shape(self, status: str) -> Chunk:
+        parts = [self._part()] if self._texts else []
+        shape: Chunk = {"id": self.id, "type": "reasoning", "status": status}
+        if self._is_summary:
+            return {**shape, "summary": parts}
+        return {**shape, "summary": [], "content": parts}
+
+    def _part_opened(self) -> list[Chunk]:
+        if self._is_summary:
+            return [self._event("reasoning_summary_part.added", summary_index=0, part=self._part())]
+        return [self._event("content_part.added", content_index=0, part=self._part())]
+
+    def _part_closed(self) -> list[Chunk]:
+        part = self._part()
+        if self._is_summary:
+            return [
+                self._event("reasoning_summary_text.done", summary_index=0, text=part["text"]),
+                self._event("reasoning_summary_part.done", summary_index=0, part=part),
+            ]
+        return [
+            self._event("reasoning_text.done", content_index=0, text=part["text"]),
+            self._event("content_part.done", content_index=0, part=part),
+        ]
+
+
+class CallItem(Item):
+    """A call of a function."""
+
+    prefix = "fc"
+
+    def __init__(self, response_id: str, place: int, *, call_id: str, name: str) -> None:
+        super().__init__(response_id, place)
+        self._call_id: Final = call_id
+        self._name: Final = name
+        self._arguments: Final[list[str]] = []
+
+    def add(self, arguments: str) -> Chunk:
+        """The event of more of its arguments."""
+        self._arguments.append(arguments)
+        return self._event("function_call_arguments.delta", delta=arguments)
+
+    def _shape(self, status: str) -> Chunk:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "status": status,
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": "".join(self._arguments),
+        }
+
+    def _part_closed(self) -> list[Chunk]:
+        done = self._event("function_call_arguments.done", name=self._name, arguments="".join(self._arguments))
+        return [done]

@@ -1,0 +1,95 @@
+"""`ResponseStore`: what the Responses API keeps beyond a stream: the input when a request is accepted, its end later.
+
+What the request decided is in its envelope, which lives as long. `headrace:gw:response:<id>` is a hash of `input`, the
+items of the input, and `state`, the fields of the object that `ResponseStream.state` tells, both as JSON.
+"""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from headrace_gateway.call import ResponseForm
+from headrace_gateway.claims import Claim, Claims
+from headrace_gateway.envelope import Envelope, EnvelopeStore, envelope_key
+from headrace_gateway.errors import ApiError, invalid
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+MAX_STORED_BYTES: Final = 4 * 2**20
+"""Of the input of one response, and of its output."""
+_TOO_LARGE: Final = "too_large"
+_ENCODE: Final = msgspec.json.Encoder().encode
+_DECODE: Final = msgspec.json.Decoder().decode
+
+Items = list[dict[str, Any]]
+
+
+class ResponseStore:
+    """Args:
+    client: from the broker's `connections.connect_async`.
+    claims: the work of `ResponseCollector`.
+    life: seconds that an object is kept after its end.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", envelopes: EnvelopeStore, claims: Claims, life: float) -> None:
+        self._client: Final = client
+        self._envelopes: Final = envelopes
+        self._claims: Final = claims
+        self._life: Final = max(1, round(life))
+        self._put: Final = client.register_script(_lua("put"))
+        self._finish: Final = client.register_script(_lua("finish"))
+
+    async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
+        """Keep the input of a request that is to be stored, and have its end collected.
+
+        Raises ApiError 400 where it is too large.
+        """
+        assert isinstance(envelope.form, ResponseForm)
+        if envelope.form.store:
+            packed = _ENCODE(input_items)
+            size = len(packed) + len(_ENCODE(envelope.form.config))
+            if size > MAX_STORED_BYTES:
+                message = f"the input takes {size} bytes, and at most {MAX_STORED_BYTES} can be stored: "
+                raise invalid(f"{message}shorten it, or send store: false", code="response_too_large", param="store")
+            await self._put(keys=[response_key(envelope.id)], args=[packed, self._envelopes.life(envelope)])
+        if envelope.form.store or envelope.form.background:
+            await self._claims.add(envelope.id, after=1.0)
+
+    async def delete(self, response_id: str) -> None:
+        await self._client.delete(response_key(response_id))
+
+    async def input_items(self, response_id: str) -> Items | None:
+        """The items of the input; None where none are kept."""
+        packed = await self._client.hget(response_key(response_id), "input")
+        return None if packed is None else _DECODE(packed)
+
+    async def state(self, response_id: str) -> dict[str, Any] | None:
+        """What the response has become; None where its end is not stored.
+
+        Raises ApiError 404 where it was too large to be stored.
+        """
+        packed = await self._client.hget(response_key(response_id), "state")
+        state: dict[str, Any] | None = None if packed is None else _DECODE(packed)
+        if state is not None and _TOO_LARGE in state:
+            message = f"the response has {state[_TOO_LARGE]} bytes, and at most {MAX_STORED_BYTES} are stored"
+            raise ApiError(404, "invalid_request_error", "response_too_large", message)
+        return state
+
+    async def finish(self, claim: Claim, state: dict[str, Any]) -> bool:
+        """Store the end, once; False where the claim is lost."""
+        packed = _ENCODE(state)
+        if len(packed) > MAX_STORED_BYTES:
+            packed = _ENCODE({_TOO_LARGE: len(packed)})
+        keys = [self._claims.token_key, response_key(claim.item), envelope_key(claim.item)]
+        return bool(await self._finish(keys=keys, args=[*claim, packed, self._life]))
+
+
+def response_key(response_id: str) -> str:
+    return f"headrace:gw:response:{response_id}"
+
+
+def _lua(name: str) -> str:
+    return (files("headrace_gateway") / "lua" / f"response_{name}.lua").read_text()

@@ -1,0 +1,171 @@
+"""The Responses API: create, retrieve, cancel and delete, and the items of an input."""
+
+import dataclasses
+import time
+from functools import partial
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.listeners import touch
+from headrace_gateway import generation, sse
+from headrace_gateway.body import read_json
+from headrace_gateway.broker_errors import not_found
+from headrace_gateway.call import ResponseForm
+from headrace_gateway.context import Gateway, gateway_of, key_of
+from headrace_gateway.envelope import Envelope
+from headrace_gateway.errors import invalid
+from headrace_gateway.event_stream import unless_disconnected
+from headrace_gateway.headers import LONGEST_EXPIRES, CallHeaders, read_headers
+from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.response_chain import read_history
+from headrace_gateway.response_fields import read_response
+from headrace_gateway.response_replay import replay
+from headrace_gateway.response_stream import ResponseStream, response_object
+
+MAX_PAGE: Final = 100
+_PAGE: Final = 20
+
+
+async def create(request: Request) -> Response:
+    """`POST /v1/responses`."""
+    arrived = time.monotonic()
+    gateway, key = gateway_of(request), key_of(request)
+    generation.require_redis(request)
+    headers = read_headers(request.headers, gateway.settings)
+    body = await read_json(request, gateway.settings.max_body_bytes)
+    model, lora = await gateway.models.find(body.get("model"), key)
+    history = await read_history(gateway, key, body.get("previous_response_id"))
+    call = read_response(body, model=model, lora=lora, history=history)
+    assert isinstance(call.form, ResponseForm)
+    if call.form.background:
+        headers = _in_background(request, headers)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
+    envelope = await generation.submit(gateway, key, call, headers, "resp_", model.name)
+    if call.stream:
+        framing = sse.ResponseFraming()
+        at_once = call.form.background
+        return await generation.streamed(gateway, key, envelope, framing, arrived=arrived, at_once=at_once)
+    if call.form.background:
+        return await _as_it_is(gateway, envelope)
+    return await unless_disconnected(request.receive, partial(generation.plain, gateway, key, envelope))
+
+
+def _in_background(request: Request, headers: CallHeaders) -> CallHeaders:
+    """Nobody need listen, and it may wait for long."""
+    named = "x-headrace-expires" in request.headers
+    return dataclasses.replace(
+        headers, abandon_after=None, expires=headers.expires if named else max(headers.expires, LONGEST_EXPIRES)
+    )
+
+
+async def retrieve(request: Request) -> Response:
+    """`GET /v1/responses/{id}`: the object, or the events behind a number."""
+    gateway, envelope = await _find(request)
+    starting_after = request.query_params.get("starting_after")
+    if not generation.flag(request, "stream"):
+        if starting_after is not None:
+            raise invalid("starting_after goes with stream=true only", param="starting_after")
+        return await _as_it_is(gateway, envelope)
+    after = None if starting_after is None else _number(starting_after, "starting_after", 0, 10**18)
+    stream, ended = stream_key(envelope.id), ended_key(envelope.id)
+    if not await gateway.redis.exists(stream) and await gateway.redis.exists(ended):
+        message = "the events of this response are kept no more: retrieve it without stream"
+        raise invalid(message, code="stream_expired", param="stream")
+    gateway.metrics.rejoined("start" if after is None else "cursor")
+    framing = sse.ResponseFraming(-1 if after is None else after)
+    return await generation.streamed(gateway, key_of(request), envelope, framing, after, at_once=True)
+
+
+async def cancel(request: Request) -> Response:
+    """`POST /v1/responses/{id}/cancel`."""
+    gateway, envelope = await _find(request)
+    assert isinstance(envelope.form, ResponseForm)
+    if not envelope.form.background:
+        message = "only responses with background: true can be cancelled: close the connection of this one"
+        raise invalid(message, code="not_in_background")
+    if await gateway.responses.state(envelope.id) is None:
+        await gateway.client.cancel(envelope.id)
+    return await _as_it_is(gateway, envelope)
+
+
+async def delete(request: Request) -> Response:
+    """`DELETE /v1/responses/{id}`: one that still runs is cancelled."""
+    gateway, envelope = await _find(request)
+    runs = await gateway.responses.state(envelope.id) is None
+    await generation.forget(gateway, envelope.id)
+    if runs:
+        await gateway.client.cancel(envelope.id)
+    return JsonResponse({"id": envelope.id, "object": "response", "deleted": True})
+
+
+async def input_items(request: Request) -> Response:
+    """`GET /v1/responses/{id}/input_items`: a page of them."""
+    gateway, envelope = await _find(request)
+    query = request.query_params
+    limit = _number(query["limit"], "limit", 1, MAX_PAGE) if "limit" in query else _PAGE
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid("order must be asc or desc", param="order")
+    items = await gateway.responses.input_items(envelope.id)
+    if items is None:
+        raise not_found(f"the input of {envelope.id!r} is not stored")
+    if order == "desc":
+        items.reverse()
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise invalid("after must be the id of an item of this response", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JsonResponse({"object": "list", "data": page, **ids, "has_more": len(items) > len(page)})
+
+
+async def _find(request: Request) -> tuple[Gateway, Envelope]:
+    generation.require_redis(request)
+    gateway = gateway_of(request)
+    envelope = await gateway.envelopes.get(request.path_params["id"], key_of(request))
+    if not isinstance(envelope.form, ResponseForm):
+        raise not_found(f"no response {envelope.id!r} is kept")
+    return gateway, envelope
+
+
+async def _as_it_is(gateway: Gateway, envelope: Envelope) -> Response:
+    """The object with what there is so far."""
+    state = await gateway.responses.state(envelope.id)
+    if state is None:
+        stream = await replay(gateway.redis, envelope)
+        if stream is None:
+            raise not_found(f"the response {envelope.id!r} is no longer kept")
+        await _listen(gateway, stream, envelope.id)
+        state = stream.state()
+    return JsonResponse(response_object(envelope, state), headers={"x-headrace-id": envelope.id})
+
+
+async def _listen(gateway: Gateway, stream: ResponseStream, response_id: str) -> None:
+    """Who asks again and again for a response that is written waits for it."""
+    if not stream.has_ended:
+        async with gateway.redis.pipeline(transaction=False) as pipe:
+            touch(pipe, response_id)
+            await pipe.execute()
+
+
+def _number(text: str, name: str, low: int, high: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
+        raise invalid(f"{name} must be an integer from {low} to {high}", param=name)
+    return int(text)
+
+
+_ID: Final = "/v1/responses/{id}"
+routes: Final = [
+    Route("/v1/responses", create, methods=["POST"]),
+    Route(_ID, retrieve, methods=["GET"]),
+    Route(_ID, delete, methods=["DELETE"]),
+    Route(f"{_ID}/cancel", cancel, methods=["POST"]),
+    Route(f"{_ID}/input_items", input_items, methods=["GET"]),
+]

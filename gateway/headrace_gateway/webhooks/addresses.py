@@ -1,0 +1,60 @@
+"""Which addresses a webhook may reach. A URL's host is somebody's DNS entry, which can point into this network.
+
+Source: IANA's registries of special-purpose IPv4 and IPv6 addresses. The tables are ours, since Python's change.
+"""
+
+import ipaddress
+from typing import Final
+
+_Networks = tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]
+
+
+def _networks(*texts: str) -> _Networks:
+    return tuple(ipaddress.ip_network(text) for text in texts)
+
+
+_PRIVATE: Final = _networks(
+    "10.0.0.0/8",
+    "100.64.0.0/10",  # carrier-grade NAT
+    "127.0.0.0/8",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+    "::1/128",
+    "fc00::/7",
+)
+"""Reached only where the operator allows it for the endpoint."""
+_NEVER: Final = _networks(
+    "0.0.0.0/8",
+    "169.254.0.0/16",  # link-local; clouds hand out credentials there
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.88.99.0/24",  # relays of 6to4
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+    "2001::/23",  # Teredo and other protocols of IETF
+    "2001:db8::/32",
+    "2002::/16",  # 6to4 has an IPv4 address within
+    "3fff::/20",
+)
+_PUBLIC_V6: Final = ipaddress.ip_network("2000::/3")
+"""Every other IPv6 address is special: IPv4-mapped, NAT64, link-local, multicast."""
+
+
+def refusal_of(address: str, *, allow_private: bool) -> str | None:
+    """Why a webhook may not go to this IP address; None where it may."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return f"{address[:64]!r} is no IP address"
+    if _is_in(parsed, _PRIVATE):
+        return None if allow_private else f"{parsed} is a private address, which allow_private does not allow"
+    if _is_in(parsed, _NEVER) or (parsed.version == 6 and parsed not in _PUBLIC_V6):
+        return f"{parsed} is an address of special use"
+    return None
+
+
+def _is_in(address: ipaddress.IPv4Address | ipaddress.IPv6Address, networks: _Networks) -> bool:
+    return any(address in network for network in networks)

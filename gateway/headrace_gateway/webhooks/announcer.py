@@ -1,0 +1,74 @@
+"""`Webhooks`: what the rest of the gateway knows of them."""
+
+import ssl
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from headrace_gateway.watched_file import WatchedFile
+from headrace_gateway.webhooks.endpoint_file import Endpoint
+from headrace_gateway.webhooks.event import EVENT_TYPES, Event
+from headrace_gateway.webhooks.network import Resolver
+from headrace_gateway.webhooks.outbox import Outbox
+from headrace_gateway.webhooks.post import Poster
+from headrace_gateway.webhooks.sender import Sender
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+EndpointFile = WatchedFile[Mapping[str, Endpoint]]
+
+
+class Webhooks:
+    """Args:
+    client: from the broker's `connections.connect_async`.
+    endpoints: None: nobody is told anything.
+    """
+
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        endpoints: EndpointFile | None,
+        metrics: GatewayMetrics,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._endpoints: Final = endpoints
+        self._outbox: Final = Outbox(client)
+        self._metrics: Final = metrics
+        self._tls: Final = tls
+        self._sender: Sender | None = None
+
+    async def announce(self, event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
+        """Tell the endpoints that want to know. It is kept in Redis when this returns; repeats change nothing.
+
+        Announce before the change is noted as done, and do both again where one failed: neither is lost then.
+
+        Args:
+            event_type: one of EVENT_TYPES.
+            object_id: such as `resp_...`.
+            key: name of the API key that owns the object.
+            at: unix seconds of the change.
+
+        Raises:
+            redis.RedisError: nothing is sure; announce it again.
+        """
+        assert event_type in EVENT_TYPES, event_type
+        if self._endpoints is None:
+            return
+        event = Event(event_type, object_id, at, key, tenant)
+        for endpoint in self._endpoints.content().values():
+            if endpoint.wants(event) and await self._outbox.put(event, endpoint) and self._sender is not None:
+                self._sender.nudge(endpoint.name)
+
+    async def run(self) -> None:
+        """Deliver until cancelled: a role of each replica."""
+        if self._endpoints is None:
+            return
+        resolver = Resolver()
+        self._sender = Sender(self._outbox, self._endpoints.content, Poster(resolver, tls=self._tls), self._metrics)
+        try:
+            await self._sender.run()
+        finally:
+            self._sender = None
+            resolver.close()

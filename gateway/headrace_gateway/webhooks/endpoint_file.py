@@ -1,0 +1,173 @@
+"""The webhook file: who is told of what, and the secrets that sign it.
+
+    [[endpoints]]
+    name = "billing"
+    url = "https://hooks.example.org/headrace"
+    secret = "whsec_..."        # an array of two while a secret is replaced
+    tenant = "acme"
+    keys = ["website"]
+    types = ["batch.completed", "batch.failed"]
+    allow_http = false
+    allow_private = false
+
+Only `name`, `url` and `secret` are required.
+"""
+
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from headrace_broker.messages import name_problems
+from headrace_gateway.errors import GatewaySettingsError
+from headrace_gateway.keys import NAME
+from headrace_gateway.watched_file import read_toml
+from headrace_gateway.webhooks.addresses import refusal_of
+from headrace_gateway.webhooks.event import EVENT_TYPES, Event
+from headrace_gateway.webhooks.secret import FORM, secret_bytes
+
+_WHAT: Final = "webhook file"
+_URL: Final = re.compile(r"[!-~]{1,2048}")
+_HEADING: Final = re.compile(r"\s*\[\[\s*endpoints\s*\]\]")
+_IP: Final = re.compile(r"[0-9.]+|.*:.*")
+_MOST_SECRETS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A receiver."""
+
+    name: str
+    url: str = field(repr=False)
+    """Its query may hold a secret: it is never logged."""
+    secrets: tuple[bytes, ...] = field(repr=False)
+    tenant: str | None = None
+    """Only objects of this tenant; None: of all."""
+    keys: frozenset[str] | None = None
+    """Only objects of the API keys with these names; None: of all."""
+    types: frozenset[str] = frozenset(EVENT_TYPES)
+    allow_private: bool = False
+
+    def wants(self, event: Event) -> bool:
+        return (
+            event.type in self.types
+            and self.tenant in (None, event.tenant)
+            and (self.keys is None or event.key in self.keys)
+        )
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    url: str
+    secret: str | tuple[str, ...]
+    tenant: str | None = None
+    keys: tuple[str, ...] | None = None
+    types: tuple[str, ...] = EVENT_TYPES
+    allow_http: bool = False
+    allow_private: bool = False
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return (self.secret,) if isinstance(self.secret, str) else self.secret
+
+
+def read_endpoints(path: Path) -> Mapping[str, Endpoint]:
+    """The endpoints by name. Raises GatewaySettingsError, which quotes no URL and nothing that could be a secret."""
+    document, text = read_toml(_WHAT, path)
+    problems = _mode_problems(path)
+    entries = document.pop("endpoints", [])
+    problems += [f"there is an unknown field {name[:64]!r}" for name in document]
+    if not isinstance(entries, list) or not entries:
+        problems.append("it holds no [[endpoints]]")
+        entries = []
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADING.match(line)]
+    found: dict[str, Endpoint] = {}
+    for number, raw in enumerate(entries):
+        where = f"line {lines[number]}" if len(lines) == len(entries) else f"endpoint {number + 1}"
+        endpoint, wrong = _endpoint(raw, found)
+        problems += [f"{where}: {problem}" for problem in wrong]
+        if endpoint is not None:
+            found[endpoint.name] = endpoint
+    if problems:
+        raise GatewaySettingsError(f"the {_WHAT} {path} cannot be used: {'; '.join(problems)}")
+    return found
+
+
+def _mode_problems(path: Path) -> list[str]:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return []
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        return [f"it holds secrets, and every user may read or write it (mode {mode:04o}): chmod o= {path}"]
+    return []
+
+
+def _endpoint(raw: Any, others: Mapping[str, Endpoint]) -> tuple[Endpoint | None, Sequence[str]]:
+    """The endpoint of one table, or everything that is wrong with it."""
+    try:
+        entry = msgspec.convert(raw, _Entry)
+    except msgspec.ValidationError as error:
+        return None, [str(error)]
+    problems = []
+    if not NAME.fullmatch(entry.name):
+        problems.append("name must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    elif entry.name in others:
+        problems.append(f"two endpoints have the name {entry.name}")
+    problems += _url_problems(entry)
+    secrets = [secret_bytes(secret) for secret in entry.secrets]
+    if not 1 <= len(secrets) <= _MOST_SECRETS or None in secrets:
+        problems.append(
+            f"secret must be {FORM}, or an array of at most {_MOST_SECRETS} such; see headrace webhook-secret"
+        )
+    problems += name_problems("tenant", entry.tenant or "none")
+    if entry.keys is not None and not (entry.keys and all(map(NAME.fullmatch, entry.keys))):
+        problems.append("keys must be an array of the names of API keys")
+    if not entry.types or not set(entry.types) <= set(EVENT_TYPES):
+        problems.append(f"types must be an array of {', '.join(EVENT_TYPES)}")
+    if problems:
+        return None, problems
+    return (
+        Endpoint(
+            name=entry.name,
+            url=entry.url,
+            secrets=tuple(secret for secret in secrets if secret is not None),
+            tenant=entry.tenant,
+            keys=None if entry.keys is None else frozenset(entry.keys),
+            types=frozenset(entry.types),
+            allow_private=entry.allow_private,
+        ),
+        [],
+    )
+
+
+def _url_problems(entry: _Entry) -> list[str]:
+    try:
+        url = urlsplit(entry.url)
+        port = url.port
+    except ValueError:
+        return ["url is no URL"]
+    if not _URL.fullmatch(entry.url):
+        return ["url must be 1 to 2048 printable ASCII characters without spaces"]
+    if url.scheme not in ("https", "http") or not url.hostname or port == 0:
+        return ["url must be https:// with a host, such as https://hooks.example.org/headrace"]
+    problems = []
+    if url.scheme == "http" and not entry.allow_http:
+        problems.append("url must begin with https://; allow_http = true lets it be http://")
+    if "@" in url.netloc:
+        problems.append("url must have no user name and no password")
+    if "#" in entry.url:
+        problems.append("url must have no fragment")
+    if _is_literal(url):
+        refusal = refusal_of(str(url.hostname), allow_private=entry.allow_private)
+        problems += [] if refusal is None else [f"url must lead to a public address: {refusal}"]
+    return problems
+
+
+def _is_literal(url: SplitResult) -> bool:
+    return _IP.fullmatch(str(url.hostname)) is not None

@@ -1,0 +1,164 @@
+"""`Sender`: the role that delivers webhooks; every replica has one, and they share the deliveries.
+
+A delivery whose replica dies between sending and noting is sent again with the same webhook-id: at least once.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from headrace_broker.connections import REDIS_ERRORS
+from headrace_gateway.claims import Claim
+from headrace_gateway.webhooks.endpoint_file import Endpoint
+from headrace_gateway.webhooks.outbox import Delivery, Outbox
+from headrace_gateway.webhooks.retries import Attempt, Verdict, judge
+from headrace_gateway.webhooks.secret import signed_headers
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+from headrace_monitoring.logging import frames
+
+_LOOK_SECONDS: Final = 1.0
+_CONCURRENCY: Final = 8
+"""Attempts that one replica has under way at one endpoint."""
+_GRACE_SECONDS: Final = 5.0
+"""Attempts under way may take so long after the server's end; others send the rest again when their claims run out."""
+
+Post = Callable[[Endpoint, Mapping[str, str], bytes], Awaitable[Attempt]]
+
+logger = logging.getLogger(__name__)
+
+
+class Sender:
+    """Args:
+    endpoints: gives the newest version of the webhook file.
+    post: makes one attempt.
+    draw: gives numbers from 0 to 1 for the jitter.
+    look_seconds: time between two looks at what is due.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        endpoints: Callable[[], Mapping[str, Endpoint]],
+        post: Post,
+        metrics: GatewayMetrics,
+        *,
+        draw: Callable[[], float] = random.random,
+        now: Callable[[], float] = time.time,
+        look_seconds: float = _LOOK_SECONDS,
+    ) -> None:
+        self._outbox: Final = outbox
+        self._endpoints: Final = endpoints
+        self._post: Final = post
+        self._metrics: Final = metrics
+        self._draw: Final = draw
+        self._now: Final = now
+        self._look_seconds: Final = look_seconds
+        self._open: set[str] = set()
+        """Names of endpoints that may be sent to."""
+        self._workers: Final[dict[str, set[asyncio.Task[None]]]] = defaultdict(set)
+        self._is_running = False
+
+    async def run(self) -> None:
+        """Deliver until cancelled."""
+        self._is_running, is_redis_up = True, True
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            # asyncio.wait_for of Python 3.11, in redis-py, can lose a cancellation
+            while not task.cancelling():
+                try:
+                    await self._look()
+                except REDIS_ERRORS as error:
+                    if is_redis_up:
+                        logger.warning("webhooks wait for Redis: %s", type(error).__name__)
+                    is_redis_up = False
+                else:
+                    is_redis_up = True
+                if not task.cancelling():
+                    await asyncio.sleep(self._look_seconds)
+        finally:
+            self._is_running = False
+            await self._stop()
+
+    def nudge(self, name: str) -> None:
+        """Send what is due to this endpoint at once; the next look would do so, too."""
+        if self._is_running and name in self._open and len(self._workers[name]) < _CONCURRENCY:
+            worker = asyncio.create_task(self._work(name))
+            self._workers[name].add(worker)
+            worker.add_done_callback(self._workers[name].discard)
+
+    async def _look(self) -> None:
+        """Start what is due, and tell the metrics how things stand."""
+        endpoints = list(self._endpoints().values())
+        levels = dict(zip((endpoint.name for endpoint in endpoints), await self._outbox.levels(endpoints), strict=True))
+        self._open = {name for name, level in levels.items() if not level.is_paused and not level.is_disabled}
+        enabled = [level for level in levels.values() if not level.is_disabled]
+        self._metrics.webhooks_waiting(
+            undelivered=sum(level.undelivered for level in enabled),
+            oldest_seconds=max((level.oldest_seconds for level in enabled), default=0),
+            disabled=len(levels) - len(enabled),
+        )
+        for name, level in levels.items():
+            for _ in range(min(level.due, _CONCURRENCY)):
+                self.nudge(name)
+
+    async def _work(self, name: str) -> None:
+        """Deliver one after the other until nothing is due."""
+        claims = self._outbox.claims(name)
+        try:
+            while name in self._open and self._is_running:
+                endpoint = self._endpoints().get(name)
+                if endpoint is None:
+                    return
+                for claim in await claims.take(1):
+                    await self._deliver(endpoint, claim)
+                    break
+                else:
+                    return
+        except REDIS_ERRORS as error:
+            logger.warning("webhook not noted, it is sent again: endpoint=%s (%s)", name, type(error).__name__)
+        except Exception as error:  # noqa: BLE001  # its claim runs out, and the others go on
+            logger.error("webhook failed: endpoint=%s\n%s", name, frames(error))
+
+    async def _deliver(self, endpoint: Endpoint, claim: Claim) -> None:
+        delivery = await self._outbox.delivery(claim.item, endpoint.name)
+        if delivery is None or not endpoint.wants(delivery.event):
+            await self._outbox.drop(claim, endpoint.name)
+            return
+        body = delivery.event.body()
+        headers = signed_headers(claim.item, body, endpoint.secrets, at=int(self._now()))
+        attempt = await self._post(endpoint, headers, body)
+        verdict = judge(attempt, failed_before=delivery.failed, slowed_before=delivery.slowed, jitter=self._draw())
+        if verdict.pause or verdict.outcome == "gone":
+            self._open.discard(endpoint.name)
+        await self._outbox.note(claim, endpoint, verdict, failed=delivery.failed + 1)
+        self._metrics.webhook_attempted(verdict.outcome)
+        _log(endpoint, delivery, attempt, verdict)
+
+    async def _stop(self) -> None:
+        workers = [worker for workers in self._workers.values() for worker in workers]
+        if workers:
+            _, late = await asyncio.wait(workers, timeout=_GRACE_SECONDS)
+            for worker in late:
+                worker.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+
+def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, verdict: Verdict) -> None:
+    """One line an attempt. The URL stays out of it: its query may hold a secret."""
+    what = (
+        f"endpoint={endpoint.name} event={delivery.event.id} type={delivery.event.type} attempt={delivery.failed + 1}"
+    )
+    why = attempt.failure if attempt.status is None else f"status {attempt.status}"
+    if verdict.outcome == "delivered":
+        logger.info("webhook delivered: %s status=%s", what, attempt.status)
+    elif verdict.outcome == "failed":
+        logger.warning("webhook not delivered, again in %.0f s: %s (%s)", verdict.after, what, why)
+    elif verdict.outcome == "gone":
+        logger.error("webhook endpoint disabled by its status 410, see `headrace webhook-enable`: %s", what)
+    else:
+        logger.error("webhook given up: %s (%s)", what, why)

@@ -1,0 +1,277 @@
+"""Batches over HTTP with openai-python, on two replicas and a worker of a tiny model."""
+
+import json
+import re
+import resource
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch, FileObject
+
+from service.gateway.gateway_process import PATIENCE, GatewayProcess
+from service.ports import free_port
+from service.servers import make_server
+from service.workers.service import Service
+
+URL: Any = "/v1/completions"
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+
+
+class Site:
+    """Two replicas that share a directory of files, and one worker."""
+
+    def __init__(self, service: Service, replicas: list[GatewayProcess], folder: Path) -> None:
+        self.service = service
+        self.replicas = replicas
+        self.folder = folder
+
+    def client(self, replica: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.replicas[replica].url}/v1", api_key="none", max_retries=0)
+
+    def holder(self, batch_id: str) -> GatewayProcess:
+        """The replica that took the batch last."""
+        taken = []
+        for replica in self.replicas:
+            lines = [line for line in replica.log_text().splitlines() if f"batch taken: id={batch_id}" in line]
+            taken += [(int(line.partition("token=")[2].split()[0].rstrip('",}')), replica) for line in lines]
+        return max(taken, key=lambda each: each[0])[1]
+
+
+@pytest.fixture(scope="module")
+def site(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("batches")
+    with make_server(appendonly=True) as server:
+        service = Service(server, model_folder, folder)
+        replicas: list[GatewayProcess] = []
+        try:
+            worker = service.start_worker()
+            replicas += [
+                GatewayProcess(
+                    redis_url=server.url,
+                    log=folder / f"{each}.log",
+                    files=folder / "files",
+                    batch_window=16,
+                    metrics_port=free_port(),
+                )
+                for each in "ab"
+            ]
+            worker.wait_ready()
+            for replica in replicas:
+                replica.wait_ready()
+            yield Site(service, replicas, folder / "files")
+        finally:
+            for replica in replicas:
+                replica.close()
+            service.close()
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[openai.OpenAI]:
+    with site.client() as client:
+        yield client
+
+
+def lines_of(count: int, **changes: Any) -> list[dict[str, Any]]:
+    return [
+        {"custom_id": f"line-{number}", "method": "POST", "url": URL, "body": {**BODY, **changes}}
+        for number in range(count)
+    ]
+
+
+def upload(client: openai.OpenAI, lines: list[dict[str, Any]]) -> FileObject:
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    response = client.files.with_raw_response.create(file=("in.jsonl", content), purpose="batch")
+    return FileObject.model_validate_json(response.text, strict=True)
+
+
+def begin(client: openai.OpenAI, lines: list[dict[str, Any]], window: Any = "24h") -> Batch:
+    response = client.batches.with_raw_response.create(
+        input_file_id=upload(client, lines).id, endpoint=URL, completion_window=window, metadata={"a": "b"}
+    )
+    return Batch.model_validate_json(response.text, strict=True)
+
+
+def until(client: openai.OpenAI, batch_id: str, condition: Callable[[Batch], bool]) -> Batch:
+    deadline = time.monotonic() + 2 * PATIENCE
+    while True:
+        batch = Batch.model_validate_json(client.batches.with_raw_response.retrieve(batch_id).text, strict=True)
+        if condition(batch):
+            return batch
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.05)
+
+
+def has_ended(batch: Batch) -> bool:
+    return batch.status in ("completed", "failed", "expired", "cancelled")
+
+
+def read(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    text = client.files.content(file_id).text if file_id else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def assert_each_once(client: openai.OpenAI, batch: Batch, count: int) -> None:
+    answers = read(client, batch.output_file_id) + read(client, batch.error_file_id)
+    assert sorted(answer["custom_id"] for answer in answers) == sorted(f"line-{number}" for number in range(count))
+
+
+def completed(batch: Batch) -> int:
+    assert batch.request_counts is not None
+    return batch.request_counts.completed
+
+
+def test_a_batch_is_answered_and_its_output_is_a_file(site: Site, client: openai.OpenAI) -> None:
+    batch = begin(client, lines_of(20))
+    assert batch.status == "validating"
+    batch = until(client, batch.id, has_ended)
+    assert batch.status == "completed", batch
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 20, "completed": 20, "failed": 0}
+    assert batch.error_file_id is None
+    assert batch.model == "tiny"
+    assert batch.metadata == {"a": "b"}
+    answers = read(client, batch.output_file_id)
+    assert_each_once(client, batch, 20)
+    usage = [answer["response"]["body"]["usage"] for answer in answers]
+    assert batch.usage is not None
+    assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in usage)
+    with site.client(1) as other:
+        assert batch.id in [each.id for each in other.batches.list(limit=1)]
+        assert other.files.retrieve(batch.output_file_id or "").purpose == "batch_output"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_another_replica_takes_over_from_one_that_is_gone_or_paused(site: Site, number: signal.Signals) -> None:
+    with site.client() as client:
+        batch = begin(client, lines_of(300, max_tokens=16))
+        until(client, batch.id, lambda batch: completed(batch) > 10)
+    holder = site.holder(batch.id)
+    other = site.replicas.index(holder) ^ 1
+    holder.process.send_signal(number)
+    try:
+        with site.client(other) as client:
+            before = completed(client.batches.retrieve(batch.id))
+            until(client, batch.id, lambda batch: completed(batch) > before)
+            holder.process.send_signal(signal.SIGCONT)
+            batch = until(client, batch.id, has_ended)
+            assert batch.status == "completed"
+            assert_each_once(client, batch, 300)
+            assert site.holder(batch.id) is not holder
+    finally:
+        holder.process.send_signal(signal.SIGCONT)
+        if number == signal.SIGKILL:
+            holder.process.wait()
+            holder.start()
+            holder.wait_ready()
+
+
+def set_room(replica: GatewayProcess, most: int) -> None:
+    """Bound the size of every file that the replica writes, as a full disk does."""
+    resource.prlimit(replica.process.pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+def waiting_for_storage(replica: GatewayProcess) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{replica.metrics_port}/metrics") as response:
+        text = response.read().decode()
+    (value,) = re.findall(r"(?m)^headrace_gateway_batches_waiting_for_storage (\S+)$", text)
+    return float(value)
+
+
+def test_a_batch_whose_disk_is_full_waits_and_goes_on_when_there_is_room(site: Site, client: openai.OpenAI) -> None:
+    batch = begin(client, lines_of(200, max_tokens=16))
+    until(client, batch.id, lambda batch: completed(batch) > 10)
+    holder = site.holder(batch.id)
+    set_room(holder, 1)
+    try:
+        until(client, batch.id, lambda _: waiting_for_storage(holder) == 1)
+        stuck = completed(client.batches.retrieve(batch.id))
+        assert stuck < 200
+    finally:
+        set_room(holder, resource.RLIM_INFINITY)
+    batch = until(client, batch.id, has_ended)
+    assert batch.status == "completed"
+    assert_each_once(client, batch, 200)
+
+
+def test_a_cancelled_batch_keeps_what_was_finished(site: Site, client: openai.OpenAI) -> None:
+    batch = begin(client, lines_of(400, max_tokens=16))
+    until(client, batch.id, lambda batch: completed(batch) > 10)
+    with site.client(1) as other:
+        assert other.batches.cancel(batch.id).status == "cancelling"
+    batch = until(client, batch.id, has_ended)
+    assert batch.status == "cancelled"
+    assert batch.output_file_id
+    assert_each_once(client, batch, 400)
+    errors = read(client, batch.error_file_id)
+    assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
+    assert {error["response"] for error in errors} == {None}
+    assert client.batches.cancel(batch.id).status == "cancelled"
+    site.service.wait_settled(PATIENCE)
+
+
+def test_what_has_no_answer_when_the_window_ends_expires(client: openai.OpenAI) -> None:
+    batch = begin(client, lines_of(2000, max_tokens=16), window="4s")
+    batch = until(client, batch.id, has_ended)
+    assert batch.status == "expired"
+    assert_each_once(client, batch, 2000)
+    assert {error["error"]["code"] for error in read(client, batch.error_file_id)} == {"batch_expired"}
+    assert batch.request_counts is not None
+    assert batch.request_counts.total == batch.request_counts.completed + batch.request_counts.failed
+
+
+def test_a_batch_goes_on_when_its_input_is_deleted_and_its_replica_stops(site: Site, client: openai.OpenAI) -> None:
+    batch = begin(client, lines_of(300, max_tokens=16))
+    assert client.files.delete(batch.input_file_id).deleted
+    until(client, batch.id, lambda batch: completed(batch) > 0)
+    holder = site.holder(batch.id)
+    other = site.replicas.index(holder) ^ 1
+    holder.close()
+    try:
+        with site.client(other) as client:
+            until(client, batch.id, lambda _: site.holder(batch.id) is site.replicas[other])
+            batch = until(client, batch.id, has_ended)
+            assert batch.status == "completed"
+            assert_each_once(client, batch, 300)
+    finally:
+        holder.start()
+        holder.wait_ready()
+
+
+def test_a_batch_of_errors_alone_has_no_output(client: openai.OpenAI) -> None:
+    batch = until(client, begin(client, lines_of(3, prompt="a" * 5000)).id, has_ended)
+    assert batch.status == "completed"
+    assert batch.output_file_id is None
+    errors = read(client, batch.error_file_id)
+    assert [error["response"]["status_code"] for error in errors] == [400] * 3
+    assert {error["response"]["body"]["error"]["code"] for error in errors} == {"context_length_exceeded"}
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (b"", "empty_file", None),
+        (b"{\n", "invalid_json_line", 1),
+        (json.dumps(lines_of(1)[0] | {"url": "/v1/chat/completions"}).encode(), "url_mismatch", 1),
+        (json.dumps(lines_of(1)[0] | {"url": "/v1/nothing"}).encode(), "url_mismatch", 1),
+        (b"\n".join([json.dumps(lines_of(1)[0]).encode()] * 2), "duplicate_custom_id", 2),
+        (json.dumps(lines_of(1, stream=True)[0]).encode(), "invalid_request", 1),
+        (json.dumps(lines_of(1, model="other")[0]).encode(), "model_not_found", 1),
+        (b"x\n" * 50_001, "too_many_tasks", None),
+    ],
+)
+def test_a_wrong_input_makes_the_batch_fail(client: openai.OpenAI, content: bytes, code: str, line: int | None) -> None:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
+    batch = until(client, made.id, has_ended)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert batch.errors.data
+    problem = batch.errors.data[0]
+    assert (problem.code, problem.line) == (code, line)
+    assert batch.output_file_id is batch.error_file_id is None

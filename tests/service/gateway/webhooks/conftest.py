@@ -1,0 +1,105 @@
+"""Replicas that send webhooks, in the test's own process, on a real Redis."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.connections import connect_async
+from headrace_broker.embedded import EmbeddedServer
+from headrace_gateway.webhooks.endpoint_file import Endpoint
+from headrace_gateway.webhooks.network import Resolver
+from headrace_gateway.webhooks.outbox import Outbox
+from headrace_gateway.webhooks.post import Poster
+from headrace_gateway.webhooks.sender import Sender
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+from service.gateway.webhooks.receiver import PATIENCE
+
+KEY = b"k" * 32
+
+
+def endpoint(name: str, url: str, **rest: Any) -> Endpoint:
+    """An endpoint on loopback."""
+    return Endpoint(name, url, rest.pop("secrets", (KEY,)), allow_private=rest.pop("allow_private", True), **rest)
+
+
+class Replica:
+    """What a gateway does with webhooks."""
+
+    def __init__(self, outbox: Outbox, endpoints: dict[str, Endpoint], post: Any) -> None:
+        self.endpoints = endpoints
+        self.outbox = outbox
+        self.metrics = GatewayMetrics()
+        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, draw=lambda: 0.0, look_seconds=0.05)
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> "Replica":
+        self._running = asyncio.create_task(self.sender.run())
+        return self
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._running
+
+    def attempts(self, outcome: str) -> float:
+        """Attempts that ended so."""
+        return self.value("headrace_gateway_webhook_deliveries_total", outcome=outcome)
+
+    def value(self, metric: str, **labels: str) -> float:
+        found = self.metrics.registry.get_sample_value(metric, labels)
+        assert found is not None
+        return found
+
+    async def until(self, holds: Callable[[], bool | Awaitable[bool]]) -> None:
+        """Wait until it holds."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                held = holds()
+                if held if isinstance(held, bool) else await held:
+                    return
+                await asyncio.sleep(0.01)
+
+
+MakeReplica = Callable[..., Awaitable[Replica]]
+
+
+@pytest.fixture
+async def replica(redis_server: EmbeddedServer) -> AsyncIterator[MakeReplica]:
+    """Makes a replica of these endpoints; `resolve`, `tls`, `seconds` go to its Poster."""
+    async with AsyncExitStack() as stack:
+
+        async def make(*endpoints: Endpoint, post: Any = None, **options: Any) -> Replica:
+            client = await stack.enter_async_context(connect_async(redis_server.url))
+            resolver = Resolver()
+            stack.callback(resolver.close)
+            made = Replica(
+                Outbox(client),
+                {each.name: each for each in endpoints},
+                post or Poster(options.pop("resolve", resolver), **options),
+            )
+            stack.push_async_callback(made.stop)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def let_pass(redis_client: "redis.Redis") -> Callable[[float], None]:
+    """Lets time pass for deliveries: all that was due then is due so many seconds earlier."""
+
+    def let_pass(seconds: float) -> None:
+        for key in redis_client.scan_iter("headrace:gw:work:webhook:*", _type="zset"):
+            for item, due in redis_client.zrange(key, 0, -1, withscores=True):
+                redis_client.zadd(key, {item: due - seconds * 1000}, xx=True)
+        for key in redis_client.scan_iter("headrace:gw:webhook:endpoint:*"):
+            resume = redis_client.hget(key, "resume")
+            if resume is not None:
+                redis_client.hset(key, "resume", int(float(resume)) - round(seconds * 1000))
+
+    return let_pass

@@ -1,0 +1,307 @@
+"""Webhooks from the announcement to a receiver that behaves well or badly, on a real Redis."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import openai
+import pytest
+import redis
+import standardwebhooks
+
+from headrace_gateway.webhooks.event import Event
+from headrace_gateway.webhooks.outbox import enable
+from headrace_gateway.webhooks.secret import new_secret, secret_bytes
+from service.gateway.webhooks.conftest import MakeReplica, Replica, endpoint
+from service.gateway.webhooks.receiver import (
+    Answer,
+    Receiver,
+    endless_body,
+    endless_headers,
+    hang,
+    nonsense,
+    reset,
+    status,
+)
+
+DONE = Event("response.completed", "resp_1", 7, "web", "acme")
+LetPass = Callable[[float], None]
+
+
+def another(number: int) -> Event:
+    return Event("response.completed", f"resp_{number}", 7, "web", "acme")
+
+
+async def announce(replica: Replica, event: Event = DONE, *names: str) -> list[bool]:
+    """What `Webhooks.announce` does."""
+    return [await replica.outbox.put(event, replica.endpoints[name]) for name in names or replica.endpoints]
+
+
+async def failed_once(made: Replica, receiver: Receiver, let_pass: LetPass, failed: int = 1) -> None:
+    """The first attempt failed, and nothing more comes until its time; then the second one succeeds."""
+    await made.until(lambda: made.attempts("failed") == failed)
+    assert len(receiver.received) <= failed
+    let_pass(5)
+
+
+async def test_a_webhook_is_verified_by_openai_and_standardwebhooks(replica: MakeReplica) -> None:
+    old, new = new_secret(), new_secret()
+    keys = tuple(key for secret in (old, new) if (key := secret_bytes(secret)))
+    async with Receiver() as receiver:
+        made = (await replica(endpoint("a", receiver.url, secrets=keys))).start()
+        assert await announce(made) == [True]
+        (got,) = await receiver.wait_for(1)
+        await made.until(lambda: made.attempts("delivered") == 1)
+    assert got.path == "/hook?token=hidden"
+    assert got.headers["content-type"] == "application/json"
+    assert got.headers["webhook-id"] == DONE.id == got.event["id"]
+    assert abs(int(got.headers["webhook-timestamp"]) - time.time()) < 100
+    for secret in (old, new):
+        assert standardwebhooks.Webhook(secret).verify(got.body, got.headers) == got.event
+        with openai.OpenAI(api_key="unused", webhook_secret=secret) as client:
+            unwrapped = client.webhooks.unwrap(got.body, got.headers)
+        assert (unwrapped.type, unwrapped.data.id, unwrapped.created_at) == ("response.completed", "resp_1", 7)
+
+
+async def test_an_event_announced_again_is_sent_once(replica: MakeReplica, redis_client: "redis.Redis") -> None:
+    async with Receiver() as receiver:
+        made = await replica(endpoint("a", receiver.url))
+        assert await announce(made) == [True]
+        assert await announce(made, replace_time(DONE)) == [False]
+        made.start()
+        await made.until(lambda: made.attempts("delivered") == 1)
+        assert await announce(made) == [False]
+        await announce(made, another(2))
+        assert [got.event["data"]["id"] for got in await receiver.wait_for(2)] == ["resp_1", "resp_2"]
+        await made.until(lambda: made.attempts("delivered") == 2)
+    lives = {key: redis_client.ttl(key) for key in redis_client.scan_iter("headrace:gw:webhook:event:*")}
+    assert len(lives) == 2
+    assert all(0 < life <= 3600 for life in lives.values())
+    assert redis_client.exists("headrace:gw:work:webhook:a", "headrace:gw:webhook:undelivered:a") == 0
+
+
+def replace_time(event: Event) -> Event:
+    return Event(event.type, event.object_id, event.created_at + 9, event.key, event.tenant)
+
+
+async def test_two_replicas_send_each_event_once(replica: MakeReplica) -> None:
+    async with Receiver() as receiver:
+        first, second = [(await replica(endpoint("a", receiver.url))).start() for _ in range(2)]
+        for number in range(60):
+            await announce(first if number % 2 else second, another(number))
+        await first.until(lambda: first.attempts("delivered") + second.attempts("delivered") == 60)
+        ids = [got.event["id"] for got in receiver.received]
+    assert len(ids) == len(set(ids)) == 60
+
+
+async def test_a_failure_is_tried_again_by_the_schedule_until_it_is_given_up(
+    replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
+) -> None:
+    async with Receiver(default=status(500)) as receiver:
+        made = (await replica(endpoint("a", receiver.url))).start()
+        await announce(made)
+        for number, wait in enumerate((5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400), 1):
+            await made.until(lambda number=number: made.attempts("failed") == number)  # type: ignore[misc]
+            ((_, due),) = redis_client.zrange("headrace:gw:work:webhook:a", 0, 0, withscores=True)
+            seconds, microseconds = redis_client.time()
+            assert wait - 60 < due / 1000 - (seconds + microseconds / 1e6) <= wait
+            assert len(receiver.received) == number
+            let_pass(wait)
+        await made.until(lambda: made.attempts("given_up") == 1)
+        assert len(receiver.received) == 10
+        assert len({got.headers["webhook-id"] for got in receiver.received}) == 1
+        assert len({got.body for got in receiver.received}) == 1
+    assert redis_client.exists("headrace:gw:work:webhook:a", "headrace:gw:webhook:undelivered:a") == 0
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_a_failure_and_is_not_followed(replica: MakeReplica, let_pass: LetPass, code: int) -> None:
+    async with Receiver() as elsewhere, Receiver(status(code, f"location: {elsewhere.url}")) as receiver:
+        made = (await replica(endpoint("a", receiver.url))).start()
+        await announce(made)
+        await failed_once(made, receiver, let_pass)
+        await made.until(lambda: made.attempts("delivered") == 1)
+        assert len(receiver.received) == 2
+        assert elsewhere.received == []
+
+
+@pytest.mark.parametrize("answer", [hang, reset, nonsense, endless_headers], ids=lambda answer: str(answer.__name__))
+async def test_no_answer_is_a_failure(replica: MakeReplica, let_pass: LetPass, answer: Answer) -> None:
+    async with Receiver(answer) as receiver:
+        made = (await replica(endpoint("a", receiver.url), seconds=1.0)).start()
+        await announce(made)
+        await failed_once(made, receiver, let_pass)
+        await made.until(lambda: made.attempts("delivered") == 1)
+
+
+async def test_an_endless_body_changes_nothing(replica: MakeReplica, let_pass: LetPass) -> None:
+    async with Receiver(endless_body(500), endless_body(200)) as receiver:
+        made = (await replica(endpoint("a", receiver.url))).start()
+        await announce(made)
+        await failed_once(made, receiver, let_pass)
+        await made.until(lambda: made.attempts("delivered") == 1)
+
+
+async def test_nobody_there_is_a_failure(replica: MakeReplica, let_pass: LetPass) -> None:
+    async with Receiver() as receiver:
+        pass
+    made = (await replica(endpoint("a", receiver.url))).start()
+    await announce(made)
+    await made.until(lambda: made.attempts("failed") == 1)
+
+
+async def test_a_receiver_that_hangs_delays_no_other(replica: MakeReplica) -> None:
+    async with Receiver(default=hang) as slow, Receiver() as quick:
+        made = (await replica(endpoint("slow", slow.url), endpoint("quick", quick.url))).start()
+        for number in range(40):
+            await announce(made, another(number), "slow")
+        await slow.wait_for(8)
+        for number in range(40):
+            await announce(made, another(number), "quick")
+        await made.until(lambda: made.attempts("delivered") == 40)
+        assert len(slow.received) == 8, "one replica has eight attempts under way at one endpoint"
+
+
+async def test_410_disables_the_endpoint_until_it_is_enabled(
+    replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
+) -> None:
+    async with Receiver(status(410)) as receiver, Receiver() as other:
+        made = (await replica(endpoint("a", receiver.url), endpoint("b", other.url))).start()
+        await announce(made)
+        await made.until(lambda: made.attempts("gone") == 1)
+        await made.until(lambda: made.value("headrace_gateway_webhook_endpoints_disabled") == 1)
+        let_pass(10**6)
+        assert await announce(made, another(2)) == [False, True]
+        await made.until(lambda: made.attempts("delivered") == 2)
+        assert len(receiver.received) == 1
+        assert await enable(made.outbox._client, "a")
+        assert not await enable(made.outbox._client, "a")
+        assert await announce(made, another(3)) == [True, True]
+        await made.until(lambda: made.attempts("delivered") == 5)
+        assert sorted(got.event["data"]["id"] for got in receiver.received) == ["resp_1", "resp_1", "resp_3"]
+        assert made.value("headrace_gateway_webhook_endpoints_disabled") == 0
+
+
+async def test_a_disabled_endpoint_with_another_url_is_enabled(replica: MakeReplica, let_pass: LetPass) -> None:
+    async with Receiver(status(410)) as receiver:
+        made = (await replica(endpoint("a", receiver.url))).start()
+        await announce(made)
+        await made.until(lambda: made.attempts("gone") == 1)
+        let_pass(5)
+        made.endpoints = {"a": replace(made.endpoints["a"], url=receiver.url.replace("hook", "new"))}
+        await made.until(lambda: made.attempts("delivered") == 1)
+        assert [got.path.partition("?")[0] for got in receiver.received] == ["/hook", "/new"]
+
+
+@pytest.mark.parametrize(("answer", "pause"), [(status(429), 5), (status(503, "retry-after: 60"), 60)])
+async def test_an_overloaded_receiver_is_left_alone(
+    replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass, answer: Answer, pause: int
+) -> None:
+    async with Receiver(answer) as receiver, Receiver() as other:
+        made = await replica(endpoint("a", receiver.url), endpoint("b", other.url))
+        await announce(made, another(1), "a")
+        made.start()
+        await made.until(lambda: made.attempts("failed") == 1)
+        await announce(made, another(2))
+        await made.until(lambda: made.attempts("delivered") == 1)
+        assert len(receiver.received) == 1
+        let_pass(pause)
+        await made.until(lambda: made.attempts("delivered") == 3)
+        await made.until(lambda: redis_client.hgetall("headrace:gw:webhook:endpoint:a") == {})
+
+
+async def test_attempts_that_were_under_way_together_are_one_pause(
+    replica: MakeReplica, redis_client: "redis.Redis"
+) -> None:
+    async with Receiver(default=status(429)) as receiver:
+        made = await replica(endpoint("a", receiver.url))
+        for number in range(5):
+            await announce(made, another(number))
+        made.start()
+        await made.until(lambda: made.attempts("failed") == 5)
+    assert redis_client.hget("headrace:gw:webhook:endpoint:a", "slowed") == b"1"
+
+
+async def test_what_an_endpoint_does_not_want_any_more_is_dropped(
+    replica: MakeReplica, redis_client: "redis.Redis"
+) -> None:
+    async with Receiver() as receiver:
+        made = await replica(endpoint("a", receiver.url, tenant="acme"))
+        await announce(made)
+        made.endpoints = {"a": replace(made.endpoints["a"], tenant="rival")}
+        made.start()
+        await made.until(lambda: redis_client.exists("headrace:gw:work:webhook:a") == 0)
+        assert receiver.received == []
+
+
+async def test_an_endpoint_that_left_the_file_gets_nothing(replica: MakeReplica) -> None:
+    async with Receiver() as receiver, Receiver() as other:
+        made = await replica(endpoint("a", receiver.url), endpoint("b", other.url))
+        await announce(made)
+        del made.endpoints["a"]
+        made.start()
+        await made.until(lambda: made.attempts("delivered") == 1)
+        assert receiver.received == []
+        assert len(other.received) == 1
+
+
+async def test_what_waits_is_told_with_its_age(
+    replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
+) -> None:
+    async with Receiver(default=status(500)) as receiver:
+        made = (await replica(endpoint("a", receiver.url))).start()
+        for number in range(3):
+            await announce(made, another(number))
+        await made.until(lambda: made.attempts("failed") == 3)
+        redis_client.zincrby("headrace:gw:webhook:undelivered:a", -5_000_000, another(1).id)
+        await made.until(lambda: made.value("headrace_gateway_webhooks_oldest_undelivered_seconds") >= 5000)
+        assert made.value("headrace_gateway_webhooks_undelivered") == 3
+        receiver.default = status(200)
+        let_pass(5)
+        await made.until(lambda: made.value("headrace_gateway_webhooks_undelivered") == 0)
+        assert made.value("headrace_gateway_webhooks_oldest_undelivered_seconds") == 0
+
+
+async def test_all_that_is_kept_has_an_end(replica: MakeReplica, redis_client: "redis.Redis") -> None:
+    made = await replica(endpoint("a", "http://127.0.0.1:9/"))
+    await announce(made)
+    keys = list(redis_client.scan_iter("headrace:gw:w*"))
+    assert len(keys) == 3
+    assert all(0 < redis_client.ttl(key) <= 4 * 86400 for key in keys)
+    made.start()
+    await made.until(lambda: made.attempts("failed") == 1)
+    keys = list(redis_client.scan_iter("headrace:gw:w*"))
+    assert all(0 < redis_client.ttl(key) <= 4 * 86400 for key in keys)
+
+
+async def test_an_event_whose_life_is_over_is_not_sent(replica: MakeReplica, redis_client: "redis.Redis") -> None:
+    async with Receiver() as receiver:
+        made = await replica(endpoint("a", receiver.url))
+        await announce(made)
+        redis_client.delete(f"headrace:gw:webhook:event:{DONE.id}")
+        made.start()
+        await made.until(lambda: redis_client.exists("headrace:gw:work:webhook:a") == 0)
+        assert redis_client.exists("headrace:gw:webhook:undelivered:a") == 0
+        assert receiver.received == []
+
+
+async def test_the_log_names_endpoint_and_event_and_no_url(
+    replica: MakeReplica, let_pass: LetPass, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with Receiver(status(500), status(410), reset) as receiver:
+            made = (await replica(endpoint("a", receiver.url))).start()
+            await announce(made)
+            await failed_once(made, receiver, let_pass)
+            await made.until(lambda: made.attempts("gone") == 1)
+            await enable(made.outbox._client, "a")
+            let_pass(10**6)
+            await made.until(lambda: made.attempts("failed") == 2)
+            let_pass(10**6)
+            await made.until(lambda: made.attempts("delivered") == 1)
+    lines = [record.getMessage() for record in caplog.records if "webhook" in record.name]
+    assert lines[0].endswith(f"endpoint=a event={DONE.id} type=response.completed attempt=1 (status 500)")
+    assert "disabled by its status 410" in lines[1]
+    assert "webhook delivered: " in lines[-1]
+    assert not any("hidden" in line or "127.0.0.1" in line for line in lines)

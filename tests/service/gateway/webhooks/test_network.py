@@ -1,0 +1,126 @@
+"""Whom a webhook reaches: the address that was checked, with a certificate for the host that the operator named."""
+
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace_gateway.webhooks.network import Resolver
+from headrace_gateway.webhooks.post import Poster
+from headrace_gateway.webhooks.retries import Attempt
+from service.certificates import Certificates, needs_openssl
+from service.gateway.webhooks.conftest import endpoint
+from service.gateway.webhooks.receiver import Receiver, hang, status
+
+
+class Names:
+    """A DNS that gives each answer once."""
+
+    def __init__(self, *answers: Sequence[str]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, int]] = []
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        return self.answers.pop(0)
+
+
+async def post(url: str, names: Names, *, allow_private: bool = True, **options: object) -> Attempt:
+    poster = Poster(names, **options)  # type: ignore[arg-type]
+    return await poster(endpoint("a", url, allow_private=allow_private), {"webhook-id": "evt_1"}, b"{}")
+
+
+async def test_a_private_address_is_refused_unless_it_is_allowed() -> None:
+    async with Receiver() as receiver:
+        url = f"http://hooks.example.org:{receiver.port}/x"
+        refused = await post(url, Names(["127.0.0.1"]), allow_private=False)
+        assert refused.status is None
+        assert "127.0.0.1 is a private address" in refused.failure
+        assert receiver.received == []
+        assert (await post(url, Names(["127.0.0.1"]))).status == 204
+        (got,) = receiver.received
+        assert got.headers["host"] == f"hooks.example.org:{receiver.port}"
+
+
+async def test_one_private_address_among_public_ones_is_enough_to_refuse() -> None:
+    async with Receiver() as receiver:
+        url = f"http://hooks.example.org:{receiver.port}/"
+        attempt = await post(url, Names(["93.184.216.34", "127.0.0.1"]), allow_private=False)
+        assert "private address" in attempt.failure
+        attempt = await post(url, Names(["127.0.0.1", "169.254.169.254"]))
+        assert "special use" in attempt.failure
+        assert receiver.received == []
+
+
+async def test_a_host_is_looked_up_once_and_that_very_address_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_lookup(*args: object, **_rest: object) -> object:
+        raise AssertionError(f"looked up again: {args}")
+
+    async with Receiver() as receiver:
+        names = Names(["127.0.0.1"], ["10.0.0.1"])
+        monkeypatch.setattr(socket, "getaddrinfo", no_lookup)
+        assert (await post(f"http://rebinding.example:{receiver.port}/", names)).status == 204
+    assert names.asked == [("rebinding.example", receiver.port)]
+
+
+async def test_the_next_address_is_tried_where_one_does_not_answer() -> None:
+    async with Receiver() as receiver:
+        names = Names(["127.0.0.2", "127.0.0.1"])  # the receiver listens on 127.0.0.1 alone
+        assert (await post(f"http://two.example:{receiver.port}/", names)).status == 204
+
+
+async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Receiver() as proxy, Receiver() as receiver:
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
+        assert (await post(f"http://a.example:{receiver.port}/", Names(["127.0.0.1"]))).status == 204
+        assert len(receiver.received) == 1
+        assert proxy.received == []
+
+
+@needs_openssl
+async def test_a_certificate_is_checked_against_the_name_of_the_host(tmp_path: Path) -> None:
+    certificates = Certificates.make(tmp_path)
+    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    serving.load_cert_chain(certificates.server, certificates.server_key)
+    trusting = ssl.create_default_context(cafile=certificates.ca)
+    async with Receiver(tls=serving) as receiver:
+        url = f"https://localhost:{receiver.port}/"
+        assert (await post(url, Names(["127.0.0.1"]), tls=trusting)).status == 204
+        for wrong in (
+            await post(f"https://hooks.example.org:{receiver.port}/", Names(["127.0.0.1"]), tls=trusting),
+            await post(url, Names(["127.0.0.1"]), tls=ssl.create_default_context(cafile=certificates.other_ca)),
+            await post(url, Names(["127.0.0.1"])),
+        ):
+            assert wrong.status is None
+            assert "CERTIFICATE_VERIFY_FAILED" in wrong.failure
+        assert len(receiver.received) == 1
+        assert (await post(f"https://127.0.0.1:{receiver.port}/", Names(["127.0.0.1"]), tls=trusting)).status == 204
+
+
+async def test_a_host_that_is_not_found_is_a_failure() -> None:
+    resolver = Resolver()
+    try:
+        attempt = await Poster(resolver)(endpoint("a", "http://no-such-host.invalid/"), {}, b"{}")
+    finally:
+        resolver.close()
+    assert attempt.status is None
+    assert "the host is not found" in attempt.failure
+
+
+async def test_an_attempt_has_an_end() -> None:
+    async with Receiver(hang) as receiver:
+        attempt = await post(receiver.url, Names(["127.0.0.1"]), seconds=0.2)
+    assert attempt == Attempt(failure="no answer within 0.2 s")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("17", 17.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None), ("-1", None), ("1e9", None), ("", None)],
+)
+async def test_retry_after_is_a_number_of_seconds_or_a_date(header: str, seconds: float | None) -> None:
+    async with Receiver(status(503, f"retry-after: {header}")) as receiver:
+        attempt = await post(receiver.url, Names(["127.0.0.1"]))
+    assert attempt == Attempt(503, retry_after=seconds)

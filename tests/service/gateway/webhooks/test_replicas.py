@@ -1,0 +1,152 @@
+"""Webhooks of real `headrace gateway` processes: configuration, a killed replica, and the commands."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from headrace_broker.connections import connect_async
+from headrace_broker.embedded import EmbeddedServer
+from headrace_gateway.webhooks.event import Event
+from headrace_gateway.webhooks.outbox import Outbox
+from headrace_gateway.webhooks.secret import new_secret, secret_bytes
+from service.gateway.gateway_process import GatewayProcess
+from service.gateway.in_process import running_app
+from service.gateway.webhooks.conftest import endpoint
+from service.gateway.webhooks.receiver import PATIENCE, Receiver, hang
+
+EVENT = Event("batch.completed", "batch_1", 7, "anyone", None)
+SECRET = new_secret()
+
+
+def write(path: Path, url: str, *lines: str) -> Path:
+    entry = ["[[endpoints]]", 'name = "a"', f'url = "{url}"', f'secret = "{SECRET}"', "allow_http = true", *lines, ""]
+    new = path.with_suffix(".new")
+    new.write_text("\n".join(entry), encoding="utf-8")
+    new.chmod(0o600)
+    new.replace(path)
+    return path
+
+
+@pytest.fixture
+async def announce(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., object]]:
+    """Plays the part of a gateway that ends a response or a batch."""
+    async with connect_async(redis_server.url) as client:
+        outbox = Outbox(client)
+
+        async def announce(event: Event, url: str) -> bool:
+            return await outbox.put(event, endpoint("a", url, secrets=(secret_bytes(SECRET),)))
+
+        yield announce
+
+
+async def test_what_a_killed_replica_was_sending_is_sent_by_another_with_the_same_id(
+    redis_server: EmbeddedServer,
+    redis_client: "redis.Redis",
+    announce: Callable[..., object],
+    let_pass: Callable[[float], None],
+    tmp_path: Path,
+) -> None:
+    async with AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(Receiver(hang))
+        file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
+
+        def start(name: str) -> GatewayProcess:
+            process = GatewayProcess(redis_url=redis_server.url, log=tmp_path / f"{name}.log", webhooks=file)
+            stack.callback(process.close)
+            return process
+
+        first = start("first")
+        assert await announce(EVENT, receiver.url)  # type: ignore[misc]
+        await receiver.wait_for(1)
+        first.kill()
+        second = start("second")
+        await asyncio.to_thread(second.wait_ready)
+        assert len(receiver.received) == 1
+        let_pass(45)
+        one, two = await receiver.wait_for(2)
+        assert one.headers["webhook-id"] == two.headers["webhook-id"] == EVENT.id
+        assert one.body == two.body
+        async with asyncio.timeout(PATIENCE):
+            while redis_client.exists("headrace:gw:work:webhook:a"):
+                await asyncio.sleep(0.01)
+        assert len(receiver.received) == 2
+        assert "token=hidden" not in second.log_text()
+        assert SECRET not in second.log_text()
+
+
+async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
+    redis_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    async with Receiver() as receiver:
+        file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
+        async with running_app(redis_server.url, webhooks=file) as (app, _):
+            webhooks = app.state.gateway.webhooks
+            await webhooks.announce("batch.completed", "batch_1", key="web", tenant="acme", at=7)
+            await webhooks.announce("batch.completed", "batch_1", key="web", tenant="acme", at=8)
+            (got,) = await receiver.wait_for(1)
+            assert got.event == {
+                "id": EVENT.id,
+                "object": "event",
+                "created_at": 7,
+                "type": "batch.completed",
+                "data": {"id": "batch_1"},
+            }
+            write(file, receiver.url, "allow_private = true", 'tenant = "rival"')
+            async with asyncio.timeout(PATIENCE):
+                while webhooks._endpoints.content()["a"].tenant is None:  # it looks once a second
+                    await asyncio.sleep(0.01)
+            await webhooks.announce("batch.failed", "batch_2", key="web", tenant="acme", at=9)
+            await webhooks.announce("batch.failed", "batch_3", key="web", tenant="rival", at=9)
+            got = (await receiver.wait_for(2))[-1]
+            assert got.event["data"] == {"id": "batch_3"}
+
+
+async def test_a_gateway_without_a_webhook_file_announces_nothing(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with running_app(redis_server.url) as (app, _):
+        await app.state.gateway.webhooks.announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
+        with pytest.raises(AssertionError, match=r"batch\.done"):
+            await app.state.gateway.webhooks.announce("batch.done", "batch_1", key="web", tenant=None, at=7)
+    assert list(redis_client.scan_iter("headrace:gw:w*")) == []
+
+
+def headrace(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", "from headrace_workers.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def test_a_gateway_with_a_faulty_webhook_file_does_not_start(tmp_path: Path) -> None:
+    file = write(tmp_path / "webhooks.toml", "http://127.0.0.1:1/")
+    ended = headrace("gateway", "--webhooks", str(file))
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("headrace: the webhook file ")
+    assert "line 1: url must lead to a public address: 127.0.0.1 is a private address" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    file.chmod(0o644)
+    assert "every user may read or write it (mode 0644)" in headrace("gateway", "--webhooks", str(file)).stderr
+
+
+def test_the_commands_make_a_secret_and_enable_an_endpoint(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    made = headrace("webhook-secret")
+    assert re.fullmatch(r"whsec_[A-Za-z0-9+/]{43}=\n", made.stdout)
+    redis_client.hset("headrace:gw:webhook:endpoint:a", "disabled", "digest")
+    enabled = headrace("webhook-enable", "a", "--redis-url", redis_server.url)
+    assert (enabled.returncode, enabled.stdout) == (0, "a is enabled\n")
+    again = headrace("webhook-enable", "a", "--redis-url", redis_server.url)
+    assert again.returncode == 1
+    assert "no endpoint 'a' is disabled" in again.stderr

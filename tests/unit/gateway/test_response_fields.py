@@ -1,0 +1,170 @@
+"""`POST /v1/responses`: which bodies are refused with which field, and the messages that the others become."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from headrace_gateway import field_tables
+from headrace_gateway.call import Call, ResponseForm
+from headrace_gateway.response_fields import read_response
+from unit.gateway.bodies import BODIES, RESPONSE, model, outcome, refusal
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+SCHEMA = {"type": "object", "properties": {}}
+
+
+def read(**fields: Any) -> Call:
+    return read_response({**RESPONSE, **fields}, model=model(), lora=None)
+
+
+def messages(items: Any, **fields: Any) -> Any:
+    return read(input=items, **fields).submissions[0]["messages"]
+
+
+def form(**fields: Any) -> ResponseForm:
+    found = read(**fields).form
+    assert isinstance(found, ResponseForm)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": []}, "input", "invalid_request"),
+        ({"input": 5}, "input", "invalid_request"),
+        ({"input": [5]}, "input[0]", "invalid_request"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "unsupported"),
+        ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "invalid_request"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "invalid_request"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+            "unsupported",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input[0].content[0].text",
+            "invalid_request",
+        ),
+        ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[0].colour", "unsupported_parameter"),
+        ({"input": [{"role": "user", "content": "a", "status": "new"}]}, "input[0].status", "invalid_request"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "invalid_request"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "invalid_request"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "unsupported"),
+        ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary", "invalid_request"),
+        ({"instructions": 5}, "instructions", "invalid_request"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_request"),
+        ({"max_output_tokens": "many"}, "max_output_tokens", "invalid_request"),
+        ({"temperature": -1}, "temperature", "invalid_request"),
+        ({"max_tokens": 5}, "max_tokens", "unsupported_parameter"),
+        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"conversation": "c"}, "conversation", "unsupported_parameter"),
+        ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
+        ({"colour": 1}, "colour", "unsupported_parameter"),
+        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"include": ["file_search_call.results"]}, "include", "invalid_request"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_request"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_request"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "unsupported_parameter"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_request"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "invalid_request"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}, "tools": [TOOL]},
+            "text.format",
+            "invalid_request",
+        ),
+        ({"tools": 5}, "tools", "invalid_request"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
+        ({"tools": [{"type": "function", "name": "f g"}]}, "tools[0].name", "invalid_request"),
+        ({"tools": [{**TOOL, "colour": 1}]}, "tools[0].colour", "unsupported_parameter"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "invalid_request"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "invalid_request"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options", "invalid_request"),
+        ({"store": "yes"}, "store", "invalid_request"),
+        ({"metadata": {"a": 1}}, "metadata", "invalid_request"),
+        ({"previous_response_id": 5}, "previous_response_id", "invalid_request"),
+    ],
+)
+def test_each_fault_names_its_field(fields: dict[str, Any], param: str, code: str) -> None:
+    error = refusal(read_response, {**RESPONSE, **fields}, model=model(), lora=None)
+    assert (error.param, error.code) == (param, code)
+
+
+@given(BODIES)
+def test_any_object_is_read_or_refused(body: dict[str, Any]) -> None:
+    error = outcome(read_response, {**RESPONSE, **body}, model=model(), lora=None)
+    assert error is None or (error.status == 400 and error.message)
+
+
+@pytest.mark.parametrize("name", sorted(field_tables.RESPONSE_REFUSED))
+def test_what_is_not_served_is_refused_with_what_to_do_instead(name: str) -> None:
+    error = refusal(read_response, {**RESPONSE, name: 1}, model=model(), lora=None)
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+    assert field_tables.RESPONSE_REFUSED[name] in error.message
+
+
+def test_one_turn_of_an_assistant_is_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "so", "annotations": []}]},
+        call,
+        {**call, "call_id": "d"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "one"}]},
+        {"type": "function_call_output", "call_id": "d", "output": "two"},
+        {"role": "assistant", "content": "done"},
+        {"role": "assistant", "content": "really"},
+    ]
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "cd"]
+    assert messages(items, instructions="answer") == [
+        {"role": "system", "content": "answer"},
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "reasoning_content": "hm", "content": "so", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "one"},
+        {"role": "tool", "tool_call_id": "d", "content": "two"},
+        {"role": "assistant", "content": "done"},
+        {"role": "assistant", "content": "really"},
+    ]
+
+
+def test_what_went_before_comes_behind_the_instructions() -> None:
+    before = [*read(input="a").input_items, *read(input=[{"role": "assistant", "content": "b"}]).input_items]
+    call = read_response({**RESPONSE, "instructions": "i"}, model=model(), lora=None, history=before)
+    assert [message["content"] for message in call.submissions[0]["messages"]] == ["i", "a", "b", "hello"]
+    assert [item["content"][0]["text"] for item in call.input_items] == ["hello"]
+
+
+def test_structured_text_and_forced_calls_become_grammars() -> None:
+    wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    params: Any = read(text={"format": wanted}).submissions[0]["sampling_params"]
+    assert params["structured_outputs"]["json"] == SCHEMA
+    assert form(text={"format": wanted}).config["text"]["format"] == {**wanted, "description": None}
+    forced: Any = read(tools=[TOOL], tool_choice={"type": "function", "name": "f"}).submissions[0]["sampling_params"]
+    assert "grammar" in forced["structured_outputs"]
+
+
+def test_log_probabilities_are_asked_for_by_include_or_top_logprobs() -> None:
+    assert form().logprobs is None
+    assert form(include=["message.output_text.logprobs"]).logprobs == 0
+    assert form(top_logprobs=2).logprobs == 2
+    assert form(top_logprobs=0).logprobs is None
+
+
+def test_the_object_repeats_what_was_asked_for() -> None:
+    config = form(tools=[TOOL], metadata={"a": "b"}, background=True, store=False, user="u").config
+    assert config["tools"] == [{**TOOL, "description": None, "strict": None}]
+    told = {name: config[name] for name in ("metadata", "background", "store", "user", "service_tier", "temperature")}
+    assert told == {
+        "metadata": {"a": "b"},
+        "background": True,
+        "store": False,
+        "user": "u",
+        "service_tier": "default",
+        "temperature": 1.0,
+    }

@@ -184,12 +184,12 @@ def test_with_no_preemptions_allowed_a_better_request_waits(make_service: Callab
 def test_a_request_that_made_room_on_a_worker_that_dies_goes_on_elsewhere(make_service: Callable[..., Service]) -> None:
     service = make_service()
     first = service.start_worker(max_num_seqs=1, preemption_wait_seconds=0, lease_seconds=2).wait_ready()
-    (handle,) = fill(service, 1, max_tokens=200)
+    (handle,) = fill(service, 1)
     (better,) = send_better(service, 1, max_tokens=1500)
     service.wait_tokens([better.id], at_least=1)
     first.kill()
     service.start_worker(lease_seconds=2)
     logs = service.wait_ended([handle.id, better.id])
     assert [logs[one.id].attempts for one in (handle, better)] == [[1, 2], [1, 2]]
-    assert [logs[one.id].num_tokens for one in (handle, better)] == [200, 1500]
+    assert [logs[one.id].num_tokens for one in (handle, better)] == [1500, 1500]
     service.wait_settled()

@@ -10,7 +10,7 @@ DOCS := .venv-docs
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 
-.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -98,6 +98,9 @@ bench-floor: $(STAMP) ## decode steps against their matrix products alone: a rat
 
 bench-queue: $(STAMP) ## what the queue costs beside the engine alone: throughput, processor time, time to the first token
 	@$(BIN)/python benchmarks/queue_cost.py
+
+bench-priority: $(STAMP) ## time to the first token beside a batch, with and without preemption
+	@$(BIN)/python benchmarks/priority_ttft.py
 
 bench-host: $(STAMP) ## what a step costs beside the model: the scheduler, the publisher, all of the worker
 	@$(BIN)/python benchmarks/host_path.py

@@ -15,6 +15,7 @@ from chaos.site import Site
 from headrace_broker import Client
 
 _ENGINE_READY = "engine ready after"
+_WAVES, _CHOICES = 4, 8
 _MORE_REQUESTS = 6
 _POISON_SECONDS = 300.0  # three engines start anew, one after the other
 
@@ -114,6 +115,24 @@ def fill_disk(site: Site, draw: random.Random) -> None:
     site.empty_disk()
 
 
+def better_requests(site: Site, draw: random.Random) -> float:
+    """Waves of a better priority, each of more choices than there are slots, and kill -9 of a worker in one of them."""
+    kill_in = draw.randrange(_WAVES)
+    params = {"max_tokens": 20, "temperature": 1.0, "n": _CHOICES, "ignore_eos": True}
+    for wave in range(_WAVES):
+        count = 1 + len(site.posts) * site.slots // _CHOICES
+        handles = [
+            site.service.send({"prompt": "now", "sampling_params": {**params, "seed": seed}}) for seed in range(count)
+        ]
+        if wave == kill_in:
+            time.sleep(draw.uniform(0.0, 0.3))
+            kill_worker(site, draw)
+        logs = site.service.wait_ended([handle.id for handle in handles])
+        assert all(log.end is not None and log.end["error"] is None for log in logs.values())
+        site.forget(handles)
+    return site.lease_seconds
+
+
 def kill_gateway(site: Site, draw: random.Random) -> None:
     """kill -9 of a gateway, then of the other one; each is started again before the next is killed."""
     for gateway in draw.sample(site.gateways, k=len(site.gateways)):
@@ -172,6 +191,7 @@ FAULTS: tuple[Fault, ...] = (
     stall_network,
     refuse_network,
     fill_disk,
+    better_requests,
     freeze_worker_and_engine,
     kill_all_workers,
     kill_gateway,

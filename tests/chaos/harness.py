@@ -23,10 +23,13 @@ from chaos.intruder import TENANT, Intruder
 from chaos.load import kinds
 from chaos.site import Doomed, Site
 from chaos.watcher import Watcher
+from headrace_broker.keys import queue_lists
 from service.workers.service import QUEUE, ChoiceStream, assert_result_is_stream
 
 REQUESTS_A_ROUND = 8
 HTTP_REQUESTS_A_ROUND = 4
+PRIORITY = 9
+"""Of all that is checked, so that better requests preempt it."""
 END_SECONDS = 300.0  # all workers may have to start anew, on a slow machine
 SETTLE_SECONDS = 30.0
 
@@ -103,7 +106,7 @@ class Harness:
         started = time.monotonic()
         self._site.wait_ready()
         numbers = [self._draw.randrange(len(self._kinds)) for _ in range(REQUESTS_A_ROUND)]
-        handles = [self._site.service.send(self._kinds[number].body) for number in numbers]
+        handles = [self._site.service.send(self._kinds[number].body, priority=PRIORITY) for number in numbers]
         account.requests = len(handles)
         http_numbers = [self._draw.randrange(len(self._kinds)) for _ in range(HTTP_REQUESTS_A_ROUND)]
         readers = self._site.readers = [self._read_over_http(number) for number in http_numbers]
@@ -135,14 +138,14 @@ class Harness:
         for each in doomed:
             self._check_doomed(account, each)
         self._check_settled(account, [each.handle.id for each in doomed if each.code == "dead_letter"])
-        self._forget([*handles, *(each.handle for each in doomed)])
+        self._site.forget([*handles, *(each.handle for each in doomed)])
         account.seconds = time.monotonic() - started
         return account
 
     def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
         """From when a worker has seen every request: a message that comes before an id's own would have the id."""
         request_ids = [handle.id for handle in handles]
-        self._wait(lambda: self._site.client.llen(QUEUE) == 0, 30.0)
+        self._wait(lambda: self._site.client.llen(queue_lists(QUEUE)[-1]) == 0, 30.0)
         prompts = [self._kinds[number].prompt for number in numbers]
         return Intruder(self._site.server.url, request_ids, prompts, self._draw.randrange(2**32))
 
@@ -209,7 +212,7 @@ class Harness:
 
     def _read_over_http(self, kind_number: int) -> HttpReader:
         kind = self._kinds[kind_number]
-        body = {"model": "tiny", "prompt": kind.prompt, **kind.params}
+        body = {"model": "tiny", "prompt": kind.prompt, "priority": PRIORITY, **kind.params}
         return HttpReader(lambda: self._site.gateway_ports, body, self._draw.randrange(2**32))
 
     def _check_http(self, account: Round, reader: HttpReader, kind_number: int) -> None:
@@ -240,14 +243,6 @@ class Harness:
         self._site.client.delete("headrace:dead")
         gone = self._site.take_ended()
         account.problems += [f"a worker ended by itself, see {log}" for log in gone]
-
-    def _forget(self, handles: Sequence[AsyncResult]) -> None:
-        """Long runs must not grow: neither this process nor the server keeps what is checked."""
-        for handle in handles:
-            handle.forget()
-            self._site.client.delete(f"headrace:stream:{handle.id}")
-            handle.backend = None
-        self._site.service.forget()
 
 
 def summary(rounds: Sequence[Round]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import random
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -66,6 +66,8 @@ class Site:
     """
 
     lease_seconds = 2.0
+    slots = 32
+    """Choices that a worker runs at once."""
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Site:
             "lease_seconds": self.lease_seconds,
             "grace_seconds": 0.3,
             "delivery_limit": 1000,
+            "max_num_seqs": self.slots,
         }
         port = int(self.server.url.rpartition(":")[2].partition("/")[0])
         skew, poisoned = ClockSkew(folder), poison.environ(folder / "poison")
@@ -168,6 +171,14 @@ class Site:
         self.revive()
         ended, self._ended = self._ended, []
         return ended
+
+    def forget(self, handles: Sequence[AsyncResult]) -> None:
+        """Long runs must not grow: neither this process nor the server keeps what is checked."""
+        for handle in handles:
+            handle.forget()
+            self.client.delete(f"headrace:stream:{handle.id}")
+            handle.backend = None
+        self.service.forget()
 
     def close(self) -> None:
         for gateway in self.gateways:

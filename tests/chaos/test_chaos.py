@@ -23,6 +23,7 @@ def test_whatever_breaks_no_request_is_lost_doubled_or_changed(tmp_path: Path) -
     assert [problem for done in rounds for problem in done.problems] == []
     total = summary(rounds)[-1]
     assert total["lost"] == total["broken"] == 0
+    assert any("request preempted" in log.read_text() for log in tmp_path.glob("worker-*.log"))
     cut = {line["fault"]: line["cut"] for line in summary(rounds)}
     assert min(cut["cancel_requests"], cut["pass_deadlines"], cut["send_poison"]) > 0, (
         "nothing was ended before its end"

@@ -158,34 +158,28 @@ class Dispatcher:
 
     def credit(self) -> int:
         """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
-        if self._engine_waiting or self._takes_nothing:
-            return 0
         room = self._max_num_seqs - len(self._preparation)  # each will have a choice at least
-        if len(self._in_flight) >= room:  # asked many times a second, and each job has a choice that runs
+        # asked many times a second, and each job has a choice that runs
+        if self._engine_waiting or len(self._in_flight) >= room or self._takes_nothing:
             return 0
         return max(0, room - self._in_flight.slots_used)
 
     def preemption_credit(self) -> tuple[int, int]:
         """The worst level that would make room, and how many more messages of better levels may then be taken."""
-        return (0, 0) if self._takes_nothing else self._preemption.credit(self._in_flight, len(self._preparation))
+        if self._takes_nothing:
+            return 0, 0
+        return self._preemption.credit(self._in_flight, len(self._preparation), engine_waits=self._engine_waiting > 0)
 
     def _has_room(self, step: int) -> bool:
-        if self.credit() > 0:
-            return True
-        worst, count = self.preemption_credit()
-        return count > 0 and step < worst
+        level, count = self.preemption_credit()
+        return self.credit() > 0 or (step < level and count > 0)
 
     @property
     def _takes_nothing(self) -> bool:
         """Whether messages are left in the queue however much room there is."""
-        return (
-            self._draining
-            or self._paused
-            or self.settlement.redis_refuses
-            or self._preparation.is_failing
-            or not self._supervisor.is_ready
-            or self._in_flight.keeps_others_out
-        )
+        if self._draining or self._paused or not self._supervisor.is_ready:
+            return True
+        return self.settlement.redis_refuses or self._preparation.is_failing or self._in_flight.keeps_others_out
 
     @property
     def is_draining(self) -> bool:

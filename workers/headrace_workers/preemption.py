@@ -36,15 +36,18 @@ class Preemption:
         """A request that would go on with other tokens than an undisturbed one is not preempted."""
         self._exact_resume = exact_resume
 
-    def credit(self, in_flight: InFlight, num_preparing: int) -> tuple[int, int]:
+    def credit(self, in_flight: InFlight, num_preparing: int, *, engine_waits: bool) -> tuple[int, int]:
         """The worst level that would make room, and how many more messages of better levels may then be taken.
 
         Args:
             num_preparing: messages that have been taken and will have a choice at least.
+            engine_waits: requests wait in the engine, whose memory or budget of tokens is short, so that no more are
+                taken. Better ones go before those of worse levels there, and need only the free slots.
         """
         room = self._max_num_seqs - num_preparing - in_flight.slots_used
         if room > 0:
-            return 0, 0
+            waiting = [job.level for job in in_flight if engine_waits and self._max_preemptions and not _is_begun(job)]
+            return max(waiting, default=0), room if any(waiting) else 0
         slots_at: dict[int, int] = {}
         for job in self._preemptible(in_flight, better=0):
             slots_at[job.level] = slots_at.get(job.level, 0) + job.num_unfinished
@@ -56,12 +59,14 @@ class Preemption:
 
         The worst goes first, and of equals the one that loses least.
         """
-        if self._missing(in_flight, job) <= 0 or job.begun_with is not None or in_flight.keeps_others_out:
+        missing = in_flight.slots_used + job.num_unfinished - self._max_num_seqs
+        if missing <= 0 or job.begun_with is not None or in_flight.keeps_others_out:
             return
         in_flight.publish_held_back()
         for victim in sorted(self._preemptible(in_flight, better=job.step), key=_worth):
-            if self._missing(in_flight, job) <= 0:
+            if missing <= 0:
                 return
+            missing -= victim.num_unfinished
             in_flight.drop(victim)
             victim.celery_request.hand_back(is_preempted=True)
             self._metrics.message_returned("preempted")
@@ -72,10 +77,6 @@ class Preemption:
                 preemptions=victim.preemptions + 1,
                 preempted_by=job.request_id,
             )
-
-    def _missing(self, in_flight: InFlight, job: Job) -> int:
-        """Slots."""
-        return in_flight.slots_used + job.num_unfinished - self._max_num_seqs
 
     def _preemptible(self, jobs: Iterable[Job], *, better: int) -> list[Job]:
         """Those that may make room for a request of the priority step `better`."""
@@ -91,7 +92,12 @@ class Preemption:
         ]
 
 
+def _is_begun(job: Job) -> bool:
+    """Whether the engine has computed something of it, as far as the engine says."""
+    return job.admitted_at is not None or job.first_token_at is not None
+
+
 def _worth(job: Job) -> tuple[int, int, float]:
     """What is computed again when the request goes on is its tokens, as far as no prefix cache has them."""
-    lost = 0 if job.admitted_at is None else len(job.request.prompt_token_ids) + job.num_tokens
+    lost = len(job.request.prompt_token_ids) + job.num_tokens if _is_begun(job) else 0
     return -job.level, lost, -job.received_at

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unit.workers.desk import Desk
-from unit.workers.fakes import CAPABILITIES, FakeCeleryRequest
+from unit.workers.fakes import CAPABILITIES, FakeCeleryRequest, step
 
 GREEDY = {"max_tokens": 9, "temperature": 0}
 
@@ -58,6 +58,30 @@ def test_a_request_that_waits_in_the_engine_loses_nothing_and_makes_room_first()
     accept(desk, "best", 0)
 
     assert running(desk) == ["computed", "best"]
+
+
+def test_a_better_request_goes_before_worse_ones_that_wait_in_the_engine() -> None:
+    desk = Desk(max_num_seqs=4)
+    for request_id, level in (("computed", 9), ("waiting", 6)):
+        accept(desk, request_id, level)
+    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+    desk.dispatcher.on_engine_outputs(step(waiting=1))
+    assert desk.dispatcher.credit() == 0
+    assert desk.dispatcher.preemption_credit() == (6, 2)
+
+    accept(desk, "best", 0)
+
+    assert running(desk) == ["computed", "waiting", "best"]
+
+
+def test_a_request_of_no_better_level_does_not_go_before_those_that_wait_in_the_engine() -> None:
+    desk = Desk(max_num_seqs=4)
+    accept(desk, "computed", 9)
+    accept(desk, "waiting", 0)
+    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+    desk.dispatcher.on_engine_outputs(step(waiting=1))
+
+    assert desk.dispatcher.preemption_credit() == (0, 0)
 
 
 def test_requests_of_equal_and_better_levels_stay() -> None:

@@ -1,0 +1,125 @@
+"""A worker without credit, on kombu's event loop, hears of messages whose priority is better than what it runs."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+from kombu import Connection
+
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import sorted_ids_key
+from headrace_broker.transport import LEVEL, STEP, Transport
+from service.broker.test_event_loop import QUEUE, Loop
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:
+    """Without credit, while a request of step 9 and one of step 6 run."""
+    Transport.lease_registry._leases.clear()  # each test is a process of its own
+    Transport.lease_registry._timers.clear()
+    loop = Loop(redis_server.url, lease_seconds=60)
+    loop.credit = 0
+    loop.channel.preemption_credit = lambda: (9, 1 - len(loop.messages))
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def send(redis_server: EmbeddedServer) -> Iterator[Callable[..., None]]:
+    with Connection(redis_server.url) as connection:
+        producer = connection.Producer(serializer="msgpack")
+        yield lambda body, priority=0: producer.publish(body, routing_key=QUEUE.name, exchange="", priority=priority)
+
+
+def turn(loop: Loop, seconds: float = 0.2) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        loop.hub.call_soon(lambda: None)  # or it would wait for a second
+        loop.hub.run_once()
+
+
+@pytest.mark.parametrize("priority", [0, 3, 6])
+def test_a_better_message_is_taken_without_credit(loop: Loop, send: Callable[..., None], priority: int) -> None:
+    turn(loop)
+    send("worse", 9)
+    send("better", priority)
+    loop.run_until(lambda: bool(loop.messages))
+    (message,) = loop.messages
+    assert message.decode() == "better"
+    assert message.delivery_info[STEP] == message.delivery_info[LEVEL] == priority
+
+
+def test_no_more_are_taken_than_would_find_room(loop: Loop, send: Callable[..., None]) -> None:
+    turn(loop)
+    send("one")
+    send("other")
+    loop.run_until(lambda: bool(loop.messages))
+    turn(loop)
+    assert [message.decode() for message in loop.messages] == ["one"]
+
+
+def test_messages_of_no_better_priority_stay(loop: Loop, send: Callable[..., None]) -> None:
+    loop.channel.preemption_credit = lambda: (6, 1)
+    turn(loop)
+    send("equal", 6)
+    send("worse", 9)
+    turn(loop)
+    assert loop.messages == []
+
+
+def test_a_message_is_left_to_other_workers_for_a_while(loop: Loop, send: Callable[..., None]) -> None:
+    waits: list[float] = []
+    loop.channel.preemption_wait_seconds = 30.0
+    call_later, loop.hub.call_later = loop.hub.call_later, lambda seconds, *rest: waits.append(seconds)
+    turn(loop)
+    send("better")
+    turn(loop)
+    loop.hub.call_later = call_later
+    assert 30.0 in waits
+    assert loop.messages == []
+
+
+def test_room_that_comes_meanwhile_is_used(loop: Loop, send: Callable[..., None]) -> None:
+    turn(loop)
+    loop.channel.preemption_wait_seconds = 0.05
+    send("worse", 9)
+    send("better")
+    turn(loop, 0.02)
+    loop.credit, loop.channel.preemption_credit = 2, lambda: (0, 0)
+    loop.run_until(lambda: len(loop.messages) == 2)
+    assert [message.decode() for message in loop.messages] == ["better", "worse"]
+
+
+def test_nothing_is_waited_for_where_nothing_may_be_preempted(loop: Loop, redis_client: "redis.Redis") -> None:
+    loop.channel.preemption_credit = lambda: (0, 0)
+    turn(loop)
+    assert [client for client in redis_client.client_list() if client["cmd"] == "blmove"] == []
+
+
+def test_a_better_message_that_came_unheard_is_found_by_a_look(
+    loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
+) -> None:
+    send("worse", 9)
+    send("better")
+    loop.channel.leases.sort(loop.channel._lists())
+    assert redis_client.zcard(sorted_ids_key(QUEUE.name)) == 1
+    assert loop.channel.fetch_better()
+    loop.run_until(lambda: bool(loop.messages))
+    assert [message.decode() for message in loop.messages] == ["better"]
+    assert not loop.channel.fetch_better()
+
+
+def test_an_idle_loop_is_not_woken_while_it_waits_for_better_ones(loop: Loop, send: Callable[..., None]) -> None:
+    turn(loop)
+    turns = 0
+    ends = time.monotonic() + 1.0
+    while time.monotonic() < ends:
+        loop.hub.run_once()
+        turns += 1
+    assert turns < 50
+    send("worse", 9)
+    turn(loop)
+    assert loop.messages == []

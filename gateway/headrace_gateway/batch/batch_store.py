@@ -27,7 +27,7 @@ CLAIMS: Final = "batches"
 _KEPT_SECONDS: Final = 38 * 86_400
 """The longest window, and a month more."""
 _STREAM_SECONDS: Final = 30
-"""A worker may still have to store the result. With the life of other streams, Redis would hold many of a fast batch."""
+"""A worker may still have to store the result. With the life of other streams Redis would hold many."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"

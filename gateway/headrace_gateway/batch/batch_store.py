@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from headrace_broker.keys import stream_key
 from headrace_gateway.batch.batch_record import Batch, BatchRecord, Committed
 from headrace_gateway.broker_errors import not_found
 from headrace_gateway.claims import Claim, Claims
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 CLAIMS: Final = "batches"
 _KEPT_SECONDS: Final = 38 * 86_400
 """The longest window, and a month more."""
+_STREAM_SECONDS: Final = 30
+"""A worker may still have to store the result. With the life of other streams Redis would hold many."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
@@ -101,6 +104,10 @@ class BatchStore:
         """Ask for its end; returns the status that it had."""
         status: bytes = await self._cancel(keys=[_key(batch_id)], args=[int(self._now())])
         return status.decode()
+
+    async def let_go(self, request_id: str) -> None:
+        """Let the stream of a line whose answer counts end soon: nobody reads it again."""
+        await self._client.expire(stream_key(request_id), _STREAM_SECONDS, lt=True)
 
     async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
         """Tell which bytes of a segment count. Raises ClaimLostError."""

@@ -53,6 +53,8 @@ class LineAnswer(NamedTuple):
     is_success: bool
     usage: Mapping[str, Any] | None = None
     """Of a success, as its body has it."""
+    request_id: str | None = None
+    """Of the stream that was read to its end."""
 
 
 class LineStoppedError(Exception):
@@ -150,7 +152,7 @@ class LineRequests:
     async def _answer(self, line: BatchLine, answer_id: str) -> LineAnswer:
         try:
             body = await self._generate(line, answer_id)
-            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"))
+            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"), answer_id)
         except MalformedEntryError as error:
             return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
         except QueueUnavailableError:

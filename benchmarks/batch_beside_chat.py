@@ -2,7 +2,7 @@
 
     python benchmarks/batch_beside_chat.py --model FOLDER [--lines 10000] [--seconds 3600] [--json FILE]
 
-FOLDER is a small model, so that lines end fast. One worker and one gateway serve the batch and a chat every half second.
+FOLDER is a small model, so lines end fast. One worker and one gateway serve the batch and a chat every half second.
 The gateway's resident memory, Redis's `used_memory` and the progress are sampled each second; the table shows them at
 tenths of the batch. Memory that does not depend on the size of a batch is flat.
 """

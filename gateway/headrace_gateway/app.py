@@ -166,6 +166,7 @@ def make_app(
             *public,
             *generation.routes,
             *anthropic_endpoints.routes,
+            *responses.refused,
             *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,

@@ -25,7 +25,9 @@ from headrace_broker.connections import connect_async
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.tokenizer_calls import TokenizerAsker
 from headrace_gateway import GatewaySettings, overview, page_files
+from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.call import ChatForm
+from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway, gateway_of
 from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.errors import ApiError
@@ -34,6 +36,7 @@ from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_gateway.rate_limits import RateLimits
+from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.webhooks.announcer import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
@@ -158,8 +161,11 @@ class ScriptedGateway:
                     hub,
                     metrics,
                     RateLimits(redis),
+                    ResponseStore(redis, envelopes, Claims(redis, "responses"), settings.store_life),
                     TokenizerAsker(redis),
                     Webhooks(redis, None, metrics),
+                    None,
+                    BatchStore(redis),
                 )
                 yield
                 await hub.aclose()

@@ -42,8 +42,10 @@ def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def gateway(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGateway]:
-    log = tmp_path_factory.mktemp("gateway") / "log"
-    with LocalGateway(redis_url=url_of(service.server, "gateway"), log=log) as made:
+    folder = tmp_path_factory.mktemp("gateway")
+    files = folder / "files"
+    files.mkdir()
+    with LocalGateway(redis_url=url_of(service.server, "gateway"), log=folder / "log", files=files) as made:
         made.wait_ready()
         yield made
 

@@ -1,7 +1,8 @@
 """Run llm-comply, a suite of another project for servers with OpenAI's API, against a gateway and a worker.
 
-`make comply` installs the suite (MIT) into .venv-comply and runs this with its command. The table is in
-docs/gateway.md. The exit status is 1 where a test fails for a reason that is not listed here, or a listed one passes.
+`make comply` installs the suite (MIT) into .venv-comply and runs this with its command. The tables are in
+docs/gateway.md and docs/responses.md.
+The exit status is 1 where a test fails for a reason that is not listed here, or a listed one passes.
 """
 
 import json
@@ -26,10 +27,16 @@ REASONING: Final = (
     "it sends `reasoning`, a field of the Responses API that OpenAI's schema of chats lacks; it also sends "
     "`reasoning_effort`, which the default model's template does not read"
 )
-# By test: the first error that it is to report, and why.
-EXPLAINED: Final = {
-    "chat-image-input": (REFUSED, "only text is served, so the image is refused"),
-    "chat-reasoning-summary": (REFUSED, REASONING),
+# By format and test: the first error that it is to report, and why.
+EXPLAINED: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "openai-chat": {
+        "chat-image-input": (REFUSED, "only text is served, so the image is refused"),
+        "chat-reasoning-summary": (REFUSED, REASONING),
+    },
+    "open-responses": {
+        "image-input": (REFUSED, "only text is served, so the image is refused"),
+        "reasoning-summary": (REFUSED, "it sends `reasoning.effort`, which the default model's template does not read"),
+    },
 }
 REQUEST_SECONDS: Final = 60
 SUITE_SECONDS: Final = 600
@@ -38,20 +45,26 @@ SUITE_SECONDS: Final = 600
 def main() -> int:
     (command,) = sys.argv[1:]
     with running_gateway() as gateway:
-        results = results_of(command, gateway.url)
+        results = {form: results_of(command, gateway.url, form) for form in EXPLAINED}
+    return max([show(form, found) for form, found in results.items()])
+
+
+def show(form: str, results: list[dict[str, Any]]) -> int:
+    """Print the table of one format; returns the exit status."""
     counts: Counter[str] = Counter()
-    print("| test | outcome | why |\n|---|---|---|")
+    print(f"{form}\n\n| test | outcome | why |\n|---|---|---|")
     for result in results:
-        outcome, why = outcome_of(result)
+        outcome, why = outcome_of(form, result)
         counts[outcome] += 1
         print(f"| {result['id']} | {outcome} | {why} |")
     print(f"\n{counts['passed']} passed, {counts['explained']} explained, {counts['failed']} failed")
     passed = [result for result in results if result["status"] == "passed"]
     for warning, number in Counter(each for result in passed for each in result.get("warnings", ())).items():
         print(f"{number} passed with a warning: {warning}")
-    outdated = EXPLAINED.keys() - {result["id"] for result in results if outcome_of(result)[0] == "explained"}
+    explained = {result["id"] for result in results if outcome_of(form, result)[0] == "explained"}
+    outdated = EXPLAINED[form].keys() - explained
     for name in sorted(outdated):
-        print(f"{name} no longer fails as EXPLAINED says: correct its line there and in docs/gateway.md")
+        print(f"{name} no longer fails as EXPLAINED says: correct its line there and in the docs")
     return 1 if counts["failed"] or outdated else 0
 
 
@@ -80,9 +93,9 @@ def running_gateway() -> Iterator[LocalGateway]:
         yield gateway
 
 
-def results_of(command: str, url: str) -> list[dict[str, Any]]:
-    """Run all tests of chats. Raises RuntimeError where the suite gave no results."""
-    options = ["--format", "openai-chat", "--json", "--timeout", str(REQUEST_SECONDS)]
+def results_of(command: str, url: str, form: str) -> list[dict[str, Any]]:
+    """Run all tests of a format. Raises RuntimeError where the suite gave no results."""
+    options = ["--format", form, "--json", "--timeout", str(REQUEST_SECONDS)]
     # the gateway has no key file, so any key will do
     target = ["--base-url", f"{url}/v1", "--api-key", "none", "--model", SERVED_NAME]
     suite = subprocess.run([command, *options, *target], capture_output=True, text=True, timeout=SUITE_SECONDS)
@@ -93,11 +106,11 @@ def results_of(command: str, url: str) -> list[dict[str, Any]]:
     return results
 
 
-def outcome_of(result: dict[str, Any]) -> tuple[str, str]:
+def outcome_of(form: str, result: dict[str, Any]) -> tuple[str, str]:
     """Return passed, explained or failed, and why; a skipped test counts as failed."""
     if result["status"] == "passed":
         return "passed", ""
-    expected, reason = EXPLAINED.get(result["id"], (None, ""))
+    expected, reason = EXPLAINED[form].get(result["id"], (None, ""))
     if result["errors"][0] == expected:
         return "explained", reason
     return "failed", "; ".join(result["errors"])

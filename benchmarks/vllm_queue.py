@@ -73,7 +73,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         async with running_service(setup, **engine) as client:
             service = [process for process in psutil.Process().children() if process not in others]
             sides = {
-                "LLM.generate": lambda: asyncio.to_thread(plain.ask, "mixed"),
+                "LLM.generate": lambda: _plainly(plain),
                 "queue": lambda: _through_queue(client, setup.requests()),
             }
             for turn in range(args.turns + 1):  # the first one takes memory and is not counted
@@ -83,7 +83,12 @@ async def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                     figures = await sides[side]()
                     if turn:
                         measured[side].append(figures | _Used(service).since(before))
+                    status.console.print(f"turn {turn}, {side}: {figures[SPEED]:.1f} tokens/s")
     return measured
+
+
+async def _plainly(plain: runs.Loaded) -> dict[str, Any]:
+    return plain.ask("mixed")  # nothing else is to run meanwhile
 
 
 async def _through_queue(client: Any, requests: Sequence[BenchmarkRequest]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Headrace's engine: continuous batching with paged attention, as a library.
 
-Knows no queue, no Redis and no Prometheus. The names below are loaded on first use, so that importing the package
-(and its torch-free core) stays quick.
+Knows nothing about queues, Redis and Prometheus. The public names are loaded on first use, so that an import of the
+package is fast and does not import torch.
 """
 
 from importlib import import_module

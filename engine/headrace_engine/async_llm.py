@@ -42,9 +42,9 @@ class AsyncLLMEngine:
             print(output.outputs[0].text)
         await engine.shutdown()
 
-    Outputs that a slow consumer has not taken are merged into one: deltas are joined, the last cumulative one is kept.
-    When the consumer of a stream goes away (break, cancelled task, closed generator), its request is aborted. All
-    methods belong to one event loop. Loading blocks: make the engine before the loop has other work.
+    Outputs that a slow consumer has not taken are merged into one: deltas are joined, and of cumulative outputs the
+    last one is kept. If the consumer of a stream stops (break, cancelled task, closed generator), its request is
+    aborted. All methods belong to one event loop. Loading blocks, so create the engine before the loop has other work.
     """
 
     tokenizer: ModelTokenizer
@@ -60,20 +60,20 @@ class AsyncLLMEngine:
         self._output_processor = OutputProcessor(tokenizer)
         self._streams: dict[str, OutputCollector] = {}
         self._aborted_early: set[str] = set()
-        """Requests that were aborted while they were still checked at the door."""
+        """Requests that were aborted during their validation."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-outputs")
         self._pump: asyncio.Task[None] | None = None
         self._dead: EngineDeadError | None = None
         self._is_closed = False
         self._loras: set[LoRARequest] = set()
-        """Adapters that are known to be good."""
+        """Adapters that have been loaded successfully before."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **unsupported: Any) -> "AsyncLLMEngine":
-        """Load the model; errors as `LLM`."""
+        """Load the model. Raises the same errors as `LLM`."""
         refuse_arguments(unsupported)
         config = config_of(engine_args)
         return cls(config, core_in_process=getattr(engine_args, "core_in_process", False))
@@ -93,11 +93,11 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         **unsupported: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Stream the outputs of one request; `sampling_params.output_kind` says what each holds.
+        """Stream the outputs of one request. `sampling_params.output_kind` determines their content.
 
         Raises:
             InvalidRequestError, DuplicateRequestError, LoRAError: before anything was computed.
-            EngineDrainingError: no more requests are taken.
+            EngineDrainingError: the engine accepts no more requests.
             EngineDeadError: the core failed; the request is lost.
         """
         refuse_arguments(unsupported)
@@ -120,7 +120,7 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         **chat_options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """As `generate`, for a conversation; `chat_options` are those of `ChatOptions`."""
+        """As `generate`, for a conversation. `chat_options` are the fields of `ChatOptions`."""
         name = request_id_of(request_id)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         process = partial(
@@ -140,7 +140,7 @@ class AsyncLLMEngine:
         return default_params(self.model_info)
 
     async def abort(self, request_id: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
-        """End requests; each stream yields a last output with finish reason abort. Unknown ids are ignored."""
+        """Abort requests. Each stream yields a last output with finish reason abort. Unknown ids are ignored."""
         refuse_arguments(unsupported)
         for name in request_ids_of(request_id):
             aborted = self._output_processor.abort(name)
@@ -152,11 +152,11 @@ class AsyncLLMEngine:
                 self._aborted_early.add(name)
 
     async def drain(self, timeout: float | None = None) -> None:  # reads as vLLM's own
-        """Take no more requests, and wait until all streams have ended.
+        """Refuse new requests, and wait until all streams have ended.
 
         Raises:
-            TimeoutError: some had not after `timeout` seconds; they go on, and so does the refusal of new ones.
-            EngineDeadError: the core failed meanwhile.
+            TimeoutError: some streams are still running after `timeout` seconds. New requests are still refused.
+            EngineDeadError: the core failed in the meantime.
         """
         self._draining = True
         try:
@@ -167,7 +167,7 @@ class AsyncLLMEngine:
             raise self._dead
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`; other requests run on while the adapter is read."""
+        """As `LLMEngine.add_lora`. Other requests continue while the adapter is read."""
         check_adapter(lora_request)
         added: bool = await self._call("add_lora", lora_request.to_wire())
         self._loras.add(lora_request)
@@ -216,53 +216,52 @@ class AsyncLLMEngine:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the core has failed, or was shut down."""
+        """Whether the core has failed or was shut down."""
         return self._dead is not None
 
     @property
     def errored(self) -> bool:
-        """Whether the core has failed, or was shut down."""
+        """Whether the core has failed or was shut down."""
         return self._dead is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the core is dead."""
+        """The reason why the core is dead."""
         return self._dead
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the core has failed."""
+        """Raise EngineDeadError if the core has failed."""
         if self._dead is not None:
             raise self._dead
 
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
-        """Stop the core, at once; streams that are open end with EngineDeadError.
+        """Stop the core at once. Open streams end with EngineDeadError.
 
-        A program without a loop may call it, too. One that has a loop may await what it returns: streams end when it
-        is awaited.
+        A program without an event loop may call it too. In an event loop, await the result: streams end then.
 
         Args:
-            timeout: seconds for the core to end by itself; then it is killed. None leaves it to the engine.
+            timeout: seconds until the core is killed. None: the default of the engine.
         """
-        del timeout  # vLLM's; a core that does not end is killed after some seconds anyway
+        del timeout  # vLLM's parameter; a core that does not end is killed after some seconds anyway
         self._dead = self._dead or EngineDeadError("the engine was shut down")
         if not self._is_closed:
             self._is_closed = True
             self._core.shutdown()
-            self._thread.shutdown()  # waits for what takes outputs
+            self._thread.shutdown()  # waits for the task that takes outputs
             self._core.close()
             self._input_processor.close()
-            with contextlib.suppress(RuntimeError):  # their loop is closed
+            with contextlib.suppress(RuntimeError):  # their event loop is closed
                 self._fail_streams()
         return _Ended(self._pump)
 
     async def _check_grammar(self, params: SamplingParams) -> None:
-        """Wait beside the loop; the verdict is remembered."""
+        """Check the request in a thread. The result is cached."""
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             await asyncio.to_thread(self._input_processor.check_grammar, params)
 
     async def _check_adapter(self, lora_request: LoRARequest | None) -> None:
         if lora_request is not None and lora_request not in self._loras:
-            with contextlib.suppress(LoRACapacityError):  # then the core loads it in time
+            with contextlib.suppress(LoRACapacityError):  # the core loads it when it is needed
                 await self.add_lora(lora_request)
 
     def _check_id(self, request_id: str) -> None:
@@ -279,7 +278,7 @@ class AsyncLLMEngine:
         self._check_id(request_id)
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)  # `process` refuses what has none
         collector = OutputCollector(kind)
-        self._streams[request_id] = collector  # before anything is awaited: from here on the id is in use
+        self._streams[request_id] = collector  # before any await: the id is in use from here on
         self._idle.clear()
         try:
             arrival_time = time.monotonic()
@@ -300,14 +299,14 @@ class AsyncLLMEngine:
                 finished = output.finished
                 yield output
         finally:
-            # Also reached when the consumer went away: then the request is still followed and is aborted here.
+            # Also reached if the consumer has stopped: the request is still registered then, and is aborted here.
             del self._streams[request_id]
             self._aborted_early.discard(request_id)
             if not self._streams:
                 self._idle.set()
             aborted = self._output_processor.abort(request_id)
             if aborted is not None and self._dead is None:
-                with contextlib.suppress(EngineDeadError):  # the pump is about to learn it, too
+                with contextlib.suppress(EngineDeadError):  # the pump will get the same error
                     self._core.abort_requests(aborted[1])
 
     def _take_outputs(self) -> None:
@@ -315,7 +314,7 @@ class AsyncLLMEngine:
             self._pump = asyncio.create_task(self._pump_outputs(), name="engine-outputs")
 
     async def _pump_outputs(self) -> None:
-        """Move steps from the core to the streams until the core ends."""
+        """Pass the outputs of the core to the streams until the core ends."""
         loop = asyncio.get_running_loop()
         try:
             while (outputs := await loop.run_in_executor(self._thread, self._core.get_outputs)) is not None:
@@ -327,7 +326,7 @@ class AsyncLLMEngine:
         except EngineDeadError as error:
             self._dead = self._dead or error
             self._fail_streams()
-        except Exception as error:  # noqa: BLE001  # whatever it is, nobody else would tell the streams
+        except Exception as error:  # noqa: BLE001  # any failure must end the streams
             self._dead = self._dead or EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}")
             self._fail_streams()
 
@@ -338,7 +337,7 @@ class AsyncLLMEngine:
 
 
 class _Ended:
-    """What `shutdown` returns. Unlike a coroutine it may be left alone."""
+    """The result of `shutdown`. Unlike a coroutine, it need not be awaited."""
 
     def __init__(self, pump: "asyncio.Task[None] | None") -> None:
         self._pump = pump

@@ -1,4 +1,4 @@
-"""Bad words as the token sequences that a model would write them with."""
+"""Converts bad words to the token sequences with which a model would write them."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,14 +7,14 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_engine.tokenizer import ModelTokenizer
 
 _ANCHORS: Final = ("a", ",")
-"""Texts that a word is put behind: a letter may merge with its first letters, a comma with punctuation."""
+"""Texts before a word: tokens may merge a letter with its first letters, or a comma with punctuation."""
 
 
 def tokenize_bad_words(tokenizer: ModelTokenizer, words: Sequence[str], vocab_size: int) -> list[list[int]]:
-    """Each word as it stands at the start of a text, behind a space and within a word, where these differ.
+    """Return the different tokenisations of each word: at the start of a text, after a space, and within a word.
 
-    As in vLLM (SamplingParams.update_from_tokenizer) white space before a word does not count. A word of white space
-    alone is taken as it is. What needs a token that the model cannot draw is left out.
+    As in vLLM (SamplingParams.update_from_tokenizer), white space before a word is ignored, unless the word consists of
+    it. Sequences with tokens that the model cannot draw are omitted.
 
     Raises:
         InvalidRequestError: the tokenizer has no token for a word.
@@ -36,7 +36,7 @@ def tokenize_bad_words(tokenizer: ModelTokenizer, words: Sequence[str], vocab_si
 
 
 def _shortest(forms: Sequence[list[int]]) -> list[list[int]]:
-    """Without those that end in another one, which forbids their last token already."""
+    """Remove sequences that end in another one, which forbids their last token already."""
     kept: list[list[int]] = []
     for form in sorted(forms, key=len):
         if not any(form[-len(other) :] == other for other in kept):

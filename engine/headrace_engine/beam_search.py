@@ -1,7 +1,7 @@
-"""Beam search over the engine's ordinary requests, with vLLM's parameters, results and scores.
+"""Beam search by ordinary requests, with vLLM's parameters, results and scores.
 
-Every step asks for one token behind each beam and its `2 * beam_width` most likely successors; the prefix cache makes
-that one token's work. Nothing is drawn. Knows no engine: the caller gives the function that extends beams.
+Each step requests one token after each beam, with its `2 * beam_width` most likely successors. With the prefix cache,
+only one token is computed. Nothing is sampled. The caller passes the function that extends beams.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,17 +26,17 @@ class BeamSearchParams:
     """
 
     beam_width: int
-    """Sequences kept after each step, and returned."""
+    """Number of sequences kept after each step, and returned."""
     max_tokens: int
     ignore_eos: bool = False
-    """Extend beams behind the end token as behind any other."""
+    """Continue beams after the end token."""
     temperature: float = 0.0
-    """Beams are ranked by the model's own log-probabilities: 0 is all there is."""
+    """Only 0 is supported: beams are ranked by the log-probabilities of the model."""
     length_penalty: float = 1.0
-    """The sum of log-probabilities is divided by the number of tokens, prompt included, to this power. Above 0 longer
-    sequences win, below 0 shorter ones."""
+    """The score is the sum of log-probabilities, divided by the number of tokens, including the prompt, to this power.
+    Values above 0 favour longer sequences, values below 0 shorter ones."""
     include_stop_str_in_output: bool = False
-    """Whether `text` shows the end token."""
+    """Whether `text` includes the end token."""
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
@@ -61,10 +61,10 @@ class BeamSearchSequence:
     tokens: list[int]
     """Prompt and output."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """For each token of the output, what it was chosen from."""
+    """The candidates for each token of the output."""
     cum_logprob: float = 0.0
     text: str | None = None
-    """Of prompt and output, special tokens included."""
+    """Text of prompt and output, including special tokens."""
     finish_reason: str | None = None
     """stop for the end token, length otherwise."""
     stop_reason: int | str | None = None
@@ -73,7 +73,7 @@ class BeamSearchSequence:
 @dataclass(slots=True, kw_only=True)
 class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
-    """The best first, at most `beam_width`."""
+    """At most `beam_width` sequences, the best first."""
 
 
 class BeamSearch:
@@ -85,7 +85,7 @@ class BeamSearch:
         self._params = params
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_len = max_len
-        """Most tokens of prompt and output together."""
+        """Maximum tokens of prompt and output."""
         self.beams = [BeamSearchSequence(tokens=list(prompt_token_ids))]
         self._completed: list[BeamSearchSequence] = []
 
@@ -110,18 +110,18 @@ class BeamSearch:
                     grown.append(sequence)
         self.beams = self._best(grown)
         if self.beams and len(self.beams[0].tokens) >= self._max_len:
-            self._completed += self.beams  # all beams are of one length
+            self._completed += self.beams  # all beams have the same length
             self.beams = []
 
     def result(self) -> list[BeamSearchSequence]:
-        """The best sequences, ended or not."""
+        """Return the best sequences, ended or not."""
         best = self._best([*self._completed, *self.beams])
         for sequence in best:
             sequence.finish_reason = sequence.finish_reason or "length"
         return best
 
     def shown(self, sequence: BeamSearchSequence) -> list[int]:
-        """The tokens that its text shows."""
+        """Return the tokens that the text includes."""
         if self._has_ended(sequence) and not self._params.include_stop_str_in_output:
             return sequence.tokens[:-1]
         return sequence.tokens
@@ -138,7 +138,7 @@ class BeamSearch:
 
 
 def search_together(searches: Sequence[BeamSearch], extend: Extend) -> bool:
-    """One step of all searches that go on, in one batch. Returns whether there was anything to do."""
+    """Run one step of all active searches in one batch. Return whether there were any."""
     active = [search for search in searches if search.beams]
     successors = iter(extend([beam.tokens for search in active for beam in search.beams]) if active else ())
     for search in active:

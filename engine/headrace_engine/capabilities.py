@@ -1,4 +1,4 @@
-"""What an engine can do, as it tells in its first frame: the door refuses by name what is missing here."""
+"""The features of an engine, as its first frame reports them. Requests for other features are refused."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -8,35 +8,37 @@ from headrace_engine.errors import ConfigError
 
 ExactResume = Literal["none", "greedy", "all"]
 STRUCTURED_OUTPUTS: Final = ("json", "regex", "choice", "grammar", "json_object")
-"""Fields of `StructuredOutputsParams` that ask for a form."""
+"""The fields of `StructuredOutputsParams` that name a form of output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """Everything that a request may need of an engine. What an engine does not name, it does not have.
+    """The features that a request may need. An engine lacks what it does not report.
 
     Raises:
-        ConfigError: a value is none of those that are known.
+        ConfigError: a value is unknown.
     """
 
     draws: str | None = None
-    """Name of the way in which tokens are drawn: equal seeds give equal draws on engines with equal names. None:
-    a seed does not repeat anything."""
+    """Name of the sampling algorithm. Engines with the same name draw the same tokens from the same seed.
+
+    None: seeds do not make draws repeatable.
+    """
     exact_resume: ExactResume = "none"
-    """Which requests go on behind emitted tokens exactly as if they had never been interrupted."""
+    """Which requests continue after emitted tokens exactly as if they had not been interrupted."""
     max_allowed_token_ids: int | None = None
-    """This and the next four: most entries that a request may have; None is no limit."""
+    """This and the next four: maximum number of entries in a request. None: no limit."""
     max_logit_bias: int | None = None
     max_stop_token_ids: int | None = None
     max_bad_words: int | None = None
-    """Token sequences, of which a word may need two."""
+    """Number of token sequences. A word may need two."""
     max_bad_words_tokens: int | None = None
-    """Tokens of all bad words together."""
+    """Total tokens of all bad words."""
     temperature_range: tuple[float, float] | None = None
-    """Lowest and highest temperature above 0; None is no limit."""
+    """Lowest and highest temperature above 0. None: no limit."""
     prompt_logprobs: bool = False
     structured_outputs: tuple[str, ...] = ()
-    """Those of `STRUCTURED_OUTPUTS` that are served."""
+    """The supported ones of `STRUCTURED_OUTPUTS`."""
     repetition_detection: bool = False
     min_tokens: bool = False
     bad_words: bool = False
@@ -47,10 +49,10 @@ class EngineCapabilities:
     """Adapters can be loaded and removed while the engine runs."""
     logits_processors: bool = False
     stats: tuple[str, ...] = ()
-    """Fields of `StepStats` that mean something; the others stay absent from /metrics. `phase_seconds.schedule` is that
-    phase alone."""
+    """The fields of `StepStats` that the engine reports. /metrics omits the others. `phase_seconds.schedule` stands for
+    that phase only."""
     version: str = ""
-    """Of the engine's package, for people; empty where it has none of its own."""
+    """Version of the package of the engine, for information. Empty if it has none."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -64,7 +66,7 @@ class EngineCapabilities:
 
     @classmethod
     def of_everything(cls, *, draws: str = "any", stats: tuple[str, ...] = ()) -> "EngineCapabilities":
-        """Every feature, and no limit."""
+        """Return all features without limits."""
         return cls(
             draws=draws,
             exact_resume="all",
@@ -86,7 +88,7 @@ class EngineCapabilities:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "EngineCapabilities":
-        """Raises ConfigError: a name is not known here."""
+        """Build from the wire. Raises ConfigError if a name is unknown."""
         unknown = sorted(set(wire) - {field.name for field in fields(cls)})
         if unknown:
             raise ConfigError(f"the engine's capabilities are wrong: {', '.join(unknown)} is not known")

@@ -1,4 +1,4 @@
-"""Whether an engine has what its options and its requests ask for: one sentence for each capability that is missing."""
+"""Checks options and requests against the capabilities of an engine, with one message for each missing one."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,8 +11,8 @@ class CapabilityChecks:
     """Compares requests with the capabilities of one engine.
 
     Args:
-        engine: its name, for the sentences.
-        eos_token_ids: tokens that end every output of the model; `min_tokens` holds them back like stop tokens.
+        engine: its name, for messages.
+        eos_token_ids: the end tokens of the model. `min_tokens` suppresses them like stop tokens.
     """
 
     def __init__(self, engine: str, capabilities: EngineCapabilities, eos_token_ids: Sequence[int]) -> None:
@@ -21,7 +21,7 @@ class CapabilityChecks:
         self._eos_token_ids = eos_token_ids
 
     def problems(self, params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """What the engine lacks for these parameters; `bad_words_token_ids` are the sequences made of `bad_words`."""
+        """Return what the engine lacks for these parameters. `bad_words_token_ids` are the tokens of `bad_words`."""
         return [
             *self._beyond_limits(params, bad_words_token_ids),
             *self._missing_features(params),
@@ -71,7 +71,7 @@ class CapabilityChecks:
 
 
 def config_problems(config: EngineConfig, capabilities: EngineCapabilities) -> list[str]:
-    """Options that the engine took, and does not serve with this model on this device."""
+    """Return the options that the engine does not support with this model on this device."""
     problems = []
     if config.lora is not None and not capabilities.lora:
         problems.append(f"enable_lora is set, but the engine {config.engine} serves no LoRA adapters here")

@@ -1,6 +1,6 @@
-"""What a chat consists of: messages as a template reads them, and the options of rendering them.
+"""The messages of a chat and the options for its template.
 
-All of it is plain data, so that it can be rendered in another process.
+They are plain data, so that another process can render them.
 """
 
 import json
@@ -13,7 +13,7 @@ from headrace_engine.plain_values import data_problem, is_unicode, plain_data, p
 from headrace_engine.vllm_names import with_vllm_names
 
 ChatMessage = Mapping[str, Any]
-"""`role` and `content`, which is text or a list of text parts; an assistant's `tool_calls`; a tool's `tool_call_id`."""
+"""A `role`, a `content` that is text or a list of text parts, `tool_calls` (assistant), `tool_call_id` (tool)."""
 ContentFormat = Literal["auto", "string", "openai"]
 
 _TEXT_PARTS = {
@@ -23,7 +23,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Kinds of content parts that are text, and where each has it."""
+"""The types of text parts, and the key of their text."""
 _NOT_VARIABLES = frozenset(
     {
         "messages",
@@ -44,30 +44,30 @@ _NOT_VARIABLES = frozenset(
         "processor_kwargs",
     }
 )
-"""What a renderer would take for an option of its own."""
+"""Names that the renderer uses for its own options."""
 
 
 @with_vllm_names("ChatOptions", InvalidRequestError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes a prompt, with vLLM's names.
+    """The options that turn a conversation into a prompt, with vLLM's names.
 
     Raises:
-        InvalidRequestError: a value makes no sense; all of them are named.
+        InvalidRequestError: one or more values are invalid. The error names all of them.
     """
 
     chat_template: str | None = None
-    """A template in Jinja; None takes the model's."""
+    """A Jinja template. None: that of the model."""
     chat_template_content_format: ContentFormat = "auto"
-    """How the template wants contents: string, openai (a list of parts), or auto: as its loops tell."""
+    """The form of contents for the template: string, openai (a list of parts), or auto: detected from its loops."""
     add_generation_prompt: bool = True
-    """End the prompt where the assistant's turn begins."""
+    """End the prompt with the start of the assistant's turn."""
     continue_final_message: bool = False
-    """End the prompt with the last message's text, for the output to continue it."""
+    """End the prompt with the text of the last message, which the output continues."""
     tools: list[dict[str, Any]] | None = None
-    """Descriptions of functions, which the template shows to the model."""
+    """Descriptions of functions for the template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the template."""
+    """Additional variables of the template."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -119,7 +119,7 @@ class ChatOptions:
 
     @classmethod
     def from_optional(cls, **options: Any) -> "ChatOptions":
-        """Build from options of which None means the default."""
+        """Build from options. None means the default."""
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     def to_wire(self) -> dict[str, Any]:
@@ -127,10 +127,10 @@ class ChatOptions:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a chat, checked and as a template reads them: plain data, arguments of tool calls as maps.
+    """Validate messages and convert them for a template: plain data, with the arguments of tool calls as maps.
 
     Raises:
-        InvalidRequestError: naming every message that is wrong.
+        InvalidRequestError: one or more messages are invalid. The error names all of them.
     """
     if isinstance(messages, Mapping):
         raise InvalidRequestError("messages is one map, expected a list of messages: put it into a list")
@@ -167,7 +167,7 @@ def _read_content(name: str, message: Mapping[str, Any]) -> str | list[dict[str,
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant":
-        return ""  # it called tools, or is to be continued
+        return ""  # it has called tools, or will be continued
     if not isinstance(content, list):
         raise InvalidRequestError(f"{name} must be a map with the texts role and content")
     parts = [_read_part(f"part {number} of {name}", part) for number, part in enumerate(content)]
@@ -210,7 +210,7 @@ def _read_tool_calls(name: str, calls: object) -> list[dict[str, Any]]:
 
 
 def _read_arguments(name: str, arguments: object) -> dict[str, Any]:
-    """A map, as templates expect it. What a model once wrote wrong does not end the conversation: it becomes empty."""
+    """Return arguments as a map for a template. Malformed arguments of a model become an empty map."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -222,5 +222,5 @@ def _read_arguments(name: str, arguments: object) -> dict[str, Any]:
 
 
 def joined(content: str | list[dict[str, Any]]) -> str:
-    """A content as one text."""
+    """Return a content as a single text."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

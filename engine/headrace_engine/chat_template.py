@@ -1,4 +1,4 @@
-"""Chat templates: what a template wants of contents, and the text that it makes of a conversation.
+"""Renders conversations with chat templates.
 
 Imports transformers when the first chat is rendered.
 """
@@ -14,7 +14,7 @@ from headrace_engine.errors import InvalidRequestError
 
 
 def read_template(given: str | Path | None) -> str | None:
-    """A template that may be given as the path of its file.
+    """Return a template, which may be given as the path of its file.
 
     Raises:
         InvalidRequestError: there is no such file.
@@ -32,7 +32,7 @@ def read_template(given: str | Path | None) -> str | None:
 def rendered(
     template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions, special_tokens: Mapping[str, str]
 ) -> str:
-    """Render as transformers' `apply_chat_template` does. Raises what the template raises."""
+    """Render as transformers' `apply_chat_template` does. Raises the exceptions of the template."""
     texts, _ = _chat_templates().render_jinja_template(
         [with_format(template, conversation, options)],
         tools=options.tools,
@@ -46,7 +46,7 @@ def rendered(
 
 
 def with_format(template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> list[dict[str, Any]]:
-    """The conversation with each content in the form that the template wants: text, or a list of parts."""
+    """Convert the contents of a conversation to the form that the template expects: text, or a list of parts."""
     wanted = options.chat_template_content_format
     in_parts = wanted == "openai" or (wanted == "auto" and loops_over_content(template))
     given = [{name: value for name, value in message.items() if value is not None} for message in conversation]
@@ -62,7 +62,7 @@ def _as_parts(message: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=16)
 def loops_over_content(template: str) -> bool:
-    """Whether a template reads contents part by part, as those of models that see images do."""
+    """Whether a template loops over the parts of a content, as those of vision models do."""
     from jinja2 import nodes
 
     def is_content(node: Any) -> bool:
@@ -84,20 +84,20 @@ def loops_over_content(template: str) -> bool:
 
 @lru_cache(maxsize=64)
 def reads_variable(template: str, name: str) -> bool:
-    """Whether a template in Jinja reads a variable that it does not set itself."""
+    """Whether a Jinja template reads a variable that it does not set itself."""
     if name not in template:
         return False
     from jinja2 import Environment, TemplateError, meta
 
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))  # noqa: S701
-    except TemplateError:  # a template with tags of an extension that is unknown here
+    except TemplateError:  # the template has tags of an unknown extension
         return True
     return name in meta.find_undeclared_variables(tree)
 
 
 def _without_generation(template: str) -> str:
-    """transformers' own tag marks what the assistant wrote, and has no other effect."""
+    """transformers' generation tag marks the text of the assistant. It has no effect here."""
     for dash_before in ("", "-"):
         for dash_after in ("", "-"):
             for tag in ("generation", "endgeneration"):
@@ -106,7 +106,7 @@ def _without_generation(template: str) -> str:
 
 
 def import_chat_templates() -> None:
-    """Import what the first chat needs, which takes a second: for a moment when nothing waits for this process."""
+    """Import what the first chat needs. It takes a second, so call it when the process is idle."""
     _chat_templates()
 
 

@@ -1,4 +1,4 @@
-"""Where a model's files are, and which weights they hold.
+"""Finds the files of a model, and identifies its weights.
 
 A model is a folder, a hub name, or one GGUF file, which transformers dequantises.
 """
@@ -25,9 +25,9 @@ _BLOCK: Final = 4096
 _GGUF_BLOCKS: Final = 256
 _GGUF_HEADER_BYTES: Final = 1 << 20
 _MANY_TENSORS: Final = 2000
-"""Of so many, one block each is read; of fewer, three."""
+"""With this many tensors, one block of each is read; with fewer, three."""
 _LARGEST_HEADER: Final = 100_000_000  # safetensors' own limit
-# What says nothing about the weights, and differs between copies of one checkpoint.
+# Entries that do not describe the weights, and differ between copies of a checkpoint.
 _NO_IDENTITY: Final = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
 
@@ -36,10 +36,10 @@ def is_gguf(model: str) -> bool:
 
 
 def pretrained_source(model: str, revision: str | None = None) -> tuple[str, dict[str, str]]:
-    """What transformers' `from_pretrained` functions take for a model: the first argument and the extra ones.
+    """Return the arguments of transformers' `from_pretrained` functions for a model: the first one, and keywords.
 
     Raises:
-        ModelLoadError: the model is neither here nor a name that a hub could have.
+        ModelLoadError: there is no such folder or file, and the name cannot be that of a model on a hub.
     """
     _check_place(model)
     options = {} if revision is None else {"revision": revision}
@@ -50,11 +50,11 @@ def pretrained_source(model: str, revision: str | None = None) -> tuple[str, dic
 
 
 def _check_place(model: str) -> None:
-    """Tell a mistyped path for what it is: transformers takes it for a name on the hub, and complains of that."""
+    """Refuse a mistyped path with a clear message: transformers would report an invalid hub name."""
     try:
         if Path(model).exists():
             return
-    except (OSError, ValueError) as error:  # too long, or a zero byte in it
+    except (OSError, ValueError) as error:  # too long, or contains a zero byte
         raise ModelLoadError(f"model {model[:200]!r} is no path and no hub name: {error}") from error
     if is_gguf(model):
         raise ModelLoadError(f"model {model!r} cannot be read: there is no such file")
@@ -64,7 +64,7 @@ def _check_place(model: str) -> None:
 
 
 def unreadable(model: str, error: Exception) -> ModelLoadError:
-    """The error of a model whose configuration could not be read, which says what was looked for where."""
+    """Return the error for a model whose configuration could not be read."""
     if Path(model).exists():
         return ModelLoadError(f"model {model!r} cannot be read: {error}")
     near = difflib.get_close_matches(model.lower(), [default_model.NAME], 1)
@@ -76,17 +76,17 @@ def unreadable(model: str, error: Exception) -> ModelLoadError:
 
 
 def fingerprint(model: str, revision: str | None = None) -> str:
-    """Sixteen hexadecimal digits that are the same for copies of a checkpoint, and others for other weights.
+    """Return 16 hexadecimal digits that are equal for copies of a checkpoint, and differ for other weights.
 
-    A digest of config.json, of each tensor's name, type and shape, and of samples of its bytes: cheap, so it is no
-    proof against somebody who means to deceive. How the tensors are spread over files does not count, nor do the type
-    in which they are computed and quantisation at load. Empty, with a warning, where the files cannot be read.
+    A digest of config.json, of the names, types and shapes of all tensors, and of samples of their bytes. It is cheap,
+    and does not protect against deliberate collisions. It does not depend on the division into files, the dtype option
+    or quantisation at load. Empty, with a warning, if the files cannot be read.
     """
     return _fingerprint(model, _digest_gguf if is_gguf(model) else partial(_digest_model, revision=revision))
 
 
 def adapter_fingerprint(folder: str) -> str:
-    """The same for a LoRA adapter as PEFT saves it."""
+    """Return the fingerprint of a LoRA adapter in PEFT's format."""
     return _fingerprint(folder, _digest_adapter)
 
 
@@ -134,7 +134,7 @@ def _without_noise(value: Any) -> Any:
 
 
 def _digest_tensors(files: list[Path], digest: Any) -> None:
-    """In the order of their names, however they are spread over files."""
+    """Yield tensors in the order of their names, independent of their files."""
     tensors: dict[str, tuple[Path, int, int, str]] = {}
     for path in files:
         with path.open("rb") as file:
@@ -173,6 +173,6 @@ def _digest_gguf(model: str, digest: Any) -> None:
 
 
 def _sampled(size: int, count: int) -> Iterator[int]:
-    """Where `count` blocks begin that lie evenly in so many bytes, the last at their end."""
+    """Return the offsets of `count` evenly spaced blocks in `size` bytes. The last block ends at the end."""
     last = max(0, size - _BLOCK)
     return iter([last * part // max(1, count - 1) for part in range(count)])

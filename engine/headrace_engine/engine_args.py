@@ -49,10 +49,10 @@ class EngineArgs(EngineOptions):
     """
 
     def _normalised(self) -> "EngineArgs":
-        """A copy with Headrace's names, and with its one form of what may be given in several.
+        """Return a copy with Headrace's names only, and with each value in its canonical form.
 
         Raises:
-            ConfigError: two names of one option contradict each other.
+            ConfigError: two names of one option have different values.
         """
         values = {f.name: plain_list(getattr(self, f.name)) for f in fields(self)}
         for theirs, ours in RENAMED.items():

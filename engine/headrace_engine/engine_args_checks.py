@@ -21,8 +21,8 @@ GENERATION_DEFAULTS: Final = {
     "min_p": "min_p",
     "max_new_tokens": "max_tokens",
 }
-"""What is read of a generation config, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names, and those
-of `SamplingParams`."""
+"""Settings of a generation config that are used, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names
+-> names of `SamplingParams`."""
 _TEXTS = ("tokenizer", "revision", "tokenizer_revision", "compile_cache_dir", "engine_python")
 _ENGINES_OWN_TEXTS = ("dtype", "device", "attention_backend", "kv_cache_dtype", "quantization")
 _SWITCHES = (
@@ -52,7 +52,7 @@ _LEAST: Final = {
 
 
 def problems_of(args: EngineOptions) -> list[str]:
-    """Everything that is wrong with normalised options, for every engine and for the one that is named."""
+    """Return all problems of normalised options: those for every engine, and those for the named one."""
     wrong_types = _wrong_types(args)
     problems = [*_wrong_bounds(args), *wrong_types]
     if not problems and args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
@@ -75,7 +75,7 @@ def problems_of(args: EngineOptions) -> list[str]:
 
 
 def _wrong_types(args: EngineOptions) -> list[str]:
-    """What is no name, no switch and no list where one is expected."""
+    """Return the problems of options with a wrong type."""
     problems = []
     model: object = args.model
     if model is not None and not isinstance(model, str):
@@ -125,7 +125,7 @@ def _wrong_bounds(args: EngineOptions) -> list[str]:
     problems += [
         f"{name} is {shown(value)}, must be an integer of at least {least}"
         for name, least in _LEAST.items()
-        # True is an instance of int, too
+        # True is an instance of int
         if (value := getattr(args, name)) is not None and (type(value) is not int or value < least)
         if (name, value) != ("max_model_len", FITTING_LENGTH)
     ]

@@ -1,6 +1,6 @@
-"""Counts and levels of one engine, as `LLM.get_metrics` returns them: vLLM's classes and names.
+"""The metrics of one engine for `LLM.get_metrics`, with vLLM's classes and names.
 
-The service has metrics of its own, which the worker makes of the same numbers.
+The service has metrics of its own, which the worker derives from the same statistics.
 """
 
 import math
@@ -22,28 +22,28 @@ class Metric:
 
 @dataclass(slots=True)
 class Counter(Metric):
-    """Only ever grows."""
+    """A value that only grows."""
 
     value: int
 
 
 @dataclass(slots=True)
 class Gauge(Metric):
-    """A level."""
+    """A value that can go up and down."""
 
     value: float
 
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Counters by position."""
+    """One counter for each position."""
 
     values: list[int]
 
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """Observations up to each bound, all smaller ones included; the last bound is +Inf."""
+    """Cumulative number of observations up to each bound. The last bound is +Inf."""
 
     count: int
     sum: float
@@ -54,7 +54,7 @@ _BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class _Observations:
-    """Seconds, as a histogram has them."""
+    """A histogram of seconds."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -71,10 +71,10 @@ class _Observations:
 
 
 class EngineMetrics:
-    """Adds up what each step tells.
+    """Accumulates the statistics of all steps.
 
     Args:
-        told: names of `StepStats` that mean something; metrics of others are left out.
+        told: the names of `StepStats` that the engine reports. Metrics of others are omitted.
     """
 
     def __init__(self, model: str, told: Collection[str]) -> None:
@@ -88,11 +88,11 @@ class EngineMetrics:
         self._first_token, self._whole = _Observations(), _Observations()
 
     def observe(self, stats: StepStats, num_new_tokens: int, outputs: Iterable[RequestOutput]) -> None:
-        """Take a step in.
+        """Add a step.
 
         Args:
-            num_new_tokens: tokens that the step generated.
-            outputs: those of the step.
+            num_new_tokens: number of tokens that the step generated.
+            outputs: the outputs of the step.
         """
         self._last = stats
         self._counts["generation_tokens"] += num_new_tokens
@@ -111,10 +111,10 @@ class EngineMetrics:
                     self._finished[choice.finish_reason or "error"] += 1
 
     def snapshot(self, *, idle: bool) -> list[Metric]:
-        """All of them.
+        """Return all metrics.
 
         Args:
-            idle: whether no request is left. The last step's levels are from before its requests finished.
+            idle: whether no request is left. The levels of the last step are from before its requests finished.
         """
         last = StepStats() if idle else self._last
         used = last.kv_blocks_used / last.kv_blocks_total if last.kv_blocks_total else 0.0

@@ -18,21 +18,21 @@ class EngineOptions:
 
     model: str = field(default="", kw_only=False)
     engine: str = OWN_ENGINE
-    """Name of the engine that computes: headrace, or one of an installed package. Others run in a child process."""
+    """Name of the engine: headrace, or that of an installed package, which runs in a child process."""
     engine_python: str | None = None
-    """Interpreter of the engine's child process, such as that of an environment with vLLM; None takes this one."""
+    """Interpreter of the child process, for example of an environment with vLLM. None: that of this process."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Options of another engine that have no name here."""
+    """Options of another engine that are not in this list."""
     tokenizer: str | None = None
     revision: str | None = None
     tokenizer_revision: str | None = None
     skip_tokenizer_init: bool = False
     seed: int | None = None
     dtype: str = "auto"
-    """float and torch's dtypes are taken, too, where they name one that is computed here; float16 is not."""
+    """auto, float32 or bfloat16; also float, and torch's dtypes for these. float16 is not supported."""
     device: str = "auto"
     max_model_len: int | None = None
-    """None takes the model's own limit; -1 as much of it as the KV memory holds."""
+    """None: the limit of the model. -1: as much of it as the KV memory holds."""
     trust_remote_code: bool = False
     attention_backend: str = "auto"
     max_logprobs: int = 20
@@ -45,14 +45,14 @@ class EngineOptions:
     block_size: int = 32
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
-    """vLLM's name kv_cache_memory_bytes means this, too."""
+    """kv_cache_memory_bytes, vLLM's name, is an alias."""
     num_blocks: int | None = None
-    """vLLM's name num_gpu_blocks_override means this, too."""
+    """num_gpu_blocks_override, vLLM's name, is an alias."""
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
-    """Token budget of one step. None means 512 on a CPU, where larger steps make little faster and all wait for them,
-    and 2048 elsewhere; at least max_num_seqs."""
+    """Token budget of one step. None: 512 on a CPU, where larger steps mainly add latency, and 2048 elsewhere; at least
+    max_num_seqs."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     max_num_queued_requests: int | None = None
     max_num_queued_tokens: int | None = None
@@ -60,7 +60,7 @@ class EngineOptions:
     async_scheduling: bool = False
     watermark: float = 0.01
     speculative_config: Mapping[str, Any] | None = None
-    """Options of `SpeculativeConfig`, such as {"method": "ngram", "num_speculative_tokens": 4}; None is off."""
+    """Options of `SpeculativeConfig`, such as {"method": "ngram", "num_speculative_tokens": 4}. None: off."""
     spec_method: str | None = None
     """This and the next two are the method, model and num_speculative_tokens of speculative_config."""
     spec_model: str | None = None
@@ -69,7 +69,7 @@ class EngineOptions:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
-    """None means max_loras."""
+    """None: max_loras."""
     prefill_buckets: list[int] | None = None
     """This and the next four: see `StaticConfig`."""
     decode_buckets: list[int] | None = None

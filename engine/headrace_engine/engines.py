@@ -1,4 +1,4 @@
-"""`Engine`: what the parent knows of an engine before its child process runs, and how one is found by its name."""
+"""`Engine`: what the parent knows about an engine before its child process runs, and the lookup by name."""
 
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -13,44 +13,44 @@ ENTRY_POINT_GROUP: Final = "headrace.engines"
 
 
 class Engine(Protocol):
-    """An engine as the parent sees it. Importing its module imports nothing heavy; the child does."""
+    """An engine as the parent sees it. Its module imports nothing heavy: only the child does."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def child_module(self) -> str:
-        """Run as `python -m child_module READ_FD WRITE_FD`; calls `core.serving.run`.
+        """The module to run as `python -m child_module READ_FD WRITE_FD`. It calls `core.serving.run`.
 
-        Imports what may not be installed only when `run` asks for the core: `run` tells the parent what is missing.
+        It imports optional packages only when `run` creates the core, so that `run` reports missing ones.
         """
 
     @property
     def install_command(self) -> str:
-        """Installs what the child imports, for the sentence that says that it is missing."""
+        """The command that installs the packages of the child, for the message that they are missing."""
 
     @property
     def stall_seconds(self) -> float | None:
-        """How long a step may take before the worker kills the child; None is the worker's default."""
+        """How long a step may take before the worker kills the child. None: the default of the worker."""
 
     def problems(self, args: EngineOptions) -> list[str]:
-        """Options that the engine does not have, or that are wrong for it, one sentence each.
+        """Return one message for each option that the engine does not support, or whose value it refuses.
 
-        Types and lower bounds are checked already, but for dtype, device, attention_backend, kv_cache_dtype and
-        quantization: their values are the engine's own. They are text here, except for our own engine.
+        Types and lower bounds have been checked, except for dtype, device, attention_backend, kv_cache_dtype and
+        quantization, whose values depend on the engine. They are text, except for Headrace's own engine.
         """
 
     def environment(self, config: EngineConfig) -> dict[str, str]:
-        """Variables that the child has in addition to the parent's."""
+        """Return additional environment variables for the child."""
 
 
 def find_engine(name: str) -> Engine:
-    """The engine of this name. No other engine is imported.
+    """Import and return the engine with this name, and no other engine.
 
     Raises:
-        ConfigError: no installed package offers it, or its package cannot be imported.
+        ConfigError: no installed package provides it, or its package cannot be imported.
     """
-    if name == OWN_ENGINE:  # needs no metadata, which may be older than the checkout
+    if name == OWN_ENGINE:  # not by metadata, which may be older than the checkout
         own: Engine = import_module("headrace_engine.own_engine").ENGINE
         return own
     offered = entry_points(group=ENTRY_POINT_GROUP)

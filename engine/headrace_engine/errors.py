@@ -4,14 +4,14 @@ HeadraceEngineError
 ├── ConfigError              an engine option is wrong or does not fit the machine
 ├── ModelLoadError           the model folder or name cannot be served
 │   └── ModelFetchError      the default model could not be fetched or converted
-├── InvalidRequestError      the caller's request is wrong; carries every problem found
+├── InvalidRequestError      the request is invalid; has a list of all problems
 │   ├── ContextLengthError   the prompt does not fit the model's context
 │   └── LoRAError            the LoRA adapter cannot be served, or not by this engine
-│       └── LoRACapacityError   all adapters that fit into memory are pinned or in use
+│       └── LoRACapacityError   all adapters that fit in memory are pinned or in use
 ├── DuplicateRequestError    the request id is in use
 ├── QueueFullError           the engine's own waiting queue is at its limit
-├── EngineDrainingError      the engine finishes what it has and takes nothing more
-├── RecompilationError       a step asked for a shape that was not compiled at the start
+├── EngineDrainingError      the engine finishes its requests and accepts no more
+├── RecompilationError       a step needs a shape that was not compiled at the start
 └── EngineDeadError          the core failed and cannot serve any more
 """
 
@@ -23,7 +23,7 @@ EngineDeathCause = Literal["crash", "out_of_memory", "recompilation"]
 
 
 class HeadraceEngineError(Exception):
-    """Base of all errors that the engine raises on purpose."""
+    """Base class of all errors that the engine raises deliberately."""
 
 
 class ConfigError(HeadraceEngineError, ValueError):
@@ -31,15 +31,15 @@ class ConfigError(HeadraceEngineError, ValueError):
 
 
 class ModelLoadError(HeadraceEngineError):
-    """The model cannot be loaded or has no paged-attention path."""
+    """The model cannot be loaded, or its attention cannot be paged."""
 
 
 class ModelFetchError(ModelLoadError):
-    """The default model could not be brought into the cache."""
+    """The default model could not be downloaded or converted."""
 
 
 class InvalidRequestError(HeadraceEngineError, ValueError):
-    """A request was refused at the door. `problems` holds one sentence for each thing that is wrong."""
+    """A request was refused before it was queued. `problems` has one message for each problem."""
 
     code = "invalid_request"
 
@@ -51,27 +51,27 @@ class InvalidRequestError(HeadraceEngineError, ValueError):
 class ContextLengthError(InvalidRequestError):
     """The prompt leaves no room for a single generated token.
 
-    The message holds "this model's maximum context length is", as OpenAI's and vLLM's do. Clients know the refusal
-    by these words.
+    The message contains "this model's maximum context length is", like OpenAI's and vLLM's, because clients look for
+    these words.
     """
 
     code = "context_length_exceeded"
 
 
 class LoRAError(InvalidRequestError):
-    """A LoRA adapter was refused; nothing of it is in use."""
+    """A LoRA adapter was refused. No part of it is in use."""
 
 
 class LoRACapacityError(LoRAError):
-    """There is no room for one more adapter now; there may be when running requests have ended."""
+    """There is no room for another adapter until running requests end."""
 
 
 class DuplicateRequestError(HeadraceEngineError, ValueError):
-    """A request with this id is still unfinished."""
+    """An unfinished request has the same id."""
 
 
 class QueueFullError(HeadraceEngineError):
-    """The engine refuses more waiting requests; `option` names the bound that is reached and `limit` is its value."""
+    """The queue of the engine is full. `option` is the name of the reached limit and `limit` is its value."""
 
     def __init__(self, option: str, limit: int, waiting: str) -> None:
         self.option = option
@@ -84,15 +84,14 @@ class EngineDrainingError(HeadraceEngineError):
 
 
 class RecompilationError(HeadraceEngineError):
-    """A device with static shapes was given a shape that it would have to compile while requests wait."""
+    """A device with static shapes would have to compile a shape while requests wait."""
 
 
 class EngineDeadError(HeadraceEngineError):
-    """The engine core stopped on a failure; its requests were not finished.
+    """The engine core failed. Its requests were not finished.
 
-    `cause` is the reason as far as can be told: memory, of the device or of the machine; a `RecompilationError`; or
-    anything else. `summary` is the message without the text of the error behind it, which may quote a request: what a
-    log may show.
+    `cause` is the known reason: out of memory, of the device or the machine; a `RecompilationError`; or another crash.
+    `summary` is the message for a log: without the text of the original error, which may quote a request.
     """
 
     def __init__(self, message: str, *, cause: EngineDeathCause = "crash", summary: str | None = None) -> None:
@@ -102,9 +101,9 @@ class EngineDeadError(HeadraceEngineError):
 
 
 NOTHING_MAY_FOLLOW: Final = "no token is left that may follow: the request's rules forbid them all"
-"""Why a request ended whose own parameters contradict each other, which only its output shows."""
+"""The error of a request whose parameters turn out to contradict each other during generation."""
 
 
 def raised_at(error: BaseException) -> str:
-    """Where an error was raised, and its type: for a log. Its own text may quote a request, so it is left out."""
+    """Return where an error was raised, and its type, for a log. Its text may quote a request, so it is omitted."""
     return "".join([*traceback.format_tb(error.__traceback__), type(error).__name__])

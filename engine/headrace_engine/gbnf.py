@@ -1,4 +1,4 @@
-"""GBNF, the notation of llama.cpp's grammars, and xgrammar's EBNF, in the subset that llguidance's converter reads.
+"""Converts GBNF (llama.cpp) and EBNF (xgrammar) to Lark, with fixes for llguidance's converter.
 
 The converter garbles escapes such as `\\u00e9`, takes `-`, `&` and `~` in character classes for operators, lets `.`
 match no line end, and refuses a rule that goes on with `|` in its next line.
@@ -31,23 +31,23 @@ _ANY = "[\\x00-\U0010ffff]"
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a line of the grammar begins a rule as only GBNF does: `name ::=`."""
+    """Whether a line of the grammar starts a rule of GBNF: `name ::=`."""
     return _RULE.search(text) is not None
 
 
 def lark_of(text: str) -> str:
-    """The same grammar in Lark's notation.
+    """Convert a grammar to Lark's notation.
 
-    A grammar without recursion becomes one terminal, whose text is matched as a whole. Else each terminal takes as much
-    text as it can.
+    A grammar without recursion becomes one terminal, which is matched as a whole. Otherwise each terminal matches as
+    much text as it can.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the grammar is malformed.
     """
     rules = [match[1] for match in _RULE.finditer(text)]
     if "root" not in rules:
         raise ValueError("the grammar is GBNF, and has no rule root")
-    # Names that are still different when the converter has made them Lark's.
+    # Names that stay different after the conversion to Lark's names.
     names = {name: f"{re.sub('[^a-z]', '', name.lower())}-{index}-" for index, name in enumerate(rules)}
     try:
         return gbnf_to_lark(f"root ::= {names['root']}\n" + "".join(_parts(text, names)))
@@ -71,7 +71,7 @@ def _parts(text: str, names: dict[str, str]) -> Iterator[str]:
             yield _ANY
         elif kind == "at_most":
             yield "{0"
-        elif kind == "end":  # of a rule, where another one follows
+        elif kind == "end":  # the end of a rule, if another one follows
             yield "\n" if _HEAD.match(text, match.end()) or match.end() == len(text) else " "
         elif kind == "name":
             yield names.get(part, part)

@@ -1,7 +1,6 @@
-"""Grammars: which tokens may follow, given those that are there. The only module, with `grammar_source` and
-`grammar_errors`, that knows llguidance.
+"""Grammars: which tokens may follow an output. Only this module, `grammar_source` and `grammar_errors` use llguidance.
 
-Imports no torch: the core masks tokens for every runner alike.
+Imports no torch: the core computes the token masks for all runners.
 """
 
 import time
@@ -16,26 +15,26 @@ from headrace_engine.grammar_errors import DeadEndError, GrammarError, sentence
 from headrace_engine.grammar_source import grammar_source
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
-# What one mask may cost: about ten times what large real schemas need, and a tenth of the library's own limits, with
-# which a hostile grammar takes most of a second for one mask.
+# Limits of one mask: about ten times what large real schemas need, and a tenth of the limits of the library. With
+# those, a hostile grammar takes almost a second for one mask.
 _STEP_LEXER_FUEL = 50_000
 _STEP_MAX_ITEMS = 10_000
-# An automaton grows with the text that it matches, and is made anew when it has so many states.
+# An automaton grows with the text that it matches. It is replaced when it has this many states.
 _MAX_LEXER_STATES = 10_000
-# A counted text (`maxLength`) has a state for each byte that leads to where it is.
+# A counted text (`maxLength`) has a state for each byte so far.
 _LEXER_STATES_PER_BYTE = 1.5
-# One that is full sooner is too complex: this bounds how often a token is replayed.
+# An automaton that is full earlier is too complex: this limits how often a token is replayed.
 _MIN_TOKENS_PER_AUTOMATON = 8
 _MIN_SHARE_OF_TOKENS = 1 / 128
-# An automaton is shared until it has matched so many tokens: mostly before it is full, so that few must change over.
+# An automaton is shared until it has matched this many tokens. Usually it is not full then, so few outputs must change.
 _MAX_SHARED_TOKENS = 2000
-# A request that has more tokens would fill an automaton by itself.
+# A request with more tokens would fill an automaton by itself.
 _MAX_SHARED_REPLAY = 1000
-# A replay gives other threads of Python a turn behind so many bytes, which take some 0.3 ms.
+# A replay releases the GIL after this many bytes, about 0.3 ms.
 _REPLAY_TOKENS = 8
 _REPLAY_BYTES_PER_PAUSE = 64
 _REPLAY_PAUSE_SECONDS = 0.0001
-# And the lexer new fuel, by a mask. States for so many bytes take half of it.
+# A mask then renews the fuel of the lexer. States for this many bytes take half of it.
 _REPLAY_BYTES_PER_MASK = 2048
 # A compiled grammar takes up to 600 times the memory of its source.
 _MAX_CACHED_SOURCE_BYTES = 256 * 1024
@@ -44,19 +43,19 @@ _MAX_CACHED_GRAMMARS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerDefinition:
-    """What a grammar must know of the tokenizer and its model."""
+    """The properties of the tokenizer and the model that a grammar needs."""
 
     tokenizer_json: str
-    """The content of `tokenizer.json`, added tokens included."""
+    """The content of `tokenizer.json`, including added tokens."""
     vocab_size: int
-    """Of the model; masks are as wide as it or as the tokenizer's vocabulary, whichever is larger."""
+    """Vocabulary size of the model. Masks cover it or the vocabulary of the tokenizer, whichever is larger."""
     eos_token_ids: Sequence[int]
 
 
 class _Automaton:
-    """A compiled grammar with the states that its copies have come to so far; they share these.
+    """A compiled grammar with the states that its copies have created and share.
 
-    The library bounds the number of states over all copies. When it is reached, every copy has failed for good.
+    The library limits the number of states of all copies. When it is reached, every copy has failed permanently.
     """
 
     __slots__ = ("failed", "is_shared", "matcher", "num_tokens", "tokenizer")
@@ -66,7 +65,7 @@ class _Automaton:
         self.tokenizer = tokenizer
         self.is_shared = is_shared
         self.num_tokens = 0
-        """Matched by all copies together."""
+        """Tokens matched by all copies."""
         self.failed = False
 
     @property
@@ -75,9 +74,9 @@ class _Automaton:
 
 
 class Grammar:
-    """A grammar and how far one output has come in it.
+    """A grammar with the state of one output.
 
-    Positions count tokens. Not thread-safe by itself; copies may be used in several threads.
+    Positions count tokens. Not thread-safe, but copies may be used in several threads.
     """
 
     __slots__ = ("_automaton", "_matcher", "may_share_again", "num_tokens")
@@ -86,12 +85,12 @@ class Grammar:
         self._automaton = automaton
         self._matcher = automaton.matcher.deep_copy()
         self.may_share_again = may_share_again
-        """Whether the output may go on in another shared automaton, if this one fails."""
+        """Whether the output may continue in another shared automaton if this one fails."""
         self.num_tokens = 0
-        """Matched since the output came to this automaton."""
+        """Tokens matched since the output uses this automaton."""
 
     def has_failed_early(self, num_tokens: int) -> bool:
-        """Whether an output of so many tokens has filled an automaton of its own with very few of them."""
+        """Whether an output has filled an automaton of its own with very few tokens."""
         fewest = max(_MIN_TOKENS_PER_AUTOMATON, num_tokens * _MIN_SHARE_OF_TOKENS)
         return not self._automaton.is_shared and self.num_tokens < fewest
 
@@ -101,16 +100,16 @@ class Grammar:
         return copied
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens of the output.
+        """Advance by tokens of the output.
 
         Raises:
-            GrammarError: one of them is not allowed where it stands, or the automaton is full.
+            GrammarError: a token is not allowed at its position, or the automaton is full.
         """
         self._consume(token_ids)
         self.num_tokens += len(token_ids)
 
     def replay(self, token_ids: Sequence[int]) -> None:
-        """Go to where an output is, and see that it can go on from there. Raises GrammarError, as `accept` does."""
+        """Advance to the end of an output, and check that it can continue. Raises GrammarError, as `accept` does."""
         since_pause = since_mask = 0
         for start in range(0, len(token_ids), _REPLAY_TOKENS):
             if since_pause >= _REPLAY_BYTES_PER_PAUSE:
@@ -126,31 +125,31 @@ class Grammar:
         self._bitmask()
 
     def bitmasks(self, draft_token_ids: Sequence[int] = ()) -> list[bytes]:
-        """Which tokens may come next, and which behind each of the drafted tokens. Leaves the state as it is.
+        """Return the tokens that may come next, and after each of the draft tokens. Does not change the state.
 
         Returns:
-            One mask a position, 1 + drafts of them: `ceil(vocab_size / 32) * 4` bytes, bit i of byte j stands for token
-            8 j + i. Behind a draft that is not allowed the masks repeat, as nothing there will be used; behind one that
-            leads to nowhere they are empty.
+            One mask for each position, 1 + drafts in all, of `ceil(vocab_size / 32) * 4` bytes. Bit i of byte j stands
+            for token 8 j + i. After a draft that is not allowed, the masks repeat, because they will not be used. After
+            a draft that cannot be continued, they are empty.
 
         Raises:
-            GrammarError: nothing may come next, or the automaton is full.
+            GrammarError: no token may come next, or the automaton is full.
         """
         mask = self._bitmask()
         if not draft_token_ids:
             return [mask]
-        # A copy, as no rollback leads out of a dead end; and the draft that leads there may never be drawn.
+        # A copy, because a dead end cannot be rolled back, and its draft may never be drawn.
         return [mask, *self.copy()._masks_behind(draft_token_ids, mask)]
 
     def _masks_behind(self, draft_token_ids: Sequence[int], mask: bytes) -> list[bytes]:
-        """One mask behind each draft, `mask` being the one before them. Leaves the state anywhere."""
+        """Return one mask after each draft; `mask` is the one before them. The state is undefined afterwards."""
         masks: list[bytes] = []
         for token_id in draft_token_ids:
             if not self._matcher.try_consume_tokens([token_id]):
                 if self._matcher.is_error():
                     raise self._failure()
                 break
-            if not self._has_ended():  # nothing follows the end token
+            if not self._has_ended():  # nothing may follow the end token
                 try:
                     mask = self._bitmask()
                 except DeadEndError:
@@ -181,34 +180,34 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the latest ones.
+    """Compiles grammars for one tokenizer, and caches the latest ones.
 
-    Outputs of the same form share an automaton, so that the next one finds its states made. It lasts for a bounded
-    number of tokens; then the next output begins a new one. An output whose automaton is full all the same goes on in
-    another one, behind its tokens: so what one output does costs another one time at most.
+    Outputs with the same grammar share an automaton, so that later ones reuse its states. After a limited number of
+    tokens, the next output starts a new one. An output whose automaton is full continues in another one: so one output
+    can delay another one, but not fail it.
     """
 
     def __init__(self, definition: TokenizerDefinition) -> None:
-        """Takes about 5 us a token of the vocabulary, without giving other threads a turn.
+        """Load the vocabulary. Takes about 5 us for each token and does not release the GIL.
 
         Raises:
-            GrammarError: the tokenizer is of no known kind.
+            GrammarError: this kind of tokenizer is not supported.
         """
         self._tokenizer = _create_tokenizer(definition)
         self._cache: OrderedDict[str, _Automaton] = OrderedDict()
         self._cached_bytes = 0
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Compile and keep nothing: what comes later finds the memory that this one found. Raises as `compile`."""
+        """Compile without caching, so that the memory use of later grammars does not change. Raises as `compile`."""
         Grammar(self._create(grammar_source(params), _MAX_LEXER_STATES), may_share_again=False).bitmasks()
 
     def compile(
         self, params: StructuredOutputsParams, token_ids: Sequence[int] = (), failed: Grammar | None = None
     ) -> Grammar:
-        """A grammar behind an output's tokens.
+        """Return a grammar, advanced by the tokens of an output.
 
         Args:
-            failed: the output's grammar so far, which has raised GrammarError.
+            failed: the previous grammar of the output, which has raised GrammarError.
 
         Raises:
             GrammarError: it is malformed, uses what is not supported, is too complex, or no text satisfies it; or
@@ -217,7 +216,7 @@ class GrammarCompiler:
         source = grammar_source(params)
         if len(token_ids) <= _MAX_SHARED_REPLAY and (failed is None or failed.may_share_again):
             grammar = Grammar(self._shared(source), may_share_again=failed is None)
-            with suppress(GrammarError):  # what others have matched may be to blame
+            with suppress(GrammarError):  # the text of other outputs may have filled it
                 grammar.replay(token_ids)
                 return grammar
         elif failed is not None and failed.has_failed_early(len(token_ids)):
@@ -273,7 +272,7 @@ def _create_tokenizer(definition: TokenizerDefinition) -> LLTokenizer:
         except ValueError as error:
             if "vocab size too small" not in str(error):
                 raise
-            # The tokenizer knows tokens that the model does not; masks are as wide as its vocabulary then.
+            # The tokenizer has more tokens than the model: masks cover its vocabulary then.
             return LLTokenizer(definition.tokenizer_json, eos_token=end)
     except ValueError as error:
         raise GrammarError(f"the model's tokenizer cannot be used with grammars: {sentence(str(error))}") from error

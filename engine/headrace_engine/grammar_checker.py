@@ -1,8 +1,8 @@
-"""The door for grammars: each is compiled on trial in a process of its own before its request is accepted.
+"""Compiles each grammar in a separate process before its request is accepted.
 
-A few hundred bytes can ask for seconds of work, gigabytes of states or a recursion that ends the process, and no list
-of bad patterns would be complete. So the trial runs where it can do no harm, under limits of processor time, memory and
-stack that are tighter than the core's: what passes here compiles there. Lines of JSON go to and fro.
+A grammar of a few hundred bytes can take seconds of work, gigabytes of states, or a recursion that ends the process. No
+list of bad patterns would be complete. So the trial runs in a process with tighter limits of processor time, memory and
+stack than the core: a grammar that passes will compile there too. The processes exchange lines of JSON.
 """
 
 import json
@@ -27,20 +27,20 @@ from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
-# The largest schemas that hosted services take compile in a fifth of it.
+# The largest schemas that hosted services accept compile in a fifth of this time.
 CPU_SECONDS = 0.5
 _MEMORY_BYTES = 1 << 30
-# A quarter of the stack of the threads that compile and fill masks in the core.
+# A quarter of the stack of the core's threads that compile grammars and compute masks.
 _STACK_BYTES = 2 << 20
-# The processor time is the limit that counts; this one is for a machine that gives the trial none.
+# Processor time is the actual limit. This one is for a machine that does not schedule the trial.
 _WAIT_SECONDS = 60.0
 _MAX_VERDICTS = 4096
-# By somebody, or by the kernel when memory is short.
+# Killed from outside, or by the kernel when memory is short.
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, -signal.SIGKILL)
 
 
 class GrammarChecker:
-    """Refuses grammars that cannot be used. Starts its process with the first one; remembers its verdicts."""
+    """Refuses grammars that cannot be used. Starts its process for the first one, and caches results."""
 
     def __init__(self, definition: Callable[[], TokenizerDefinition]) -> None:
         self._definition = definition
@@ -50,11 +50,11 @@ class GrammarChecker:
         self._lock = threading.Lock()
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raises InvalidRequestError, saying what is wrong with the grammar."""
+        """Raise InvalidRequestError with the reason if the grammar cannot be used."""
         source = json.dumps(asdict(params))
         key = hash(source)
         try:
-            problem = self._verdicts[key]  # without the lock: what is known does not wait for another grammar's trial
+            problem = self._verdicts[key]  # without the lock: a cached result need not wait for another trial
         except KeyError:
             problem = self._try_once(key, source)
         if problem is not None:
@@ -75,7 +75,7 @@ class GrammarChecker:
         self._process = None
 
     def _try(self, source: str) -> str | None:
-        for _ in range(2):  # a process that was ended from outside says nothing about the grammar
+        for _ in range(2):  # an end from outside says nothing about the grammar
             process = self._process or self._start()
             timed_out = False
             try:
@@ -93,7 +93,7 @@ class GrammarChecker:
                 return verdict
             status = process.wait()
             self.close()
-            self._start()  # in the background: the next grammar need not wait for it
+            self._start()  # in the background: the next grammar does not wait for it
             if timed_out or status not in _ENDED_FROM_OUTSIDE:
                 return _REASONS.get(-status, _TOO_LARGE)
         return _TOO_LARGE
@@ -109,7 +109,7 @@ class GrammarChecker:
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # a process that has ended is noticed where its answer is read
+        with suppress(BrokenPipeError):  # the end of the process is noticed when its answer is read
             process.stdin.write(json.dumps(asdict(definition)).encode() + b"\n")
         return process
 
@@ -124,7 +124,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # what was still to be written has no reader any more
+            with suppress(OSError):  # unwritten data has no reader any more
                 pipe.close()
 
 

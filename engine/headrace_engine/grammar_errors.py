@@ -1,4 +1,4 @@
-"""What is wrong with a grammar, in words that its sender can act on."""
+"""Errors of grammars, with messages for the sender of the grammar."""
 
 import re
 
@@ -10,7 +10,7 @@ _ONE_OF = (
     "another const in each; use anyOf instead"
 )
 _TOO_COMPLEX = "the grammar is too complex: bound its repetitions, or give it fewer alternatives"
-# Where the library advises what cannot be set here, or speaks of itself.
+# Messages of the library that refer to its own options or internals.
 _OWN_WORDS = [
     (re.compile(r"oneOf constraints are not supported.*"), _ONE_OF),
     (re.compile(r"unknown field `[^`]*`, expected one of `item_separator`.*"), "x-guidance is not supported"),
@@ -29,15 +29,15 @@ _OWN_WORDS = [
 
 
 class GrammarError(HeadraceEngineError):
-    """A grammar cannot be compiled, or cannot go on; the sentence says why."""
+    """A grammar cannot be compiled or advanced. The message says why."""
 
 
 class DeadEndError(GrammarError):
-    """No text satisfies the grammar from here on."""
+    """No continuation satisfies the grammar."""
 
 
 def sentence(error: str) -> str:
-    """What the library says, in one line of bounded length; in our words where its advice cannot be followed here."""
+    """Return the message of the library in one short line, reworded if its advice does not apply."""
     if "NoExtension" in error:
         return "no text satisfies it"
     for theirs, ours in _OWN_WORDS:

@@ -1,4 +1,4 @@
-"""The forms that a request may ask for, in llguidance's own notation."""
+"""Converts the structured outputs of a request to llguidance's notation."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from headrace_engine.gbnf import is_gbnf, lark_of
 from headrace_engine.grammar_errors import GrammarError, sentence
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
-# `\d` and `\w` are ASCII's, as in a JSON schema's `pattern` and in ECMA 262.
+# `\d` and `\w` are ASCII only, as in the `pattern` of a JSON schema and in ECMA 262.
 _ASCII = "dw"
 _LARK_PART = re.compile(r"""(?s)(?:"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*)|/(?P<regex>(?:\\.|[^/\\])+)/""")
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
-    """The text from which the library compiles the grammar. Raises GrammarError where there is none."""
+    """Return the grammar in the notation of the library. Raises GrammarError if it cannot be expressed."""
     try:
         if params.regex is not None:
             return _of_lark(f"start: /{regex_to_lark(params.regex, _ASCII)}/")

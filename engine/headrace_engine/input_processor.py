@@ -1,6 +1,6 @@
-"""From what callers send to what the core computes: all validation that needs the model happens here.
+"""Validates and tokenises requests. All validation that needs the model is here.
 
-A prompt is text, token ids or chat messages; a request becomes one `EngineCoreRequest` a choice.
+A prompt is text, token ids or chat messages. A request becomes one `EngineCoreRequest` for each choice.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
-    """Only prompts of the same salt share blocks of the prefix cache."""
+    """Only prompts with the same salt share blocks of the prefix cache."""
 
 
 class TokensPrompt(TypedDict):
@@ -41,18 +41,18 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """What the ids stand for; it is handed back, and nothing else."""
+    """The text of the ids. It is only returned with the output."""
     cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
-"""Text, token ids (an array or a tensor, too), or a map with `prompt` or `prompt_token_ids`, and with `cache_salt`."""
+"""Text, token ids (also an array or tensor), or a map with `prompt` or `prompt_token_ids`, and `cache_salt`."""
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(slots=True, kw_only=True)
 class ProcessedRequest:
-    """A request that passed the door."""
+    """A valid request."""
 
     request_id: str
     prompt: str | None
@@ -60,12 +60,12 @@ class ProcessedRequest:
     params: SamplingParams
     seed: int
     choices: list[EngineCoreRequest]
-    """In the order of their index."""
+    """In the order of the index of the choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """What the tokenizer made of a request that passed every check."""
+    """A tokenised request that has passed all checks."""
 
     text: str | None
     token_ids: list[int]
@@ -73,14 +73,14 @@ class CheckedPrompt:
 
 
 class InputProcessor:
-    """The door to one loaded model.
+    """Validates and tokenises requests for one loaded model.
 
     Args:
-        max_logprobs: most log-probabilities a request may ask for at one position; -1 means no limit.
-        logits_processors: those of the core; they say what `extra_args` may hold.
-        seed: makes requests without a seed of their own draw the same in each run; None: they draw anew.
-        engine: name of the engine that loaded the model, for its refusals.
-        capabilities: those of the engine; None: it has all that a request may need.
+        max_logprobs: maximum number of log-probabilities at one position; -1 means no limit.
+        logits_processors: those of the core. They determine the content of `extra_args`.
+        seed: seed for requests without a seed of their own. None: they get random seeds.
+        engine: name of the engine, for messages.
+        capabilities: those of the engine. None: it has all of them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class InputProcessor:
         self._grammar_checker = GrammarChecker(self._tokenizer_definition)
 
     def close(self) -> None:
-        """End the process that tries grammars, if there is one."""
+        """End the process that checks grammars, if there is one."""
         self._grammar_checker.close()
 
     def process(
@@ -122,7 +122,7 @@ class InputProcessor:
 
         Raises:
             ContextLengthError: the prompt leaves no room for a token.
-            InvalidRequestError: anything else that is wrong with it.
+            InvalidRequestError: the request is invalid in another way.
         """
         _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize(prompt)
@@ -147,16 +147,16 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
         chat_options: ChatOptions | None = None,
     ) -> ProcessedRequest:
-        """Validate a chat request; errors as `process`."""
+        """Validate a chat request. Raises the same errors as `process`."""
         _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize_chat(messages, chat_options)
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Compile the request's grammar on trial; `process` does it, too, but may be told to wait for it in a thread.
+        """Check the grammar of a request. `process` does so too, but it can be done in a thread before.
 
         Raises:
-            InvalidRequestError: it cannot be used.
+            InvalidRequestError: the grammar cannot be used.
         """
         if params.structured_outputs is not None:
             if not self._model_info.eos_token_ids:
@@ -171,7 +171,7 @@ class InputProcessor:
         )
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, where it came as text, and its token ids."""
+        """Return the text of a prompt, if it is text, and its token ids."""
         text: object = None
         if isinstance(prompt, Mapping):
             _check_prompt_map(prompt)
@@ -230,12 +230,12 @@ class InputProcessor:
         cache_salt: str,
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
-        """Make the request of what was tokenised and checked, here or in another process."""
+        """Create the request from a tokenised and checked prompt, possibly of another process."""
         admission = next(self._admissions)
         seed = params.seed if params.seed is not None else self._drawn_seed(admission)
-        # Output kind and stop strings are the output processor's business and stay here; so does all other text.
+        # Output kind and stop strings are for the output processor. They stay in this process, like all other text.
         core_params = replace(params, stop=[], bad_words=[])
-        # The choices share one prompt: the first reports its log-probabilities, the others may find it in the cache.
+        # All choices share one prompt: the first one reports its log-probabilities, the others may use the cache.
         further_params = core_params if params.prompt_logprobs is None else replace(core_params, prompt_logprobs=None)
         choices = [
             EngineCoreRequest(
@@ -266,20 +266,20 @@ class InputProcessor:
 
 
 def request_of_choice(choice: str) -> str:
-    """The request that a choice, named by `choice_id`, belongs to."""
+    """Return the request id of a choice id."""
     return choice.rsplit(":", 2)[0]
 
 
 def choice_id(request_id: str, index: int, admission: int) -> str:
-    """The core's name for one choice of a request.
+    """Return the id of one choice of a request in the core.
 
-    Never used twice: after an abort the same request id may come back while old outputs are still on their way here.
+    It is unique: after an abort, the same request id may be used again while old outputs still arrive.
     """
     return f"{request_id}:{index}:{admission}"
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Choice 0 draws with the request's own seed, so n=1 and the first of n agree."""
+    """Return the seed of a choice. Choice 0 has the seed of the request, so that n=1 and the first of n agree."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -302,7 +302,7 @@ def _check_types(params: object, priority: object, lora_request: object) -> None
 
 
 def _is_empty(value: object) -> bool:
-    """Whether it asks for nothing. An array is asked by its type alone: it has no truth value."""
+    """Whether a prompt is empty. An array has no truth value, so only its type is checked."""
     return value is None or (isinstance(value, Mapping | list | tuple) and not value)
 
 

@@ -1,7 +1,7 @@
-"""Another Python interpreter for an engine's child process: whether it fits, and how it imports Headrace.
+"""Runs the child process of an engine with another Python interpreter.
 
-Nothing of Headrace is installed there. The child's PYTHONPATH begins with a private folder of symbolic links to the
-packages of this process, so that both sides of the frames are of one version.
+Headrace need not be installed there. The PYTHONPATH of the child begins with a private folder of symbolic links to the
+packages of this process, so that both sides of the frames have the same version.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _OLDEST_PYTHON: Final = (3, 11)
 _PROBE_SECONDS: Final = 30.0
 _PROBE_BYTES: Final = 4096
-"""More than the probe prints."""
+"""More bytes than the probe prints."""
 _PROBE: Final = """
 import importlib.util, json, sys
 found = importlib.util.find_spec("msgpack") is not None
@@ -39,18 +39,18 @@ print(json.dumps([sys.version_info[:2], sys.implementation.cache_tag, found]))
 
 
 def is_other(python: str | None) -> bool:
-    """Whether this is not the interpreter of this process. Two environments of one installation are two."""
+    """Whether this is another interpreter than that of this process. Two environments are two interpreters."""
     return python is not None and _program(python) != sys.executable
 
 
 @lru_cache
 def check(python: str) -> bool:
-    """Run another interpreter once. Returns whether it is to import the msgpack of this process.
+    """Run another interpreter once. Return whether it should import the msgpack of this process.
 
-    It does unless it has one of its own and ours is compiled for another Python, where it would be slow.
+    It should, unless it has a msgpack of its own and this one is compiled for another version of Python, hence slow.
 
     Raises:
-        ConfigError: it cannot be run, is no Python or is too old.
+        ConfigError: it cannot be run, is not Python, or is too old.
     """
     try:
         version, cache_tag, has_msgpack = json.loads(_output([_program(python), "-c", _PROBE]))
@@ -67,8 +67,10 @@ def check(python: str) -> bool:
 
 
 def _output(command: list[str]) -> bytes:
-    """What a command prints; empty where it fails or takes too long. It may be any program: one that never ends, or
-    never ceases to print."""
+    """Return the output of a command, empty if it fails or takes too long.
+
+    It may be any program, even one that never ends or never stops printing.
+    """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
     )
@@ -91,18 +93,17 @@ def _kill_group(pid: int) -> None:
 
 
 class LinkedPackages:
-    """A private folder of symbolic links to packages of this process; gone with this object, or with this process.
+    """A private folder of symbolic links to packages of this process. It is removed with this object or process.
 
-    Its lock tells the next process that makes one whether this process lives: a folder that a killed process left is
-    removed then.
+    A lock shows that this process lives. The next process that creates such a folder removes those of killed processes.
 
     Raises:
-        OSError: no folder can be made, or it cannot be locked.
+        OSError: the folder cannot be created or locked.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         root = first_private("engine-parts", logger.warning)
-        with _locked(root):  # else another process could take a new folder for one that was left
+        with _locked(root):  # otherwise another process could take a new folder for an abandoned one
             for folder in root.iterdir():
                 _remove_if_left(folder)
             self.folder = Path(tempfile.mkdtemp(dir=root))
@@ -121,7 +122,7 @@ def _program(python: str) -> str:
 
 
 def _path(name: str) -> Path | None:
-    """The folder of a package, or the file of a module; None where this process has none."""
+    """Return the folder of a package or the file of a module, or None if this process does not have it."""
     spec = find_spec(name)
     if spec is None:
         return None
@@ -141,7 +142,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_if_left(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # its process lives, or removes it just now
+    with contextlib.suppress(OSError):  # its process lives, or is removing it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,6 +153,6 @@ def _remove_if_left(folder: Path) -> None:
 
 def _remove(folder: Path, lock: int, pid: int) -> None:
     if os.getpid() != pid:
-        return  # a fork of the process that uses it
+        return  # a fork of the process that owns it
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)

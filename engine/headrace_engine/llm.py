@@ -34,10 +34,10 @@ class LLM:
             print(output.outputs[0].text)
 
     Args:
-        model: folder in Hugging Face layout, a hub name, or smollm2-135m-instruct, which is fetched without a hub.
-        chat_template: what `chat` uses unless it is given another one: a template, or the path of its file.
-        engine_args: any option of `EngineArgs`, such as `engine="vllm"` and `engine_python`: another engine, and
-            another interpreter, run in a child process.
+        model: folder in Hugging Face layout, a hub name, or smollm2-135m-instruct, which is downloaded without a hub.
+        chat_template: default template of `chat`: a template, or the path of its file.
+        engine_args: any option of `EngineArgs`. Another engine (`engine="vllm"`) or interpreter (`engine_python`) runs
+            in a child process.
 
     Raises:
         ModelLoadError, ConfigError: the model cannot be served with these options.
@@ -51,10 +51,10 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
-        """As the constructor, by the options that all doors take.
+        """Create an LLM from engine options.
 
         Raises:
-            ConfigError: also where these are no `EngineArgs`.
+            ConfigError: the options are wrong, or are not `EngineArgs`.
         """
         check_engine_args(engine_args)
         return cls(**{field.name: getattr(engine_args, field.name) for field in fields(EngineArgs)})
@@ -66,7 +66,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine, step by step."""
+        """The engine, for use step by step."""
         return self.engine
 
     def generate(
@@ -80,21 +80,21 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts; outputs come in the prompts' order.
+        """Complete all prompts. Return the outputs in the order of the prompts.
 
         Args:
             prompts: one prompt or a list. A prompt is text, a list of token ids, or a map with `prompt` or
                 `prompt_token_ids`, and `cache_salt`.
-            sampling_params: one for all, or one for each prompt; None: `get_default_sampling_params`.
-            use_tqdm: whether to show a progress bar, or what makes one, with tqdm's arguments.
-            lora_request: one adapter for all prompts, or for each prompt one or None.
-            priority: one for all, or one for each prompt; 0 is served first, where the engine was made with
+            sampling_params: one for all prompts, or one for each. None: `get_default_sampling_params`.
+            use_tqdm: whether to show a progress bar, or a function that creates one, with tqdm's arguments.
+            lora_request: one adapter for all prompts, or an adapter or None for each.
+            priority: one for all prompts, or one for each. 0 is served first, if the engine has
                 `scheduling_policy="priority"`.
             tokenization_kwargs, mm_processor_kwargs: not supported.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter is wrong; nothing was computed.
-            LoRAError: an adapter cannot be served; nothing was computed.
+            InvalidRequestError: a prompt or parameter is invalid. Nothing was computed.
+            LoRAError: an adapter cannot be served. Nothing was computed.
         """
         refuse_arguments({"tokenization_kwargs": tokenization_kwargs, "mm_processor_kwargs": mm_processor_kwargs})
         items = _as_list("prompts", prompts, is_single=_is_single_prompt)
@@ -116,9 +116,9 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them; a conversation is a list of messages with role and content.
+        """Answer one conversation or a list of them. A conversation is a list of messages with role and content.
 
-        Arguments and errors as of `generate`, and those of `ChatOptions`.
+        Takes the arguments of `generate` and the fields of `ChatOptions`. Raises the errors of both.
         """
         refuse_arguments({"tokenization_kwargs": tokenization_kwargs, "mm_processor_kwargs": mm_processor_kwargs})
         conversations = _as_list("messages", messages, is_single=lambda m: bool(m) and isinstance(m[0], Mapping))
@@ -134,7 +134,7 @@ class LLM:
         return self._run(conversations, sampling_params, priority, add, use_tqdm, lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a call without parameters uses: those of the option `generation_config`."""
+        """Return the parameters of a call without any: those of the option `generation_config`."""
         return self.engine.get_default_sampling_params()
 
     def beam_search(
@@ -145,15 +145,15 @@ class LLM:
         use_tqdm: Progress = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations that beam search finds, for each prompt.
+        """Return the most likely continuations that beam search finds for each prompt.
 
         Args:
-            prompts: as of `generate`.
+            prompts: as for `generate`.
             lora_request: one adapter for all prompts.
-            concurrency_limit: prompts searched at once; None means all.
+            concurrency_limit: number of prompts searched at once. None: all.
 
         Raises:
-            InvalidRequestError: a prompt is wrong, or the engine's `max_logprobs` is below `2 * beam_width`.
+            InvalidRequestError: a prompt is invalid, or `max_logprobs` of the engine is below `2 * beam_width`.
         """
         items = _as_list("prompts", prompts, is_single=_is_single_prompt)
         if not isinstance(params, BeamSearchParams):
@@ -220,7 +220,7 @@ class LLM:
         return self.engine.pin_lora(lora_id)
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut down the engine."""
         self.engine.close()
 
     def shutdown(self) -> None:
@@ -290,7 +290,7 @@ def _as_list(name: str, given: Any, is_single: Callable[[Any], bool]) -> list[An
 
 
 def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:
-    """A list of as many as there are prompts, of what may be given once for all of them."""
+    """Return one value for each prompt, from a single value or a list."""
     given = plain_list(plain(given))
     if given is None or isinstance(given, kind):
         return [given] * count
@@ -302,7 +302,7 @@ def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:
 
 
 def _final_only(params: Any) -> Any:
-    """The parameters of an output that comes once; what is none is refused later."""
+    """Return the parameters for an output that is returned once. An invalid value is refused later."""
     if not isinstance(params, SamplingParams):
         return params
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

@@ -1,4 +1,4 @@
-"""LLMEngine: the engine step by step, in the caller's thread."""
+"""LLMEngine: the engine step by step, in the thread of the caller."""
 
 import contextlib
 import math
@@ -37,9 +37,9 @@ from headrace_engine.vllm_names import missing_attribute, refuse_arguments
 
 
 class LLMEngine:
-    """Add requests, call `step()` while there are unfinished ones, read the outputs.
+    """Add requests, call `step()` while there are unfinished ones, and read the outputs.
 
-    Not thread-safe. Close it (or use it as a context manager) to end a core in a child process.
+    Not thread-safe. Close it, or use it as a context manager, to end a core in a child process.
     """
 
     tokenizer: ModelTokenizer
@@ -54,13 +54,13 @@ class LLMEngine:
         self._metrics = EngineMetrics(config.model.model, self._core.capabilities.stats)
         self._arrivals = 0
         self._loras: set[LoRARequest] = set()
-        """Adapters that are known to be good."""
+        """Adapters that have been loaded successfully before."""
 
     @classmethod
     def from_engine_args(
         cls, engine_args: EngineArgs, *, core_in_process: bool = True, **unsupported: Any
     ) -> "LLMEngine":
-        """Load the model; errors as `LLM`."""
+        """Load the model. Raises the same errors as `LLM`."""
         refuse_arguments(unsupported)
         return cls(config_of(engine_args), core_in_process=core_in_process)
 
@@ -80,15 +80,15 @@ class LLMEngine:
         priority: int | None = None,
         **unsupported: Any,
     ) -> str:
-        """Queue a request; returns its id as text, which its outputs bear.
+        """Queue a request. Return its id as text, which its outputs have.
 
         Args:
-            arrival_time: orders requests of one priority; give it for all of them or for none.
-            priority: 0 is served first, where the engine was made with `scheduling_policy="priority"`.
+            arrival_time: orders requests of the same priority. Give it for all requests or for none.
+            priority: 0 is served first, if the engine has `scheduling_policy="priority"`.
 
         Raises:
-            InvalidRequestError: the request is wrong; nothing was queued.
-            LoRAError: its adapter cannot be served; nothing was queued.
+            InvalidRequestError: the request is invalid. Nothing was queued.
+            LoRAError: its adapter cannot be served. Nothing was queued.
             DuplicateRequestError: the id is in use.
         """
         refuse_arguments(unsupported)
@@ -116,10 +116,10 @@ class LLMEngine:
         priority: int | None = None,
         **chat_options: Any,
     ) -> str:
-        """Queue a request whose prompt is a conversation; as `add_request`.
+        """Queue a request whose prompt is a conversation, as `add_request` does.
 
         Args:
-            chat_options: those of `ChatOptions`.
+            chat_options: the fields of `ChatOptions`.
         """
         name = self._new_id(request_id)
         self._add(
@@ -136,15 +136,15 @@ class LLMEngine:
         return name
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters gets: those of `generation_config`."""
+        """Return the parameters of a request without any: those of `generation_config`."""
         return default_params(self.model_info)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt in any form. Raises InvalidRequestError."""
+        """Return the token ids of a prompt in any form. Raises InvalidRequestError."""
         return self._input_processor.tokenize(prompt)[1]
 
     def step(self) -> list[RequestOutput]:
-        """Wait for one step of the core and return the outputs of the requests that it moved.
+        """Wait for one step of the core and return the outputs of its requests.
 
         Raises:
             EngineDeadError: the core failed or was closed.
@@ -162,7 +162,7 @@ class LLMEngine:
         return processed.request_outputs
 
     def abort(self, request_id: RequestId) -> RequestOutput | None:
-        """End a request now; returns its last output, None when it is not (or no longer) here."""
+        """Abort a request. Return its last output, or None if it is unknown or finished."""
         aborted = self._output_processor.abort(request_id_of(request_id))
         if aborted is None:
             return None
@@ -171,19 +171,19 @@ class LLMEngine:
         return output
 
     def abort_request(self, request_ids: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
-        """End several requests now. Those that are not here are ignored."""
+        """Abort requests. Unknown ids are ignored."""
         refuse_arguments(unsupported)
         for request_id in request_ids_of(request_ids):
             self.abort(request_id)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget what the prefix cache holds. False: requests run, and nothing was forgotten."""
+        """Clear the prefix cache. Return False, and keep it, if requests run."""
         refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
         done: bool = self._call("reset_prefix_cache")
         return done
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer as transformers has it."""
+        """Return the tokenizer of the model as an object of transformers."""
         return self._whole_tokenizer
 
     @cached_property
@@ -191,15 +191,17 @@ class LLMEngine:
         return read_whole_tokenizer(self._config)
 
     def get_metrics(self) -> list[Metric]:
-        """Counts and levels since the engine was made, up to the last step."""
+        """Return the metrics since the start of the engine, up to the last step."""
         return self._metrics.snapshot(idle=not self.has_unfinished_requests())
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter, so that requests may name it without its path. One that is loaded is kept as it is, but
-        read again with `load_inplace`; requests that run go on with what they began with.
+        """Load an adapter, so that requests may name it without its path.
+
+        A loaded adapter is kept, unless `load_inplace` is set: then it is read again. Running requests continue with
+        the version that they started with.
 
         Raises:
-            LoRAError: the adapter cannot be served; all that is wrong with it is named.
+            LoRAError: the adapter cannot be served. The error names all problems.
         """
         check_adapter(lora_request)
         added: bool = self._call("add_lora", lora_request.to_wire())
@@ -207,18 +209,18 @@ class LLMEngine:
         return added
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload the adapter with this `lora_int_id`; requests that use it run to their end. False: not loaded."""
+        """Unload the adapter with this `lora_int_id`. Requests that use it continue. Return False if not loaded."""
         lora_id = adapter_id(lora_id)
         self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
         removed: bool = self._call("remove_lora", lora_id)
         return removed
 
     def list_loras(self) -> set[int]:
-        """The `lora_int_id`s of all loaded adapters."""
+        """Return the `lora_int_id`s of all loaded adapters."""
         return set(self._call("list_loras"))
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded whatever others are needed. False: not loaded."""
+        """Never evict an adapter to make room for others. Return False if it is not loaded."""
         pinned: bool = self._call("pin_lora", adapter_id(lora_id))
         return pinned
 
@@ -234,7 +236,7 @@ class LLMEngine:
         return len(self._output_processor)
 
     def close(self) -> None:
-        """End the core; requests that are here get no more outputs."""
+        """Shut down the core. Unfinished requests get no more outputs."""
         self._input_processor.close()
         self._core.shutdown()
         self._core.close()
@@ -258,7 +260,8 @@ class LLMEngine:
     def _add(self, request: ProcessedRequest) -> None:
         lora_request = request.choices[0].lora_request
         if lora_request is not None and lora_request not in self._loras:
-            # Here its mistakes can be told. Where it has no room now, or is dropped later, the core loads it in time.
+            # Reports problems of the adapter now. If there is no room now, or it is evicted, the core loads it when
+            # needed.
             with contextlib.suppress(LoRACapacityError):
                 self.add_lora(lora_request)
         self._output_processor.add_request(request)
@@ -277,11 +280,11 @@ class LLMEngine:
 
 
 def config_of(args: EngineArgs) -> EngineConfig:
-    """The options of an engine, with the folder of the default model where it is asked for by its name.
+    """Return the configuration of an engine. The name of the default model becomes its folder.
 
     Raises:
         ConfigError: an option is wrong.
-        ModelFetchError: the default model could not be fetched.
+        ModelFetchError: the default model could not be downloaded.
     """
     check_engine_args(args)
     config = args.create_engine_config()
@@ -290,30 +293,30 @@ def config_of(args: EngineArgs) -> EngineConfig:
 
 
 def check_engine_args(args: object) -> None:
-    """Raises ConfigError: these are no options of an engine."""
+    """Raise ConfigError if the argument is not `EngineArgs`."""
     if not isinstance(args, EngineArgs):
         raise ConfigError(f"engine_args is a {type(args).__name__}, expected EngineArgs")
 
 
 def default_params(model_info: ModelInfo) -> SamplingParams:
-    """The parameters of a request that gives none."""
+    """Return the parameters of a request without any."""
     return SamplingParams(**model_info.default_sampling_params)
 
 
 def priority_of(given: int | None) -> int:
-    """A priority, None standing for 0; what is no number is refused later."""
+    """Return a priority, 0 for None. An invalid value is refused later."""
     number: int = plain(given)
     return 0 if number is None else number
 
 
 def check_adapter(lora_request: object) -> None:
-    """Raises InvalidRequestError: it is no LoRARequest."""
+    """Raise InvalidRequestError if the value is not a LoRARequest."""
     if not isinstance(lora_request, LoRARequest):
         raise InvalidRequestError(f"lora_request is a {type(lora_request).__name__}, expected LoRARequest")
 
 
 def adapter_id(given: int) -> int:
-    """Raises InvalidRequestError: it is no `lora_int_id`."""
+    """Raise InvalidRequestError if the value is not a `lora_int_id`."""
     number: int = plain(given)
     if type(number) is not int or not 0 <= number < 2**63:
         raise InvalidRequestError(f"lora_id is {shown(given)}, expected the lora_int_id of an adapter")
@@ -321,14 +324,14 @@ def adapter_id(given: int) -> int:
 
 
 def read_whole_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer as transformers has it. Raises ConfigError, ModelLoadError."""
+    """Return the tokenizer as an object of transformers. Raises ConfigError or ModelLoadError."""
     if config.model.skip_tokenizer_init:
         raise ConfigError("the engine was made with skip_tokenizer_init, and has no tokenizer")
     return import_module("headrace_engine.tokenizer_loader").read_tokenizer_of(config.model)
 
 
 def create_input_processor(config: EngineConfig, core: CoreClient, tokenizer: ModelTokenizer) -> InputProcessor:
-    """The door that fits a core made from this config; it refuses a text that is far too long without tokenising it."""
+    """Create the input processor for a core. It refuses far too long texts without tokenising them."""
     tokenizer.refuse_longer_than(core.model_info.max_model_len)
     return InputProcessor(
         core.model_info,
@@ -342,7 +345,7 @@ def create_input_processor(config: EngineConfig, core: CoreClient, tokenizer: Mo
 
 
 def fetch_tokenizer(config: EngineConfig, core: CoreClient) -> ModelTokenizer:
-    """The tokenizer of the core's model. Raises ModelLoadError, and ends the core: it has none that can be used."""
+    """Return the tokenizer of the model. Raises ModelLoadError, after the shutdown of the core, if there is none."""
     if config.model.skip_tokenizer_init:
         return NoTokenizer()
     try:
@@ -358,10 +361,12 @@ def fetch_tokenizer(config: EngineConfig, core: CoreClient) -> ModelTokenizer:
 
 
 def start_core(config: EngineConfig, *, in_process: bool) -> CoreClient:
-    """A core with its model loaded, here or in a child process: another engine, or interpreter, always has a child.
+    """Start a core and load its model, in this process or in a child.
+
+    Another engine or interpreter always runs in a child process.
 
     Raises:
-        ModelLoadError, ConfigError, EngineDeadError: it could not start.
+        ModelLoadError, ConfigError, EngineDeadError: the core could not start.
     """
     if in_process and config.engine == OWN_ENGINE and config.engine_python is None:
         return InProcessCore(config)

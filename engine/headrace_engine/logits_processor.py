@@ -1,11 +1,11 @@
-"""The public protocol of logits processors: your own code between the model and the sampler.
+"""`LogitsProcessor`: the base class for user code between the model and the sampler.
 
     class Shout(LogitsProcessor):
         extra_args = ("shout",)
 
         def new_req_logits_processor(self, params):
             if not (params.extra_args or {}).get("shout"):
-                return None                                  # this request is left alone
+                return None                                  # does not apply to this request
 
             def process(output_token_ids, logits):           # logits: [vocabulary] float32
                 logits[self.quiet_token_ids] = float("-inf")
@@ -15,8 +15,8 @@
 
     LLM(model, logits_processors=["my_package.my_module:Shout"])
 
-The core may run in a child process and makes its own instances, so processors are named by import path; a class that
-has one may be given itself. As in vLLM, a request reaches them through `SamplingParams.extra_args`. Imports no torch.
+The core may run in a child process, and creates its own instances. So processors are named by import path; a class with
+one may be passed itself. As in vLLM, requests pass them arguments in `SamplingParams.extra_args`. Imports no torch.
 """
 
 import inspect
@@ -37,37 +37,37 @@ if TYPE_CHECKING:
     )
     """(output token ids, logits) or (prompt token ids, output token ids, logits) -> logits.
 
-    logits is one request's row, [vocabulary] float32; it may be changed in place and must be returned. The result must
-    be a function of the arguments alone: after a preemption or a crash the function is made anew and gets a request
-    that has output already. Minus infinity forbids a token.
+    logits is the row of one request, [vocabulary] float32. It may be changed in place and must be returned. The result
+    must depend on the arguments only: after a preemption or a crash, the function is created again for a request that
+    has output already. Minus infinity forbids a token.
     """
 
 
 class LogitsProcessor:
-    """Base class. One instance lives in the core for as long as its model."""
+    """Base class of logits processors. The core has one instance for the lifetime of its model."""
 
     extra_args: ClassVar[Sequence[str]] = ()
     """The names in `SamplingParams.extra_args` that this processor reads."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Called once, after the model was loaded."""
+        """Called once, after the model has been loaded."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ValueError with a sentence for the user when its values are wrong; called at the door."""
+        """Raise ValueError with a message for the user if values are invalid. Called before the request is accepted."""
 
     def new_req_logits_processor(self, params: SamplingParams) -> "RequestLogitsProcessor | None":
-        """The function for one request; None leaves it alone, and costs nothing. Every processor has its own."""
+        """Return the function for one request, or None if the processor does not apply to it."""
         raise NotImplementedError(f"{type(self).__qualname__} has no new_req_logits_processor")
 
 
 def import_path(processor: str | type[LogitsProcessor]) -> str:
-    """`package.module:Class`."""
+    """Return the import path `package.module:Class`."""
     return processor if isinstance(processor, str) else f"{processor.__module__}:{processor.__qualname__}"
 
 
 def load_logits_processors(paths: Sequence[str]) -> list[type[LogitsProcessor]]:
-    """Raises ConfigError naming the path that leads to no processor."""
+    """Import logits processors. Raises ConfigError that names the wrong path."""
     return [_load(path) for path in paths]
 
 
@@ -90,7 +90,7 @@ def _load(path: str) -> type[LogitsProcessor]:
 
 
 def with_prompt(process: "RequestLogitsProcessor") -> Callable[..., "torch.Tensor"]:
-    """The function in its longer form: (prompt token ids, output token ids, logits) -> logits."""
+    """Return the function with three arguments: (prompt token ids, output token ids, logits) -> logits."""
     if len(inspect.signature(process).parameters) >= 3:
         return process
     return lambda _, output_token_ids, logits: process(output_token_ids, logits)  # type: ignore[call-arg]

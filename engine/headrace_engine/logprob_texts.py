@@ -1,4 +1,4 @@
-"""Texts of single tokens beside their log-probabilities, as vLLM gives them (LogprobsProcessor)."""
+"""Adds the texts of tokens to their log-probabilities, as vLLM does (LogprobsProcessor)."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -8,14 +8,14 @@ from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.token_pieces import REPLACEMENT, TokenPieces
 
 _CONTEXT_TOKENS: Final = 16
-"""More than the tokens that make up one character."""
+"""More than the tokens of one character."""
 
 
 class LogprobTexts:
-    """Reads the candidates of one position after the other.
+    """Processes the candidates of one position after the other.
 
-    A token has its own text. One that ends inside a character has none, and the token that completes the character has
-    the text of both. So the texts of the drawn tokens add up to the output's, and the bytes say what each one adds.
+    A token has its own text. A token that ends inside a character has none, and the token that completes the character
+    has the text of both. So the texts of the drawn tokens add up to the output. The bytes say what each token adds.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class LogprobTexts:
     ) -> None:
         self._pieces = pieces
         self._beginning = b""
-        """What the last tokens have added, where these end inside a character."""
+        """The bytes of the last tokens, if they end inside a character."""
         for token_id in prompt_token_ids[-_CONTEXT_TOKENS:]:
             self._advance(token_id)
         _, self._beginning = pieces.decode(self._beginning)
@@ -31,7 +31,7 @@ class LogprobTexts:
             self._advance(token_id)
 
     def read(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The candidates by their ids; the first one is the token that stands here."""
+        """Return the candidates by id. The first one is the token at this position."""
         read = {token_id: self._logprob(token_id, value, rank) for token_id, value, rank in entry}
         self._advance(entry[0][0])
         return read
@@ -55,5 +55,5 @@ class LogprobTexts:
             self._beginning = b""
             return
         text, rest = self._pieces.decode(self._beginning + piece)
-        # What is broken already is not carried along.
+        # Invalid bytes are not carried over.
         self._beginning = (piece if REPLACEMENT in text else self._beginning + piece) if rest else b""

@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter a request runs with, with vLLM's names. Imports no torch."""
+"""LoRARequest: the adapter of a request, with vLLM's names. Imports no torch."""
 
 import hashlib
 import os
@@ -17,19 +17,19 @@ _LARGEST_ID = 2**63 - 1
 @with_vllm_names("LoRARequest", InvalidRequestError)
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter by name, id and folder. The id is the adapter's identity in the engine.
+    """A LoRA adapter by name, id and folder. The id is its identity in the engine.
 
     Raises:
-        InvalidRequestError: a value makes no sense; all of them are named.
+        InvalidRequestError: one or more values are invalid. The error names all of them.
     """
 
     lora_name: str
     lora_int_id: int = 0
-    """From 1; 0 derives one from the name, so that all users of a name mean the same adapter."""
+    """At least 1. 0 derives the id from the name, so that the same name means the same adapter."""
     lora_path: str = ""
-    """Folder as PEFT saves it. May be left out once the adapter is loaded."""
+    """Folder in PEFT's format. May be omitted once the adapter is loaded."""
     load_inplace: bool = field(default=False, compare=False)
-    """For `add_lora`: read the folder again although the adapter is loaded."""
+    """For `add_lora`: read the folder again even if the adapter is loaded."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lora_int_id", plain(self.lora_int_id))
@@ -60,5 +60,5 @@ class LoRARequest:
 
 
 def id_of(*parts: object) -> int:
-    """A positive id that stands for these values; 48 bits, so that two names practically never share one."""
+    """Return a positive id for a name. It has 48 bits, so collisions are practically impossible."""
     return 1 + int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

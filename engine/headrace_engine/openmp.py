@@ -1,9 +1,9 @@
-"""How long an OpenMP thread spins before it sleeps while it waits for the others.
+"""Limits how long an OpenMP thread spins before it sleeps while it waits for other threads.
 
-GNU's OpenMP, which torch brings, spins for milliseconds by default. On a machine where anything else runs, a spinning
-thread uses up its time slice while the one that it waits for is not scheduled: with two cores and one busy neighbour
-a decode step took 2 s instead of 20 ms. A short spin keeps the speed of a quiet machine and gives the core away in
-time on a busy one. The runtime reads its environment when torch is imported, so this must come first.
+GNU's OpenMP, which torch includes, spins for milliseconds by default. On a busy machine, a spinning thread uses its
+time slice while the thread that it waits for is not scheduled: with two cores and one busy process, a decode step took
+2 s instead of 20 ms. A short spin is as fast on an idle machine, and releases the core in time on a busy one. The
+runtime reads its environment when torch is imported, so this must run before.
 """
 
 import os
@@ -20,7 +20,7 @@ def limit_spinning() -> None:
 
 
 def spin_count(environ: Mapping[str, str]) -> int:
-    """Return how often a thread of `runner/native/team.h` spins before it sleeps: as the same variables say."""
+    """Return how often a thread of `runner/native/team.h` spins before it sleeps, by the same variables."""
     chosen = environ.get("GOMP_SPINCOUNT", "")
     if chosen.isdecimal():
         return min(int(chosen), _MOST_SPINS)

@@ -1,4 +1,4 @@
-"""What the reader of one stream has not taken yet, as one output: vLLM's RequestOutputCollector."""
+"""Merges the outputs that the reader of a stream has not taken yet. After vLLM's RequestOutputCollector."""
 
 import asyncio
 
@@ -7,16 +7,16 @@ from headrace_engine.sampling_params import RequestOutputKind
 
 
 class OutputCollector:
-    """Merges outputs until the reader takes them, so that a slow reader costs no more memory than its output.
+    """Merges outputs until the reader takes them, so that a slow reader needs no more memory than its output.
 
-    Deltas are joined. Of cumulative outputs the last one of each choice is kept. All methods belong to one event loop.
+    Deltas are joined. Of cumulative outputs, the last one of each choice is kept. All methods belong to one event loop.
     """
 
     def __init__(self, output_kind: RequestOutputKind) -> None:
         self._joins = output_kind is RequestOutputKind.DELTA
         self._pending: RequestOutput | None = None
         self._texts: dict[int, list[str]] = {}
-        """Of pending deltas by choice: joined once, when they are taken."""
+        """The pending deltas of each choice. They are joined when they are taken."""
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
@@ -30,12 +30,12 @@ class OutputCollector:
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        """End the stream: the reader gets the error behind what is pending."""
+        """End the stream. The reader gets the error after the pending output."""
         self._error = error
         self._ready.set()
 
     async def get(self) -> RequestOutput:
-        """Wait for an output. Raises what `fail` was given."""
+        """Wait for an output. Raises the error of `fail`."""
         await self._ready.wait()
         if self._pending is None:
             assert self._error is not None

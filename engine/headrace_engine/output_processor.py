@@ -1,6 +1,6 @@
-"""From the core's token ids to what callers read: text, stop strings, log-probabilities, one output a request.
+"""Converts the token ids of the core to outputs: text, stop strings and log-probabilities.
 
-Runs beside the step loop, never in it: while this module turns step N into text, the core computes step N + 1.
+It runs in parallel with the step loop: while it converts step N to text, the core computes step N + 1.
 """
 
 import time
@@ -25,7 +25,7 @@ class _Choice:
     index: int
     detokenizer: Detokenizer
     logprob_texts: LogprobTexts | None = None
-    """Where the request asks for log-probabilities and for text."""
+    """Set if the request asks for log-probabilities and for text."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -34,15 +34,15 @@ class _Choice:
     num_shown_tokens: int = 0
     num_shown_logprobs: int = 0
     unshown_text: str = ""
-    """Gathered since the last output, under stream_interval or while outputs are held back."""
+    """New tokens since the last output, because of stream_interval or while outputs are held back."""
 
     @property
     def is_at_an_end(self) -> bool:
-        """Whether what is new is the first that is shown, or the last."""
+        """Whether the new tokens are the first or the last ones to be shown."""
         return self.finish_reason is not None or self.num_shown_tokens == 0
 
     def is_due(self, params: SamplingParams) -> bool:
-        """Whether what is new is to be shown: the first token and the last at once, the others in their interval."""
+        """Whether to show the new tokens: the first and the last at once, others at the stream interval."""
         if params.output_kind is RequestOutputKind.FINAL_ONLY:
             return self.finish_reason is not None
         interval = params.stream_interval
@@ -64,7 +64,7 @@ class _RequestState:
     params: SamplingParams
     choices: list[_Choice]
     choice_ids: list[str]
-    """The core's names of the choices, by index."""
+    """The ids of the choices in the core, by index."""
     stats: RequestStateStats
     lora_request: LoRARequest | None = None
     num_cached_tokens: int = 0
@@ -73,15 +73,15 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        return None not in [choice.finish_reason for choice in self.choices]  # a third of what a generator takes
+        return None not in [choice.finish_reason for choice in self.choices]  # takes a third of the time of a generator
 
 
 @dataclass(slots=True)
 class ProcessedOutputs:
     request_outputs: list[RequestOutput]
-    """At most one a request."""
+    """At most one output for each request."""
     finished_choice_ids: list[str]
-    """Choices that a stop string ended: the core does not know yet and must be told to abort them."""
+    """Choices that a stop string has ended. The caller must abort them in the core."""
 
 
 class OutputProcessor:
@@ -90,7 +90,7 @@ class OutputProcessor:
         self._requests: dict[str, _RequestState] = {}
         self._choices: dict[str, tuple[_RequestState, _Choice]] = {}
         self._held_back: dict[str, tuple[_RequestState, _Choice]] = {}
-        """Choices whose output was due while outputs were held back, in that order."""
+        """Choices whose output became due while outputs were held back, in order."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -102,7 +102,7 @@ class OutputProcessor:
         return list(self._requests)
 
     def add_request(self, request: ProcessedRequest) -> None:
-        """Begin to follow a request. Choices that resume are fed the tokens they already have."""
+        """Start to process a request. Resumed choices get the tokens that they already have."""
         if request.request_id in self._requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
         pieces = self._tokenizer.pieces
@@ -130,7 +130,7 @@ class OutputProcessor:
         self._requests[request.request_id] = state
 
     def finish_choice(self, request_id: str, index: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        """Mark a choice as finished by an earlier attempt: nothing more will come for it."""
+        """Mark a choice as finished by an earlier attempt. It gets no more outputs."""
         choice = self._requests[request_id].choices[index]
         choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
 
@@ -142,12 +142,12 @@ class OutputProcessor:
     def process(
         self, outputs: Iterable[EngineCoreOutput], *, hold_back: bool = False, stats: StepStats | None = None
     ) -> ProcessedOutputs:
-        """Take the outputs of one step; choices that are not followed (any more) are ignored.
+        """Convert the outputs of one step. Unknown choices are ignored.
 
         Args:
-            hold_back: show only what is the first or the last of a choice. The rest is shown by the next call that does
-                not hold back, whether it brings outputs of these choices or not.
-            stats: those of the step, which say what it began.
+            hold_back: show only the first and the last tokens of a choice. The next call without it shows the rest,
+                whether or not it has outputs of these choices.
+            stats: the statistics of the step.
         """
         now = time.monotonic()
         if stats is not None:
@@ -196,7 +196,7 @@ class OutputProcessor:
                 followed[0].stats.scheduled_ts = now - stats.step_seconds
 
     def abort(self, request_id: str) -> tuple[RequestOutput, list[str]] | None:
-        """Stop following a request: its last output, and the core's names of the choices to abort."""
+        """Remove a request. Return its last output, and the ids of the choices to abort in the core."""
         state = self._requests.get(request_id)
         if state is None:
             return None
@@ -211,20 +211,20 @@ class OutputProcessor:
         return _request_output(state, completions, finished=True), alive
 
     def _update(self, state: _RequestState, choice: _Choice, output: EngineCoreOutput) -> None:
-        """Tokens become text, and the text may end the choice."""
+        """Convert tokens to text, which may end the choice."""
         visible = output.new_token_ids
         if output.finish_reason is FinishReason.STOP and not state.params.include_stop_str_in_output:
-            visible = visible[:-1]  # as a stop string, the stop or end token itself is not shown
+            visible = visible[:-1]  # like a stop string, the stop or end token is not shown
         num_before = choice.detokenizer.num_tokens
         text, stop = choice.detokenizer.update(visible, finished=output.finish_reason is not None)
-        # A step may give several tokens; those behind a stop string were never asked for.
+        # A step may yield several tokens. Those after a stop string are dropped.
         num_taken = None if stop is None else choice.detokenizer.num_tokens - num_before
         choice.token_ids += output.new_token_ids[:num_taken]
         choice.unshown_text += text
         if output.logprobs is not None:
             taken = output.logprobs[:num_taken]
             choice.logprobs += _read_logprobs(choice.logprob_texts, taken)
-            choice.cumulative_logprob += sum(entry[0][1] for entry in taken)  # the sampled token's comes first
+            choice.cumulative_logprob += sum(entry[0][1] for entry in taken)  # the first entry is the sampled token
         if output.prompt_logprobs is not None:
             texts = None
             if state.params.detokenize:
@@ -257,7 +257,7 @@ def _read_logprobs(texts: LogprobTexts | None, entries: Iterable[TokenLogprobs])
 def _request_output(state: _RequestState, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
     prompt_logprobs = state.prompt_logprobs
     if state.params.output_kind is RequestOutputKind.DELTA:
-        state.prompt_logprobs = None  # shown now, and not again
+        state.prompt_logprobs = None  # shown only once
     return RequestOutput(
         state.request_id,
         state.prompt,
@@ -273,7 +273,7 @@ def _request_output(state: _RequestState, completions: list[CompletionOutput], f
 
 
 def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
-    """The choice as its request wants it: what is new alone for deltas, else all of it."""
+    """Return the output of a choice: only the new part for deltas, otherwise all of it."""
     fresh = choice.take_unshown()
     if state.params.output_kind is RequestOutputKind.DELTA:
         token_ids, text, logprobs = fresh

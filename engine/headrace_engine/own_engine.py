@@ -1,4 +1,4 @@
-"""Headrace's own engine as the parent sees it: its name, its child, and the options that it has."""
+"""Headrace's own engine as the parent sees it: its name, its child module and its options."""
 
 from collections.abc import Iterator
 from typing import Final

@@ -1,4 +1,4 @@
-"""What callers give, as the plain data that travels to the core. Imports neither NumPy nor torch."""
+"""Converts the arguments of callers to plain data for the core. Imports neither NumPy nor torch."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from uuid import UUID
 from headrace_engine.errors import InvalidRequestError
 
 RequestId = str | int | UUID
-"""What may name a request; it is known by the text of it."""
+"""The types of a request id. Its text is what identifies the request."""
 MAX_DEPTH = 32
 MAX_VALUES = 2**16
 _PLAIN = frozenset({int, float, bool, str, type(None), list, tuple, dict})
@@ -15,14 +15,14 @@ _SHOWN_CHARS = 60
 
 
 def plain(value: Any) -> Any:
-    """Turn a number of NumPy or torch into Python's; leave anything else as it is."""
+    """Convert a number of NumPy or torch to Python's. Return anything else unchanged."""
     if type(value) in _PLAIN or getattr(value, "ndim", None) != 0:
         return value
     return value.item()
 
 
 def plain_list(values: Any) -> Any:
-    """Turn an array, a tensor or a tuple into a list, and its numbers into Python's; leave what is no list as it is."""
+    """Convert an array, tensor or tuple to a list of Python's numbers. Return anything else unchanged."""
     if isinstance(values, list | tuple):
         return [*values] if isinstance(values, tuple) and _PLAIN.issuperset(map(type, values)) else _plain_items(values)
     if type(values) not in _PLAIN and hasattr(values, "tolist") and getattr(values, "ndim", 0) > 0:
@@ -37,10 +37,10 @@ def _plain_items(values: list[Any] | tuple[Any, ...]) -> list[Any]:
 
 
 def request_id_of(value: Any) -> str:
-    """The text of a request id, which may be given as a string, an integer or a UUID.
+    """Return a request id as text. It may be a string, an integer or a UUID.
 
     Raises:
-        InvalidRequestError: it is nothing that names a request.
+        InvalidRequestError: it has another type.
     """
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):
@@ -56,7 +56,7 @@ def request_id_of(value: Any) -> str:
 
 
 def request_ids_of(given: RequestId | Iterable[RequestId]) -> list[str]:
-    """The texts of one request id, or of several."""
+    """Return one or several request ids as texts."""
     given = plain_list(given)
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | UUID | Mapping):
         return [request_id_of(request_id) for request_id in given]
@@ -64,10 +64,10 @@ def request_ids_of(given: RequestId | Iterable[RequestId]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as an error message may show it: short, whatever it is."""
+    """Return a short representation of any value for an error message."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes out no integer of more than 4300 digits
+    except ValueError:  # Python does not convert integers of more than 4300 digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deeply"
@@ -75,7 +75,7 @@ def shown(value: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can carry the text: lone surrogates are all that it cannot."""
+    """Whether UTF-8 can encode a text. It cannot encode lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -88,7 +88,7 @@ def _fits_64_bits(value: int) -> bool:
 
 
 def data_problem(name: str, value: object) -> str | None:
-    """What keeps a value from travelling as plain data, to a core in a process of its own and to a chat template."""
+    """Return why a value cannot be sent as plain data to a core in a child process, or to a chat template."""
     waiting: list[tuple[object, int]] = [(value, 0)]
     num_values = 0
     while waiting:
@@ -116,7 +116,7 @@ def data_problem(name: str, value: object) -> str | None:
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
-    """Turn the numbers of NumPy and torch in lists and maps into Python's; what is nested too deeply stays as it is."""
+    """Convert numbers of NumPy and torch in lists and maps to Python's. Too deeply nested values are unchanged."""
     if depth > MAX_DEPTH:
         return value
     if isinstance(value, Mapping):

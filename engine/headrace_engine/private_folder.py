@@ -1,7 +1,7 @@
-"""Folders of this user alone, for files that are run or believed: compiled kernels, converted weights.
+"""Private folders for files that are executed or trusted: compiled kernels, converted weights.
 
-Nobody else may be able to put a file there: neither as the owner of a folder on the way to it, nor through a permission
-or by a symbolic link.
+No other user may be able to place a file there: not as the owner of a parent folder, not by permissions, and not by a
+symbolic link.
 """
 
 import contextlib
@@ -11,21 +11,22 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-_LINKS_FOLLOWED = 40  # as many as the kernel follows
+_LINKS_FOLLOWED = 40  # the limit of the kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's cached files belong: `headrace` under `XDG_CACHE_HOME`, or else under `~/.cache`.
+    """Return the cache folder of this user: `headrace` in `XDG_CACHE_HOME`, or in `~/.cache`.
 
-    Raises RuntimeError where this user has no home.
+    Raises:
+        RuntimeError: this user has no home folder.
     """
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def candidates(name: str, environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Where a folder of this name may be, the best place first; none of them need exist or be private."""
-    with contextlib.suppress(RuntimeError):  # a user without a home, whom the password database does not know
+    """Yield the possible places of a folder, the best one first. They need not exist or be private."""
+    with contextlib.suppress(RuntimeError):  # the user has no home and is not in the password database
         yield cache_folder(environ) / name
     if environ.get("XDG_RUNTIME_DIR"):
         yield Path(environ["XDG_RUNTIME_DIR"]) / "headrace" / name
@@ -34,9 +35,10 @@ def candidates(name: str, environ: Mapping[str, str] = os.environ) -> Iterator[P
 
 
 def first_private(name: str, report: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Path:
-    """The first of the `candidates` that is, or can be made, private; `report` is told of those that cannot.
+    """Return the first of the `candidates` that is private or can be created so. Report the others.
 
-    Raises OSError where none can.
+    Raises:
+        OSError: there is none.
     """
     refused = []
     for folder in candidates(name, environ):
@@ -52,31 +54,32 @@ def first_private(name: str, report: Callable[[str], None], environ: Mapping[str
 
 
 def make_private(folder: Path) -> Path:
-    """Make the folder, with mode 0700, where it is missing, and return it.
+    """Create a folder with mode 0700 if it does not exist, and return it.
 
-    Raises PermissionError where another user than this one and root could change what lies in it, OSError where it
-    cannot be made.
+    Raises:
+        PermissionError: a user other than this one and root could change its content.
+        OSError: it cannot be created.
     """
     folder = folder.absolute()
     missing = [folder]
     while not os.path.lexists(missing[-1].parent):
         missing.append(missing[-1].parent)
-    # before anything is made there: another user could watch, and be quicker
+    # before anything is created there: another user could be faster
     check_private(missing[-1].parent)
     for path in reversed(missing):
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
-            continue  # there already, or another process of this user was quicker
+            continue  # it exists, or another process of this user has created it
     check_private(folder, alone=True)
     return folder
 
 
 def check_private(folder: Path, *, alone: bool = False) -> None:
-    """Raise PermissionError where another user than this one and root could replace something on the way.
+    """Raise PermissionError if a user other than this one and root could replace a part of the path.
 
-    A parent in which everybody may write will do if it has the sticky bit, as /tmp has: only its owner may then replace
-    an entry. With `alone`, the folder itself needs more: nobody else may write in it at all.
+    A parent may be writable by everyone if it has the sticky bit, like /tmp: then only the owner can replace an entry.
+    With `alone`, no other user may write in the folder itself.
     """
     at, left = Path("/"), list(folder.absolute().parts[1:])
     links = 0
@@ -105,7 +108,7 @@ def check_private(folder: Path, *, alone: bool = False) -> None:
 
 
 def read_private(file: Path) -> bytes:
-    """The content of a file. Raises PermissionError where another user than this one and root could have written it."""
+    """Return the content of a file. Raises PermissionError if another user, except root, could have written it."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as opened:  # noqa: PTH123
         status = os.fstat(descriptor)

@@ -1,8 +1,8 @@
-"""`PromptLength`: refuses a text that is far too long after a look at its beginning.
+"""`PromptLength`: refuses a far too long text after tokenising only its beginning.
 
-No number of characters says how many tokens a text has: a token may stand for a paragraph, a normaliser may drop any
-character, and a run of unknown characters may become one token. So the beginning is tokenised, and counted as far as
-what follows cannot change it.
+The number of characters does not bound the number of tokens: a token may stand for a paragraph, a normaliser may drop
+any character, and a run of unknown characters may become one token. So the beginning is tokenised. Only tokens that the
+rest of the text cannot change are counted.
 """
 
 import json
@@ -13,9 +13,9 @@ from headrace_engine.errors import ContextLengthError
 
 _CHARS_A_TOKEN = 16
 _LEAST_CHARS = 1 << 14
-# Tokens may be cut elsewhere where more text follows, but never into half as many.
+# More text may change the boundaries of tokens, but it cannot halve their number.
 _TOO_MANY = 2
-# What these make of a beginning does not depend on what follows it, but for its last characters.
+# For these, the tokens of a beginning do not depend on the rest, except for its last characters.
 _LOCAL_NORMALISERS = {
     "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip",
     "StripAccents",
@@ -26,7 +26,7 @@ class PromptLength:
     """The check for one tokenizer.
 
     Args:
-        max_tokens: of prompt and output together.
+        max_tokens: maximum tokens of prompt and output.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
@@ -38,7 +38,7 @@ class PromptLength:
         self._is_local = _is_local(json.loads(tokenizer.to_str())["normalizer"])
 
     def check(self, text: str) -> None:
-        """Raises ContextLengthError where the text certainly has too many tokens; takes no time for a short one."""
+        """Raise ContextLengthError if the text certainly has too many tokens. Instant for a short text."""
         counted = self._looked_at - self._last_chars
         if not self._is_local or len(text) < 2 * self._looked_at or counted <= 0:
             return
@@ -58,7 +58,7 @@ def _is_local(normaliser: dict[str, object] | None) -> bool:
         parts = normaliser["normalizers"]
         assert isinstance(parts, list)
         return all(_is_local(part) for part in parts)
-    if normaliser["type"] == "Replace":  # of a fixed text; a regular expression may match anything up to the end
+    if normaliser["type"] == "Replace":  # for a fixed text; a regular expression may match up to the end
         pattern = normaliser["pattern"]
         return isinstance(pattern, dict) and isinstance(pattern.get("String"), str) and len(pattern["String"]) < 256
     return normaliser["type"] in _LOCAL_NORMALISERS

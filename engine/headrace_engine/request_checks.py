@@ -1,4 +1,4 @@
-"""What a request may ask of one particular model and engine: vocabulary, context, logits processors, capabilities."""
+"""Checks requests against one model and engine: vocabulary, context, logits processors, capabilities."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +13,7 @@ from headrace_engine.sampling_params import SamplingParams
 
 
 class RequestChecks:
-    """Raises InvalidRequestError with every problem found."""
+    """Raise InvalidRequestError with all problems."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RequestChecks:
         self._extra_args = {name for processor in logits_processors for name in processor.extra_args}
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Raises ContextLengthError where the prompt leaves no room for a token."""
+        """Raise ContextLengthError if the prompt leaves no room for a token."""
         if not token_ids:
             raise InvalidRequestError("the prompt is empty")
         limit = self._info.max_model_len
@@ -61,11 +61,11 @@ class RequestChecks:
             raise InvalidRequestError(problems)
 
     def check_features(self, priority: int, cache_salt: str, lora_request: LoRARequest | None) -> None:
-        """What a request asks for beside its parameters.
+        """Check the features of a request other than its sampling parameters.
 
         Raises:
             LoRAError: the engine serves no adapters.
-            InvalidRequestError: it knows no priorities, or no salts.
+            InvalidRequestError: it does not support priorities or salts.
         """
         can = self._capabilities
         if lora_request is not None and not can.lora:

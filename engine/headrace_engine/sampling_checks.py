@@ -1,6 +1,6 @@
-"""What a value of `SamplingParams` may be: each check returns one sentence for everything that is wrong.
+"""Checks the values of `SamplingParams`. Each check returns one message for each problem.
 
-Kept in step with `headrace_broker.sampling_rules`, which tells producers the same without the engine.
+Keep it consistent with `headrace_broker.sampling_rules`, which checks requests of producers without the engine.
 """
 
 import math
@@ -23,7 +23,7 @@ _SIGNED_64_BITS = (-(2**63), _LARGEST_INTEGER)
 
 
 def value_problems(params: Any) -> list[str]:
-    """Everything that is wrong with the values of a `SamplingParams`, first each alone, then together."""
+    """Return all problems of `SamplingParams`: first those of single values, then those of combinations."""
     problems = [
         *number("temperature", params.temperature, 0.0, math.inf),
         *number("top_p", params.top_p, 0.0, 1.0, above=True),
@@ -92,7 +92,7 @@ def _is_token_id(value: Any) -> bool:
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> list[str]:
-    largest = sys.float_info.max  # Python's integers go beyond it
+    largest = sys.float_info.max  # Python's integers can be larger
     if not isinstance(value, int | float) or isinstance(value, bool) or not -largest <= value <= largest:
         return [f"{name} is {shown(value)}, expected a finite number"]
     if value < low or value > high or (above and value == low):
@@ -150,7 +150,7 @@ def _extra_args(value: object) -> list[str]:
 
 
 def pattern_problems(params: Any) -> list[str]:
-    """What is wrong with a `RepetitionDetectionParams`."""
+    """Return the problems of `RepetitionDetectionParams`."""
     sizes = [
         *integer("repetition_detection.max_pattern_size", params.max_pattern_size, 0, MAX_PATTERN_SIZE),
         *integer("repetition_detection.min_pattern_size", params.min_pattern_size, 0, None),

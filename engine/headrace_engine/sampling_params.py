@@ -1,7 +1,7 @@
-"""SamplingParams: what a request may ask of the sampler, with vLLM's names and defaults.
+"""SamplingParams: the sampling parameters of a request, with vLLM's names and defaults.
 
-Values are checked when the object is made, and every problem is reported at once. Checks that need the model
-(vocabulary size, context length) are made by the input processor.
+The constructor checks all values and reports all problems at once. The input processor makes the checks that need the
+model (vocabulary size, context length).
 """
 
 from collections.abc import Mapping
@@ -42,12 +42,12 @@ _NUMBERS = (
 _numbers_of = attrgetter(*_NUMBERS)
 _PYTHONS_NUMBERS = frozenset({int, float, bool, type(None)})
 
-# Below this temperature float32 softmax is a one-hot up to rounding: take the arg max outright.
+# Below this temperature the float32 softmax is one-hot up to rounding, so the arg max is taken.
 GREEDY_TEMPERATURE = 1e-5
 
 
 class RequestOutputKind(Enum):
-    """What each `RequestOutput` of a stream holds."""
+    """The content of each `RequestOutput` of a stream."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
@@ -56,18 +56,18 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class RepetitionDetectionParams:
-    """When the end of the output counts as a loop: one pattern of tokens, several times in a row.
+    """Defines when an output has fallen into a loop: it ends with a pattern of tokens that is repeated.
 
     Raises:
-        InvalidRequestError: the three numbers do not fit together.
+        InvalidRequestError: the three numbers are inconsistent.
     """
 
     max_pattern_size: int = 0
-    """Longest pattern looked for, in tokens (at most 1024); 0 looks for none."""
+    """Maximum length of the pattern in tokens (at most 1024). 0: no detection."""
     min_pattern_size: int = 0
-    """Shortest pattern looked for; 0 means 1."""
+    """Minimum length of the pattern in tokens. 0 means 1."""
     min_count: int = 0
-    """How often the pattern must stand in a row, at least 2."""
+    """How often the pattern must occur in a row, at least 2."""
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
@@ -80,18 +80,18 @@ class RepetitionDetectionParams:
 @with_vllm_names("SamplingParams", InvalidRequestError)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens of one request are chosen and when it ends.
+    """Determines how the tokens of a request are chosen, and when it ends.
 
     Raises:
-        InvalidRequestError: one or more values are out of range; all of them are named.
+        InvalidRequestError: one or more values are out of range. The error names all of them.
     """
 
     n: int = 1
     """Number of independent choices generated for the prompt."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that was generated at least once (-2 to 2)."""
+    """Subtracted from the logit of each token that was generated at least once (-2 to 2)."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it was generated (-2 to 2)."""
+    """Subtracted from the logit of a token for each time that it was generated (-2 to 2)."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output (above 0)."""
     temperature: float = 1.0
@@ -101,49 +101,51 @@ class SamplingParams:
     top_k: int = 0
     """Keeps this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drops tokens less likely than this share of the most likely one's probability."""
+    """Drops tokens whose probability is below this fraction of that of the most likely token."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else is in the batch. None draws one when the request is accepted."""
+    """The same seed gives the same tokens, whatever else is in the batch. None: a random seed for the request."""
     stop: list[str] = field(default_factory=list)
-    """Generation ends before the first of these strings; one string may be given alone."""
+    """Generation ends before the first of these strings. May be a single string."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Generation ends with the first of these tokens."""
     ignore_eos: bool = False
     """Generation goes on after an end-of-sequence token."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None means as many as the context allows."""
+    """Maximum number of tokens to generate. None: as many as the context allows."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token can be drawn before this many tokens."""
+    """Number of tokens before which no end or stop token is drawn."""
     logprobs: int | None = None
-    """Log-probabilities returned for each generated token beside its own (0 to the engine's max_logprobs; -1: all).
+    """Number of log-probabilities for each generated token, besides its own (0 to max_logprobs of the engine; -1: all).
     True means 1."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first; they come with the first generated token."""
+    """The same for each prompt token except the first. They are returned with the first generated token."""
     detokenize: bool = True
-    """False returns token ids alone and saves the work of making text."""
+    """False: return only token ids, which saves the work of detokenising."""
     skip_special_tokens: bool = True
     """Leaves special tokens out of the text."""
     spaces_between_special_tokens: bool = True
-    """Whether special tokens that follow one another are shown with what the tokenizer puts between them."""
+    """Whether adjacent special tokens are shown with the separator of the tokenizer."""
     include_stop_str_in_output: bool = False
     """Keeps the stop string that ended the generation at the end of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output holds: all text so far, the new text, or one output at the end."""
     structured_outputs: StructuredOutputsParams | None = None
-    """A form that the output must have. A map may be given, too."""
+    """The form that the output must have. May be a map."""
     stream_interval: int | None = None
-    """Tokens of a choice gathered into one streamed output; its first and its last one are shown at once."""
+    """Number of tokens of a choice in one streamed output. The first and the last token are sent at once."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these tokens (-100 to 100). Keys may be digits, as JSON has them."""
+    """Added to the logits of these tokens (-100 to 100). Keys may be strings of digits, as in JSON."""
     allowed_token_ids: list[int] | None = None
-    """No other token is ever generated."""
+    """Only these tokens are generated."""
     bad_words: list[str] = field(default_factory=list)
-    """Texts that are not generated, at the start of a word or within it: the token that would complete one is not
-    drawn. One text may be given alone."""
+    """Texts that are not generated, at the start of a word or within it. May be a single text.
+
+    The token that would complete one of them is not drawn.
+    """
     repetition_detection: RepetitionDetectionParams | None = None
-    """Ends a choice that has fallen into a loop, with finish reason repetition. A map may be given, too."""
+    """Ends a choice that has fallen into a loop, with finish reason repetition. May be a map."""
     extra_args: dict[str, Any] | None = None
-    """Values for the engine's own logits processors, by name; a name that none of them reads is refused."""
+    """Arguments for the logits processors of the engine, by name. Names that none of them reads are refused."""
 
     def __post_init__(self) -> None:
         problems = self._normalise()
@@ -153,7 +155,7 @@ class SamplingParams:
             raise InvalidRequestError(problems)
 
     def _normalise(self) -> list[str]:
-        """Bring the short forms that callers may use to the one form that the engine reads."""
+        """Convert the short forms of values to the canonical ones."""
         if not _PYTHONS_NUMBERS.issuperset(map(type, _numbers_of(self))):
             for name in _NUMBERS:
                 setattr(self, name, plain(getattr(self, name)))
@@ -209,7 +211,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Build from a plain map such as a decoded message; unknown names are refused by name."""
+        """Build from a plain map, such as a decoded message. Unknown names are refused."""
         if not isinstance(values, Mapping):
             raise InvalidRequestError(f"sampling parameters must be a map, not {shown(values)}")
         known = {f.name for f in fields(cls)}
@@ -220,15 +222,15 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Build from values of which None means the default. Only `max_tokens` keeps None: as many as fit."""
+        """Build from values. None means the default, except for `max_tokens`: as many as fit."""
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> "SamplingParams":
-        """A copy that shares no list and no map with this one."""
+        """Return a copy that shares no lists and maps with this one."""
         return deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain map that `from_dict` reads; all keys are text, so that JSON and strict msgpack carry it."""
+        """Return the plain map that `from_dict` reads. All keys are text, for JSON and strict msgpack."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values["output_kind"] = self.output_kind.value
         if self.logit_bias is not None:
@@ -249,14 +251,14 @@ class SamplingParams:
 
 
 def _as_list(value: Any) -> Any:
-    """A list of what may be given as one string, as an array, or not at all; anything else is left for the checks."""
+    """Convert a string, an array or None to a list. The checks refuse anything else."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else plain_list(value)
 
 
 def _token_id(value: Any) -> Any:
-    """A token id that may be given in digits, as the keys of JSON are."""
+    """Convert a token id that may be a string of digits, like the keys of JSON."""
     if isinstance(value, str) and value.isdecimal() and len(value) <= _LONGEST_TOKEN_ID_DIGITS:
         return int(value)
     return plain(value)

@@ -1,4 +1,4 @@
-"""Options of speculative decoding, named as in vLLM, checked where they are made. Imports no torch."""
+"""The options of speculative decoding, with vLLM's names, and their checks. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,29 +7,29 @@ from typing import Any, Literal, get_args
 SpeculativeMethod = Literal["ngram", "draft_model"]
 
 MAX_SPECULATIVE_TOKENS = 16
-"""Most drafted tokens a request and step: beyond it acceptance is nearly nothing, and metrics count by position."""
+"""Limit of num_speculative_tokens. Later drafts are hardly ever accepted, and metrics count by position."""
 _DEFAULT_LOOKUP = 5
 _MAX_LOOKUP = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Where drafts come from and how long they are."""
+    """The source and the length of drafts."""
 
     method: SpeculativeMethod
-    """ngram: what followed the last tokens earlier in the same request. draft_model: a smaller model's guess."""
+    """ngram: what followed the last tokens earlier in the same request. draft_model: a smaller model."""
     num_speculative_tokens: int
-    """Most drafted tokens a request and step."""
+    """Maximum number of draft tokens of a request in a step."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP
-    """ngram: fewest last tokens that must be found again."""
+    """ngram: minimum length of the n-gram."""
     prompt_lookup_max: int = _DEFAULT_LOOKUP
-    """ngram: most last tokens that are looked for; the longest match wins."""
+    """ngram: maximum length of the n-gram. The longest match is used."""
     model: str | None = None
     """draft_model: folder or hub name of a model with the same vocabulary."""
 
     @classmethod
     def from_map(cls, values: Mapping[str, Any]) -> "SpeculativeConfig":
-        """From checked values (`problems`). One lookup bound that is not given takes the other's value, as in vLLM."""
+        """Build from checked values (`problems`). A missing lookup bound gets the value of the other, as in vLLM."""
         known = dict(values)
         known.setdefault("prompt_lookup_min", known.get("prompt_lookup_max", _DEFAULT_LOOKUP))
         known.setdefault("prompt_lookup_max", known["prompt_lookup_min"])
@@ -37,7 +37,7 @@ class SpeculativeConfig:
 
     @classmethod
     def problems(cls, values: object) -> list[str]:
-        """Everything that is wrong with a map of options; empty when `from_map` may be called."""
+        """Return all problems of a map of options. `from_map` may be called if there are none."""
         if not isinstance(values, Mapping):
             return [f"speculative_config is {values!r}, must be a map of {_names()}"]
         problems = [

@@ -1,4 +1,4 @@
-"""Options of devices whose compiler must know every shape beforehand. Imports no torch."""
+"""The options of devices whose compilers need all shapes in advance. Imports no torch."""
 
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, fields
@@ -10,10 +10,10 @@ from headrace_engine.errors import ConfigError
 
 STATIC_DEVICES = ("neuron", "xla", "static-cpu")
 """neuron: Trainium 2 and later by TorchNeuron. xla: Inferentia 2 and Trainium 1 by PyTorch/XLA. static-cpu: the same
-step on the CPU, uncompiled, to look for a fault without a device."""
+step on the CPU without compilation, for debugging without a device."""
 
 CACHE_VARIABLES = {"neuron": "TORCH_NEURONX_NEFF_CACHE_DIR", "xla": "NEURON_COMPILE_CACHE_URL"}
-"""What tells each device's compiler where to keep its graphs; read when torch is imported."""
+"""The environment variables for the graph folder of each compiler. They are read when torch is imported."""
 
 _CORES = "NEURON_RT_VISIBLE_CORES"
 _ALL_CORES = "HEADRACE_NEURON_CORES"
@@ -23,23 +23,23 @@ _BUCKETS = ("prefill_buckets", "decode_buckets", "context_buckets")
 
 @dataclass(slots=True, kw_only=True)
 class StaticConfig:
-    """What is compiled, one graph for each bucket of tokens or requests and each context bucket."""
+    """The shapes to compile: one graph for each bucket of tokens or requests and each context bucket."""
 
     prefill_buckets: list[int] | None = None
-    """Tokens of a prompt computed in one step; None takes 128, 512 and 2048 as far as a step and the model go."""
+    """Prompt tokens in one step. None: 128, 512 and 2048, within the limits of a step and the model."""
     decode_buckets: list[int] | None = None
-    """Requests that get a token in one step; None takes the powers of 2 up to max_num_seqs."""
+    """Requests in a decode step. None: the powers of 2 up to max_num_seqs."""
     context_buckets: list[int] | None = None
-    """Tokens that attention reads; None takes 512, 2048, 8192 and max_model_len."""
+    """Tokens that attention reads. None: 512, 2048, 8192 and max_model_len."""
     tensor_parallel_size: int = 1
-    """NeuronCores that share the model, each with a process of its own."""
+    """Number of NeuronCores that share the model, with one process each."""
     compile_cache_dir: str | None = None
-    """Folder of compiled graphs, one subfolder a rank, so that a second start compiles nothing. None leaves it to the
-    device's own environment variables."""
+    """Folder of compiled graphs, with a subfolder for each rank, so that later starts compile nothing. None: by the
+    environment variables of the device."""
 
     @classmethod
     def problems(cls, options: Any, device: object) -> Iterator[str]:
-        """What is wrong with the fields of this class in `options`, given the device."""
+        """Return the problems of these options for a device."""
         if device in STATIC_DEVICES:
             for name in ("batch_invariant", "trust_remote_code"):
                 if getattr(options, name, False):
@@ -66,17 +66,17 @@ class StaticConfig:
     def prepare_environment(
         self, device: str, rank: int, environ: MutableMapping[str, str], *, is_torch_imported: bool
     ) -> None:
-        """Tell the device's runtime which core is this rank's, and its compiler where the rank's graphs are kept.
+        """Set the environment: the core of this rank for the runtime, and the graph folder for the compiler.
 
         Raises:
-            ConfigError: it would not hear of it any more, has too few cores, or cannot write there.
+            ConfigError: torch has been imported already, there are too few cores, or the folder is not writable.
         """
         wanted = {}
         if self.compile_cache_dir is not None:
             wanted[CACHE_VARIABLES[device]] = str(_made(Path(self.compile_cache_dir) / f"rank{rank}"))
         if self.tensor_parallel_size > 1 and device == "neuron":
             wanted[_CORES] = str(self._core(rank, environ.get(_ALL_CORES, environ.get(_CORES))))
-            # the other ranks inherit this environment, in which the first has named its own core already
+            # the other ranks inherit this environment, which has the core of rank 0 already
             environ.setdefault(_ALL_CORES, environ.get(_CORES, ""))
         missing = {name: value for name, value in wanted.items() if environ.get(name) != value}
         if missing and is_torch_imported:
@@ -88,7 +88,7 @@ class StaticConfig:
         environ.update(missing)
 
     def _core(self, rank: int, visible: str | None) -> int:
-        """The rank's core among those that the operator left to this process, all where none are named."""
+        """Return the core of a rank, among those that the operator allows for this process (default: all)."""
         if not visible:
             return rank
         cores: list[int] = []
@@ -106,7 +106,7 @@ class StaticConfig:
 
 
 def _made(folder: Path) -> Path:
-    """The folder; it is told now if nothing can be kept in it, and not by a compilation at each start."""
+    """Return the folder. Raise an error if it is not writable, instead of compiling at each start."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

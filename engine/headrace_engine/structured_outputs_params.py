@@ -1,4 +1,4 @@
-"""What a request may ask of the form of its output. Whether a grammar can be compiled is checked at the door."""
+"""The form of an output. The input processor checks whether its grammar can be compiled."""
 
 import json as jsonlib
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_engine.vllm_names import with_vllm_names
 
 MAX_GRAMMAR_BYTES = 65536
-"""Of a schema, regular expression, grammar, or of all choices together, as UTF-8."""
+"""Maximum bytes of a schema, regular expression, grammar, or of all choices, as UTF-8."""
 MAX_CHOICES = 1024
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 _CONTROLS = frozenset(chr(code) for code in (*range(32), 127)) - set("\t\n\r")
@@ -21,23 +21,23 @@ class StructuredOutputsParams:
     """Exactly one form that the output must have, with vLLM's names.
 
     Raises:
-        InvalidRequestError: none or more than one is given, or a value has the wrong type or is too large.
+        InvalidRequestError: no form or more than one is given, or a value has the wrong type or is too large.
     """
 
     json: str | dict[str, Any] | None = None
-    """A JSON schema, as a map or as text; kept as text."""
+    """A JSON schema, as a map or as text. Stored as text."""
     regex: str | None = None
-    """The whole output matches it; no look-around, no back-references."""
+    """A regular expression for the whole output, without look-around and back-references."""
     choice: list[str] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
     """A context-free grammar in Lark's syntax (rule `start`) or in GBNF (rule `root`)."""
     json_object: bool | None = None
-    """True asks for any JSON object."""
+    """True: any JSON object."""
     disable_any_whitespace: bool = False
-    """No whitespace between JSON's tokens."""
+    """No whitespace between the tokens of JSON."""
     whitespace_pattern: str | None = None
-    """A regular expression of the whitespace that may stand between JSON's tokens."""
+    """A regular expression for the whitespace between the tokens of JSON."""
 
     def __post_init__(self) -> None:
         choice: object = self.choice
@@ -51,7 +51,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StructuredOutputsParams":
-        """Build from a plain map; unknown names are refused by name."""
+        """Build from a plain map. Unknown names are refused."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(str(name)[:40] for name in values if name not in known)
         if unknown:

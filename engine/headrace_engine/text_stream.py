@@ -1,4 +1,4 @@
-"""The text that each token of an output adds behind its prompt."""
+"""Returns the text that each token of an output adds after its prompt."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -6,25 +6,25 @@ from typing import Final, Protocol
 from headrace_engine.token_pieces import REPLACEMENT, Piece, TokenPieces
 
 _LONGEST_BEGINNING: Final = 3
-"""Bytes of a character that is not complete."""
+"""The bytes of an incomplete character."""
 _CONTEXT_TOKENS: Final = 16
 
 
 class TextStream(Protocol):
     def step(self, token_id: int) -> str:
-        """The whole characters that this token completes."""
+        """Return the complete characters after this token."""
 
     def finish(self) -> str:
-        """What was held back; no more tokens will come."""
+        """Return the rest of the text. No more tokens will follow."""
 
 
 def create_text_stream(
     pieces: TokenPieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, join_added_tokens: bool
 ) -> TextStream:
-    """A stream that begins behind the prompt.
+    """Create a stream that starts after the prompt.
 
     Args:
-        join_added_tokens: put nothing between two added tokens that follow one another.
+        join_added_tokens: put no separator between adjacent added tokens.
     """
     if not pieces.joins:
         return DifferenceStream(pieces, prompt_token_ids, skip_special_tokens=skip_special_tokens)
@@ -37,11 +37,11 @@ def create_text_stream(
 
 
 class PieceStream:
-    """For decoders that join their tokens' pieces.
+    """A stream for decoders that concatenate the pieces of tokens.
 
     Args:
         hidden: tokens that are not shown.
-        joined: added tokens, shown as their own text where one follows another.
+        joined: added tokens that are shown without a separator if they are adjacent.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PieceStream:
         self._follows_joined = False
         self._is_first = True
         self._beginning = b""
-        """Of a character that is not complete."""
+        """The bytes of an incomplete character."""
         end = b""
         for token_id in reversed(prompt_token_ids):
             if token_id in hidden or token_id not in pieces:
@@ -65,7 +65,10 @@ class PieceStream:
                 break
         _, self._beginning = pieces.decode(end[-_LONGEST_BEGINNING:])
         self._num_replaced = pieces.num_replacements(self._beginning)
-        """U+FFFD that the prompt ends in: they are not the output's, should its beginning of a character be broken."""
+        """Number of U+FFFD at the end of the prompt.
+
+        They do not belong to the output if their character stays invalid.
+        """
 
     def step(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -102,7 +105,7 @@ class PieceStream:
 
 
 class DifferenceStream:
-    """For other decoders: the difference that a token makes to the text of the last ones."""
+    """A stream for other decoders: compares the decoded text with and without a token."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = pieces.tokenizer

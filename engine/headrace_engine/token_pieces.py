@@ -1,7 +1,7 @@
-"""What single tokens add to a text, as bytes.
+"""The bytes that single tokens add to a text.
 
-A decoder of Hugging Face's `tokenizers` gives text only, in which a part of a character is U+FFFD. Here a token keeps
-its bytes: a part of a character, a whole character and a real U+FFFD are three different things.
+A decoder of Hugging Face's `tokenizers` returns only text, with U+FFFD for a part of a character. The bytes tell a part
+of a character, a whole character and an actual U+FFFD apart.
 """
 
 import codecs
@@ -13,13 +13,13 @@ from typing import Any, Final, TypeAlias
 from tokenizers import Tokenizer
 
 Piece: TypeAlias = str | bytes
-"""Text where the bytes are whole characters, else the bytes."""
+"""Text if the bytes are complete characters, otherwise the bytes."""
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _EACH_BYTE: Final = "headrace_engine.each_byte"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR: Final = "a"
-"""A token to decode others behind."""
+"""A token to put before the others when they are decoded."""
 _JOINING: Final = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 
 
@@ -32,10 +32,10 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TokenPieces:
-    """The pieces of one tokenizer's tokens, looked up once each.
+    """The pieces of the tokens of one tokenizer, with a cache.
 
-    Most decoders join what the tokens stand for: the first token may lose its leading space, no other depends on its
-    neighbours. Where a decoder does more (`joins` is false), a token's piece is its text alone.
+    Most decoders concatenate the pieces of tokens: the first token may lose its leading space, and no other token
+    depends on its neighbours. If a decoder does more (`joins` is false), the piece of a token is just its text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -52,7 +52,7 @@ class TokenPieces:
 
     @cached_property
     def added_tokens(self) -> dict[int, str]:
-        """The texts of the tokens that were added to the vocabulary; special ones are among them."""
+        """The texts of the tokens that were added to the vocabulary, including special ones."""
         return {token_id: token.content for token_id, token in self.tokenizer.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -64,14 +64,14 @@ class TokenPieces:
         return self.tokenizer.id_to_token(token_id) is not None
 
     def __getitem__(self, token_id: int) -> Piece:
-        """What the token adds behind others; nothing where the tokenizer does not know it."""
+        """Return what the token adds after others, nothing for an unknown token."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._look_up(token_id)
         return piece
 
     def first(self, token_id: int) -> Piece:
-        """What the token adds where no other stands before it."""
+        """Return what the token adds at the start of a text."""
         piece = self[token_id]
         token = self.tokenizer.id_to_token(token_id)
         if token is None or isinstance(piece, bytes) or self._is_byte_level or not self.joins:
@@ -79,21 +79,21 @@ class TokenPieces:
         return self._decode([token])
 
     def alone(self, token_id: int) -> str:
-        """The token as a reader sees it by itself: with a space that is its own, without one that decoding adds."""
+        """Return the text of a single token, with its own leading space, but without one that decoding adds."""
         piece = self.first(token_id) if self._spaces_are_between else self[token_id]
         return piece if isinstance(piece, str) else self.decode(piece, final=True)[0]
 
     def decode(self, data: bytes, *, final: bool = False) -> tuple[str, bytes]:
-        """Text of bytes, U+FFFD where they are none, and the bytes at the end that begin a character.
+        """Decode bytes, with U+FFFD for invalid ones. Return the text, and the bytes of an incomplete last character.
 
         Args:
-            final: no more bytes will come, so the end is not kept.
+            final: no more bytes will follow, so none are kept.
         """
         text, num_used = codecs.utf_8_decode(data, self._errors, final)
         return text, data[num_used:]
 
     def num_replacements(self, data: bytes) -> int:
-        """How many U+FFFD a decoder shows for the beginning of a character."""
+        """Return how many U+FFFD a decoder shows for an incomplete character."""
         return len(self.decode(data, final=True)[0])
 
     def _look_up(self, token_id: int) -> Piece:
@@ -115,14 +115,14 @@ class TokenPieces:
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The decoders that a decoder consists of, as the tokenizer's JSON describes them."""
+    """Return the components of a decoder, from the JSON of the tokenizer."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for part in decoder["decoders"] for step in _steps(part)]
 
 
 def _joins(step: dict[str, Any]) -> bool:
-    """Whether this decoder looks at each token, or each character, alone."""
+    """Whether this decoder processes each token or character independently."""
     if step["type"] == "Replace":
         return len(step["pattern"].get("String", "")) == 1
     if step["type"] == "Strip":
@@ -138,7 +138,7 @@ def _as_piece(data: bytes) -> Piece:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The bytes that GPT-2's characters stand for: printable ones themselves, the others from U+0100 on."""
+    """Return the bytes of GPT-2's characters: printable ones stand for themselves, the others start at U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -148,7 +148,7 @@ _BYTE_LEVEL_ALPHABET: Final = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the library does: a token with a character outside the alphabet, such as an added one, is plain text."""
+    """Return the bytes of a token. Like the library, treat one with a character outside the alphabet as plain text."""
     try:
         return bytes([_BYTE_LEVEL_ALPHABET[character] for character in token])
     except KeyError:

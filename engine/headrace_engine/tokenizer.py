@@ -1,7 +1,7 @@
-"""The model's tokenizer as the engine uses it: text or chat to ids, ids to text.
+"""The tokenizer of the model: converts text or chats to ids, and ids to text.
 
-Imports no torch, and transformers only for chats, so that a process which computes nothing starts quickly and stays
-small. `tokenizer_loader` reads the parts, with both.
+Imports no torch, and transformers only for chats, so that a process without a model starts fast and stays small.
+`tokenizer_loader`, which imports both, reads the parts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,27 +34,27 @@ class ModelTokenizer:
         self._prompt_length: PromptLength | None = None
 
     def refuse_longer_than(self, max_tokens: int) -> None:
-        """From now on refuse a text that is far too long without tokenising all of it."""
+        """Refuse far too long texts without tokenising all of them."""
         self._prompt_length = PromptLength(self.backend, max_tokens)
 
     @cached_property
     def pieces(self) -> TokenPieces:
-        """What each token adds to a text."""
+        """The bytes that each token adds to a text."""
         return TokenPieces(self.backend)
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model's chat template shows tools to the model."""
+        """Whether the chat template of the model uses tools."""
         template = self._tool_chat_template or self._chat_template
         return template is not None and chat_template.reads_variable(template, "tools")
 
     def encode(self, text: str) -> list[int]:
-        """Raises ContextLengthError: it is longer than `refuse_longer_than` allows."""
+        """Tokenise a prompt. Raises ContextLengthError if it is longer than `refuse_longer_than` allows."""
         self._check_length(text)
         return self.backend.encode(text, add_special_tokens=True).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Without the special tokens that a prompt gets; errors as `encode`."""
+        """Tokenise a text without the special tokens of a prompt. Raises the same errors as `encode`."""
         self._check_length(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
@@ -65,10 +65,10 @@ class ModelTokenizer:
     def encode_chat(
         self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
     ) -> tuple[str, list[int]]:
-        """Apply the chat template to messages of `read_messages`; returns its text and ids.
+        """Apply the chat template to messages of `read_messages`. Return the text and its ids.
 
         Raises:
-            InvalidRequestError: there is no template, or it refuses these messages.
+            InvalidRequestError: there is no template, or it refuses the messages.
         """
         options = options or ChatOptions()
         own = (self._tool_chat_template if options.tools else None) or self._chat_template
@@ -77,7 +77,7 @@ class ModelTokenizer:
             raise InvalidRequestError("the model has no chat template: send a prompt instead of messages")
         try:
             text = self._render_chat(template, conversation, options)
-        except Exception as error:  # templates are programs of the model's authors and raise what they like
+        except Exception as error:  # templates are programs of the authors of the model, and may raise anything
             if options.continue_final_message and isinstance(error, ValueError):
                 raise InvalidRequestError(
                     "continue_final_message cannot be served: the last message has no text, or the chat template does "
@@ -87,14 +87,14 @@ class ModelTokenizer:
             raise InvalidRequestError(f"{whose} chat template refuses these messages: {error}") from error
         if not is_unicode(text):
             raise InvalidRequestError("the chat template made text that is no valid Unicode")
-        # The template writes the special tokens itself.
+        # The template contains the special tokens.
         return text, self.encode_plain(text)
 
     def _render_chat(self, template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         return chat_template.rendered(template, conversation, options, self._special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """With special tokens."""
+        """Convert ids to text, including special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
     def to_json(self) -> str:
@@ -103,7 +103,7 @@ class ModelTokenizer:
 
 
 class NoTokenizer(ModelTokenizer):
-    """Stands for a tokenizer that was not to be read (`skip_tokenizer_init`): whatever needs one is refused."""
+    """Replaces the tokenizer with `skip_tokenizer_init`. Refuses everything that needs a tokenizer."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -121,7 +121,7 @@ class NoTokenizer(ModelTokenizer):
 def create_tokenizer(
     model: str, parts: TokenizerParts, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> ModelTokenizer:
-    """The tokenizer of these parts; read once more from the model, torch and all, where they do not suffice."""
+    """Create the tokenizer from its parts. Read it from the model, which imports torch, if they do not suffice."""
     if not parts.has_own_methods:
         return ModelTokenizer(parts)
     loader = import_module("headrace_engine.tokenizer_loader")

@@ -1,6 +1,6 @@
-"""Reading a tokenizer with transformers, whose `AutoTokenizer` imports all of torch.
+"""Reads a tokenizer with transformers, whose `AutoTokenizer` imports torch.
 
-For a process that has torch anyway, as the core's has; the doors get the parts from there.
+For the process of the core, which has imported torch anyway. Other processes get the parts from there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,24 @@ _METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_templat
 
 
 def load_tokenizer(config: EngineConfig) -> TokenizerParts:
-    """`EngineConfig.tokenizer` names this function. Raises ModelLoadError."""
+    """Load the parts of the tokenizer. The default of `EngineConfig.tokenizer`. Raises ModelLoadError."""
     return parts_of(read_tokenizer_of(config.model))
 
 
 def read_tokenizer_of(model: ModelConfig) -> Any:
-    """As `read_tokenizer`, by the engine's options."""
+    """Read the tokenizer that the options of the engine name."""
     source, revision = model.tokenizer_source
     return read_tokenizer(source, trust_remote_code=model.trust_remote_code, revision=revision)
 
 
 def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None = None) -> Any:
-    """A fast (Rust) tokenizer of transformers. Raises ModelLoadError: there is none, or only a slow one."""
+    """Read a fast (Rust) tokenizer of transformers. Raises ModelLoadError if there is none."""
     source, options = pretrained_source(model, revision)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # a broken file is a plain Exception of tokenizers', and folders have code of their own
+    except (
+        Exception
+    ) as error:  # tokenizers raises a plain Exception for a broken file, and a folder may have its own code
         raise ModelLoadError(f"model {model!r} has no usable tokenizer: {error}") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
@@ -45,13 +47,13 @@ def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None 
 
 
 def parts_of(tokenizer: Any) -> TokenizerParts:
-    """Raises ModelLoadError: a part of it is no data but code."""
+    """Return the parts of a tokenizer. Raises ModelLoadError if one of them is code, not data."""
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
     try:
         tokenizer_json = backend.to_str()
-    except Exception as error:  # so tokenizers says that a step is a Python object
+    except Exception as error:  # the message of tokenizers if a step is a Python object
         raise ModelLoadError(f"the tokenizer {type(tokenizer).__name__} cannot be had as JSON: {error}") from error
     template = _template(tokenizer)
     tool_template = _template(tokenizer, tools=[])
@@ -71,13 +73,13 @@ def parts_of(tokenizer: Any) -> TokenizerParts:
 def _template(tokenizer: Any, **options: Any) -> str | None:
     try:
         template: str = tokenizer.get_chat_template(**options)
-    except ValueError:  # it has none, or several of which none is the default
+    except ValueError:  # it has none, or several without a default
         return None
     return template
 
 
 class OwnMethodsTokenizer(ModelTokenizer):
-    """One whose class encodes in a way of its own, such as code in the model's folder may have it."""
+    """Whether the class of the tokenizer has an encoding of its own, for example from code in the model folder."""
 
     def __init__(self, parts: TokenizerParts, tokenizer: Any) -> None:
         super().__init__(parts)

@@ -1,23 +1,23 @@
-"""What a tokenizer consists of, as it travels from the core's process to the doors."""
+"""The parts of a tokenizer, as the process of the core sends them to its clients."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerParts:
-    """Enough to encode and decode as transformers would, without its tokenizer class."""
+    """The data that is needed to encode and decode as transformers does, without its tokenizer class."""
 
     tokenizer_json: str
-    """The content of `tokenizer.json`, with the tokens that the tokenizer's configuration adds."""
+    """The content of `tokenizer.json`, with the tokens that the configuration of the tokenizer adds."""
     chat_template: str | None = None
-    """The template of a chat without tools."""
+    """The template for a chat without tools."""
     tool_chat_template: str | None = None
-    """The template of a chat with tools, where it is another one."""
+    """The template for a chat with tools, if it differs."""
     special_tokens: dict[str, str]
-    """By the names that templates have for them, such as bos_token."""
+    """Special tokens by their names in templates, such as bos_token."""
     eos_token_id: int | None = None
-    """The token that the tokenizer's configuration names as the end of a text."""
+    """The end token in the configuration of the tokenizer."""
     split_special_tokens: bool = False
-    """Whether a special token that stands in a text is read as plain text."""
+    """Whether special tokens in a text are treated as plain text."""
     has_own_methods: bool = False
-    """Whether the tokenizer's class encodes in a way of its own: then these parts do not suffice."""
+    """Whether the class of the tokenizer has an encoding of its own, so that these parts do not suffice."""

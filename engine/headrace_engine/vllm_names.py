@@ -1,6 +1,6 @@
-"""The names of vLLM's interface that are not here, each with what to use instead, and the values that change nothing.
+"""The names of vLLM's interface that Headrace lacks, with what to use instead, and the values that have no effect.
 
-An option, a parameter or a method that neither is here nor stands in these tables has no meaning in vLLM either.
+A name that neither Headrace nor these tables have does not exist in vLLM either.
 """
 
 import difflib

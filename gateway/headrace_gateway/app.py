@@ -136,7 +136,8 @@ def make_app(
             try:
                 async with (
                     watch.watching(redis),
-                    _running(webhooks.run(), collector.run()),
+                    webhooks.running(),
+                    _running(collector.run()),
                     running_batches(app.state.gateway),
                 ):
                     yield
@@ -165,6 +166,7 @@ def make_app(
             *public,
             *generation.routes,
             *anthropic_endpoints.routes,
+            *responses.refused,
             *responses.routes,
             *tokenizer_endpoints.routes,
             *models_endpoint.routes,

@@ -18,11 +18,12 @@ from headrace_gateway.completion_fields import read_completion
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.json_object import read_object
 from headrace_gateway.problems import shown
+from headrace_gateway.response_fields import read_response
 from headrace_gateway.settings import MAX_BODY_BYTES
 
 MAX_LINE_BYTES: Final = MAX_BODY_BYTES
 MAX_CUSTOM_ID: Final = 512
-ENDPOINTS: Final = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}
+ENDPOINTS: Final = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", "/v1/responses": "resp_"}
 """What a line's `url` may be, and how the ids of its answers begin."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 _ENCODE: Final = msgspec.json.Encoder().encode
@@ -48,9 +49,15 @@ class BatchLine(msgspec.Struct, frozen=True):
 
     def read_call(self, model: RegisteredModel, lora: str | None) -> Call:
         """Check the body, as the endpoint does. Raises ApiError with everything that is wrong."""
-        if self.id_prefix == "chatcmpl":
+        if self.url == "/v1/chat/completions":
             return read_chat(self.body, model=model, lora=lora)
-        return read_completion(self.body, lora=lora)
+        if self.url == "/v1/completions":
+            return read_completion(self.body, lora=lora)
+        for name in ("background", "previous_response_id"):
+            if self.body.get(name):
+                message = f"body.{name} is not for batches, whose responses are not stored"
+                raise invalid(message, code="unsupported", param=f"body.{name}")
+        return read_response({**self.body, "store": False}, model=model, lora=lora)
 
     def answered(self, status: int, request_id: str, body: Mapping[str, Any]) -> bytes:
         """The line of an answer, with its line feed."""

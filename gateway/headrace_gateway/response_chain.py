@@ -1,5 +1,6 @@
-"""What `previous_response_id` stands for: the items of the responses that a new one continues."""
+"""Items that a request names instead of sending them: by `previous_response_id`, and by `item_reference`."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from headrace_gateway.response_replay import replay
 MAX_LINKS: Final = 100
 MAX_BYTES: Final = 4 * 2**20
 _PARAM: Final = "previous_response_id"
+_ITEM_ID: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{32})_i?[0-9]{1,6}")
 _ENCODE: Final = msgspec.json.Encoder().encode
 
 
@@ -39,6 +41,43 @@ async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Ite
         assert isinstance(envelope.form, ResponseForm)
         previous = envelope.form.config[_PARAM]
     return list(_joined(links))
+
+
+async def with_references(gateway: Gateway, key: ApiKey, given: Any) -> Any:
+    """`input` with the items that its references name; what is no reference is left to be checked.
+
+    Raises ApiError 400 where an item is not kept, and where they are of too many responses.
+    """
+    if not isinstance(given, list):
+        return given
+    known: dict[str, dict[str, Item]] = {}
+    found = []
+    for position, item in enumerate(given):
+        if not isinstance(item, dict) or item.get("type") != "item_reference":
+            found.append(item)
+            continue
+        path = f"input[{position}].id"
+        match = _ITEM_ID.fullmatch(str(item.get("id")))
+        response_id = f"resp_{match[1]}" if match is not None else ""
+        if response_id and response_id not in known:
+            if len(known) == MAX_LINKS:
+                raise invalid(f"input must name items of at most {MAX_LINKS} responses", param=path)
+            known[response_id] = await _items_by_id(gateway, key, response_id)
+        named = known.get(response_id, {}).get(str(item.get("id")))
+        if named is None:
+            raise invalid("no item with this id is stored: send the item itself", code="item_not_found", param=path)
+        found.append(named)
+    return found
+
+
+async def _items_by_id(gateway: Gateway, key: ApiKey, response_id: str) -> dict[str, Item]:
+    try:
+        envelope = await _envelope(gateway, key, response_id)
+        return {item["id"]: item for item in await _items(gateway, envelope)}
+    except ApiError as error:
+        if error.status == 400:
+            return {}
+        raise
 
 
 def _joined(links: list[list[Item]]) -> Iterator[Item]:

@@ -21,7 +21,8 @@ from headrace_gateway.errors import invalid
 from headrace_gateway.event_stream import unless_disconnected
 from headrace_gateway.headers import LONGEST_EXPIRES, CallHeaders, read_headers
 from headrace_gateway.json_response import JsonResponse
-from headrace_gateway.response_chain import read_history
+from headrace_gateway.keys import ApiKey
+from headrace_gateway.response_chain import read_history, with_references
 from headrace_gateway.response_fields import read_response
 from headrace_gateway.response_replay import replay
 from headrace_gateway.response_stream import ResponseStream, response_object
@@ -39,6 +40,7 @@ async def create(request: Request) -> Response:
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
     history = await read_history(gateway, key, body.get("previous_response_id"))
+    body["input"] = await with_references(gateway, key, body.get("input"))
     call = read_response(body, model=model, lora=lora, history=history)
     assert isinstance(call.form, ResponseForm)
     if call.form.background:
@@ -50,7 +52,7 @@ async def create(request: Request) -> Response:
         at_once = call.form.background
         return await generation.streamed(gateway, key, envelope, framing, arrived=arrived, at_once=at_once)
     if call.form.background:
-        return await _as_it_is(gateway, envelope)
+        return await _as_it_is(gateway, key_of(request), envelope)
     return await unless_disconnected(request.receive, partial(generation.plain, gateway, key, envelope))
 
 
@@ -69,7 +71,7 @@ async def retrieve(request: Request) -> Response:
     if not generation.flag(request, "stream"):
         if starting_after is not None:
             raise invalid("starting_after goes with stream=true only", param="starting_after")
-        return await _as_it_is(gateway, envelope)
+        return await _as_it_is(gateway, key_of(request), envelope)
     after = None if starting_after is None else _number(starting_after, "starting_after", 0, 10**18)
     stream, ended = stream_key(envelope.id), ended_key(envelope.id)
     if not await gateway.redis.exists(stream) and await gateway.redis.exists(ended):
@@ -89,7 +91,7 @@ async def cancel(request: Request) -> Response:
         raise invalid(message, code="not_in_background")
     if await gateway.responses.state(envelope.id) is None:
         await gateway.client.cancel(envelope.id)
-    return await _as_it_is(gateway, envelope)
+    return await _as_it_is(gateway, key_of(request), envelope)
 
 
 async def delete(request: Request) -> Response:
@@ -126,6 +128,11 @@ async def input_items(request: Request) -> Response:
     return JsonResponse({"object": "list", "data": page, **ids, "has_more": len(items) > len(page)})
 
 
+async def compact(_request: Request) -> Response:
+    """`POST /v1/responses/compact`: it would else be taken for an id."""
+    raise not_found("contexts are not compacted here: continue with the items that matter as input")
+
+
 async def _find(request: Request) -> tuple[Gateway, Envelope]:
     generation.require_redis(request)
     gateway = gateway_of(request)
@@ -135,8 +142,8 @@ async def _find(request: Request) -> tuple[Gateway, Envelope]:
     return gateway, envelope
 
 
-async def _as_it_is(gateway: Gateway, envelope: Envelope) -> Response:
-    """The object with what there is so far."""
+async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Response:
+    """The object with what there is so far. Its tokens are charged when they are known."""
     state = await gateway.responses.state(envelope.id)
     if state is None:
         stream = await replay(gateway.redis, envelope)
@@ -144,6 +151,8 @@ async def _as_it_is(gateway: Gateway, envelope: Envelope) -> Response:
             raise not_found(f"the response {envelope.id!r} is no longer kept")
         await _listen(gateway, stream, envelope.id)
         state = stream.state()
+    if state["usage"] is not None:
+        await gateway.limits.charge(key, envelope.id, state["usage"]["total_tokens"])
     return JsonResponse(response_object(envelope, state), headers={"x-headrace-id": envelope.id})
 
 
@@ -169,3 +178,5 @@ routes: Final = [
     Route(f"{_ID}/cancel", cancel, methods=["POST"]),
     Route(f"{_ID}/input_items", input_items, methods=["GET"]),
 ]
+refused: Final = [Route("/v1/responses/compact", compact, methods=["POST"])]
+"""What OpenAI serves and this gateway does not, before `routes`."""

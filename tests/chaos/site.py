@@ -70,7 +70,12 @@ class Site:
     """Choices that a worker runs at once."""
 
     def __init__(
-        self, model: str, folder: Path, num_workers: int = 2, engine_settings: Mapping[str, object] | None = None
+        self,
+        model: str,
+        folder: Path,
+        num_workers: int = 2,
+        engine_settings: Mapping[str, object] | None = None,
+        gateway_settings: Mapping[str, object] | None = None,
     ) -> None:
         self.server = make_server(program=_without_file_size_signal(folder), appendonly=True)
         self.server.start()
@@ -97,7 +102,8 @@ class Site:
             for number in range(num_workers)
         ]
         self.gateways = [
-            GatewayProcess(redis_url=self.server.url, log=folder / f"gateway-{number}.log") for number in range(2)
+            GatewayProcess(redis_url=self.server.url, log=folder / f"gateway-{number}.log", **(gateway_settings or {}))
+            for number in range(2)
         ]
         self.readers: list[HttpReader] = []
         """Those of the round that runs."""

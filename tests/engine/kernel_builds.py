@@ -8,18 +8,18 @@ from pathlib import Path
 
 from headrace_engine.runner.native import native_library
 
-NO_TILES_LENT = "-DXFEATURE_XTILEDATA=63"
-"""Linux refuses to lend matrix tiles, as it knows no such feature."""
+NO_MATRIX_TILES = "-DXFEATURE_XTILEDATA=63"
+"""Linux refuses to enable matrix tiles: it does not know the feature."""
 
-PAIRS_PAY = "-mno-amx-bf16 -D__builtin_cpu_is(vendor)=0"
+PAIRS_ARE_FASTER = "-mno-amx-bf16 -D__builtin_cpu_is(vendor)=0"
 """As for another maker's processor than Intel's, whose vectors are slow at pairs of bfloat16."""
 
-PAIRS_DO_NOT_PAY = "-mno-amx-bf16 -D__builtin_cpu_is(vendor)=1"
+PAIRS_ARE_SLOWER = "-mno-amx-bf16 -D__builtin_cpu_is(vendor)=1"
 
 OTHER_PROCESSORS = [
-    NO_TILES_LENT,
-    PAIRS_PAY,
-    PAIRS_DO_NOT_PAY,
+    NO_MATRIX_TILES,
+    PAIRS_ARE_FASTER,
+    PAIRS_ARE_SLOWER,
     "-mno-amx-bf16",
     "-mno-avx512bf16",
     "-mno-avx512vl",
@@ -29,7 +29,7 @@ OTHER_PROCESSORS = [
 ]
 """What they lack or are, as flags of the compiler."""
 
-MAY_MULTIPLY_PAIRS = (NO_TILES_LENT, PAIRS_PAY, "-mno-amx-bf16", "-mno-avx512vl")
+MAY_MULTIPLY_PAIRS = (NO_MATRIX_TILES, PAIRS_ARE_FASTER, "-mno-amx-bf16", "-mno-avx512vl")
 
 
 def build(source_name: str, package: str, without: str, folder: Path) -> ctypes.CDLL:

@@ -52,7 +52,7 @@ def test_a_damaged_kernel_is_built_anew(cache: Path, damage: bytes | None, caplo
     kept.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:] if damage is None else damage)
     load()
     assert kept.read_bytes() == whole
-    assert "is damaged and built anew" in caplog.text
+    assert "is damaged and rebuilt" in caplog.text
 
 
 def test_the_folder_and_the_file_are_for_this_user_alone(cache: Path) -> None:
@@ -127,7 +127,7 @@ def test_where_another_user_could_put_a_kernel_none_is_taken_and_another_folder_
     load()
     assert list(cache.iterdir() if cache.exists() else []) == []
     assert [path.suffix for path in elsewhere.iterdir()] == [".so"]
-    assert f"compiled kernels are kept in {elsewhere} instead of {cache}" in caplog.text
+    assert f"compiled kernels are cached in {elsewhere} instead of {cache}" in caplog.text
     assert reason in caplog.text
 
 
@@ -143,7 +143,7 @@ def test_a_kernel_that_another_user_could_have_written_is_built_anew(
     (kept,) = cache.iterdir()
     assert (kept.stat().st_uid, stat.S_IMODE(kept.stat().st_mode)) == (os.geteuid(), 0o700)
     assert kept.stat().st_ino != before
-    assert "a compiled kernel is not loaded but built anew" in caplog.text
+    assert "a compiled kernel is rebuilt" in caplog.text
 
 
 def test_a_kernel_that_is_a_link_is_built_anew(cache: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_where_the_caches_disk_is_full_a_kernel_is_kept_elsewhere(
     load()
     assert list(cache.iterdir()) == []
     (kept,) = elsewhere.iterdir()
-    assert f"compiled kernels are kept in {elsewhere} instead of {cache}: {cache}: [Errno 28] No space" in caplog.text
+    assert f"compiled kernels are cached in {elsewhere} instead of {cache}: {cache}: [Errno 28] No space" in caplog.text
     monkeypatch.setattr(native_library, "_build", None)
     load()  # the next start takes it from there
     assert list(elsewhere.iterdir()) == [kept]
@@ -185,7 +185,7 @@ def test_where_nothing_can_be_kept_a_kernel_is_built_for_this_process(
     monkeypatch.setattr(native_library, "candidates", lambda name: iter([tmp_path / "file" / name]))
     with caplog.at_level(logging.WARNING):
         load()
-    assert "compiled kernels cannot be kept, so every start builds them" in caplog.text
+    assert "compiled kernels cannot be cached, so every start builds them" in caplog.text
 
 
 def test_where_files_must_not_run_a_kernel_is_loaded_from_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

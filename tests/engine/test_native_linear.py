@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_DO_NOT_PAY, PAIRS_PAY, build
+from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER, build
 from headrace_engine.runner.elementwise.norm import Norm
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
@@ -153,7 +153,7 @@ def test_nothing_that_an_earlier_product_left_behind_is_multiplied(dtype: torch.
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize(
-    ("flags", "preferred"), [(PAIRS_PAY, True), (PAIRS_DO_NOT_PAY, True), ("-mno-avx512bf16", False)]
+    ("flags", "preferred"), [(PAIRS_ARE_FASTER, True), (PAIRS_ARE_SLOWER, True), ("-mno-avx512bf16", False)]
 )
 def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_instructions_for_it(
     flags: str, preferred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +174,7 @@ def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_in
 def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = native_linear.declared(build("linear.c", "linear", without, tmp_path))
     assert without in MAY_MULTIPLY_PAIRS or not narrow.headrace_has_pairs()
-    assert without != PAIRS_PAY or narrow.headrace_has_pairs() == narrow.headrace_knows_pairs()
+    assert without != PAIRS_ARE_FASTER or narrow.headrace_has_pairs() == narrow.headrace_knows_pairs()
     assert without == "-mno-avx512vl" or not narrow.headrace_has_matrix_tiles()
     wide = without not in ("-mno-avx512f", "-mno-avx")
     assert wide or narrow.headrace_packed_size(0, False, 1, 1) < 48  # a panel of one input

@@ -1,4 +1,4 @@
-"""Threads that meet between the parts of a computation (`team.h`)."""
+"""Threads that wait for each other at a barrier (`team.h`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_engine.runner.native import native_library
 
 pytestmark = pytest.mark.torch
 
-_MEMBERS_MEET = """
+_MEMBERS_AT_BARRIERS = """
 #include <string.h>
 #include <sys/resource.h>
 
@@ -29,11 +29,11 @@ static int is_free_at_last(const cpu_set_t *cores) {
     return may_run_on(cores);
 }
 
-/* Each member writes the round's number and takes pieces of its work. Returns how often somebody saw after a meeting
+/* Each member writes the round's number and takes pieces of its work. Returns how often a member saw after a barrier
  * that another one had not written it, or that not all pieces were taken, or was left bound to other cores. */
 int failures(int threads, int spins, int rounds, int pieces, int moved) {
-    seat seats[threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = spins};
+    team_slot slots[threads];
+    team all = {.slots = memset(slots, 0, sizeof slots), .spins = spins};
     if (moved) all.movable = movable_threads(threads);
     int written[threads], taken[threads], wrong = 0;
     cpu_set_t cores;
@@ -49,12 +49,12 @@ int failures(int threads, int spins, int rounds, int pieces, int moved) {
                 piece = all.claimed++;
                 taken[own.thread] += piece < pieces;
             }
-            meet(&own);
+            barrier(&own);
             int sum = 0;
             for (int thread = 0; thread < own.threads; thread++)
                 wrong += written[thread] != round, sum += taken[thread];
             wrong += sum != pieces;
-            meet(&own);
+            barrier(&own);
         }
         leave_team(&own);
         wrong += !is_free_at_last(&cores);
@@ -62,10 +62,10 @@ int failures(int threads, int spins, int rounds, int pieces, int moved) {
     return wrong;
 }
 
-/* Two threads on one core that meet. Returns how often they gave it away, or -1 where they may not be put there. */
+/* Two threads that wait at barriers on one core. Returns how often they gave it away, or -1 if they cannot be moved. */
 long times_asleep(int rounds, int spins) {
-    seat seats[2];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = spins};
+    team_slot slots[2];
+    team all = {.slots = memset(slots, 0, sizeof slots), .spins = spins};
     long asleep = 0;
     int refused = 0, core = sched_getcpu();
 #pragma omp parallel num_threads(2) reduction(+ : asleep, refused)
@@ -77,7 +77,7 @@ long times_asleep(int rounds, int spins) {
         struct rusage used, used_before;
         const member own = join_team(&all);
         getrusage(RUSAGE_THREAD, &used_before);
-        for (int round = 0; round < rounds; round++) meet(&own);
+        for (int round = 0; round < rounds; round++) barrier(&own);
         getrusage(RUSAGE_THREAD, &used);
         asleep += used.ru_nvcsw - used_before.ru_nvcsw;
         refused += sched_setaffinity(0, sizeof before, &before) != 0;
@@ -111,18 +111,18 @@ int takes_the_missing_one(int before_it_joins) {
     int32_t waiting = 0, found = 0, free = 0;
     _Atomic int waits = 0;
     for (int round = 0; round < 2; round++) { /* in the first one they become known, and ask no helper */
-        seat seats[2];
-        team all = {.seats = memset(seats, 0, sizeof seats), .movable = movable_threads(2), .spins = round ? 5000 : 0};
+        team_slot slots[2];
+        team all = {.slots = memset(slots, 0, sizeof slots), .movable = movable_threads(2), .spins = round ? 5000 : 0};
 #pragma omp parallel num_threads(2) reduction(+ : free)
         {
             int missing = round == 1 && omp_get_thread_num() == 1;
             if (missing && before_it_joins) found = wait_until_moved(own_thread(), &waits);
             const member own = join_team(&all);
-            if (missing) atomic_store(&all.seats[1].core, 0); /* or a helper is asked, where both are on one core */
+            if (missing) atomic_store(&all.slots[1].core, 0); /* or a helper is asked, where both are on one core */
             if (missing && !before_it_joins) found = wait_until_moved(own.self, &waits);
             while (round == 1 && own.thread == 0 && !atomic_load(&waits)) usleep(1000);
             if (round == 1 && own.thread == 0) waiting = stay_on_core();
-            meet(&own);
+            barrier(&own);
             if (round == 1 && own.thread == 0) sched_setaffinity(0, sizeof cores, &cores);
             leave_team(&own);
             free += is_free_at_last(&cores);
@@ -163,7 +163,7 @@ int leaves_the_shared_core(void) {
     atomic_store(&s.self->core, s.core);
     movable_thread *_Atomic movable[] = {own, s.self};
     for (int turn = 0; turn < 20000 && !s.found; turn++) {
-        ask_idle_core(s.self, own, movable, 2);
+        request_idle_core(s.self, own, movable, 2);
         usleep(1000);
     }
     pthread_join(thread, NULL);
@@ -176,7 +176,7 @@ int leaves_the_shared_core(void) {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     headers = (files("headrace_engine.runner.native").joinpath(name).read_text() for name in ("cores.h", "team.h"))
-    source = "\n".join(headers) + _MEMBERS_MEET
+    source = "\n".join(headers) + _MEMBERS_AT_BARRIERS
     target = tmp_path_factory.mktemp("team") / "team.so"
     command = ["cc", *native_library._FLAGS, "-x", "c", "-", "-o", str(target)]
     subprocess.run(command, input=source, text=True, check=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernel_builds import PAIRS_DO_NOT_PAY, PAIRS_PAY, build
+from engine.kernel_builds import PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER, build
 from engine.tiny_models import VOCAB_SIZE, TinyModel
 from headrace_engine.engine_args import EngineArgs
 from headrace_engine.runner.batch import RequestBatch, StepInputs, TokenSpan
@@ -113,7 +113,7 @@ def test_logits_of_mixed_steps_have_the_bits_that_a_whole_last_layer_gives_them(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
-@pytest.mark.parametrize("maker", [PAIRS_PAY, PAIRS_DO_NOT_PAY])
+@pytest.mark.parametrize("maker", [PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER])
 def test_whether_products_bring_in_keys_and_values_changes_no_bit(
     laboratory: Callable[[str, str], Laboratory], maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

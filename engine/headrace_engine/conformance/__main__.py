@@ -1,6 +1,6 @@
-"""The command line: a table for people, JSON and an exit code for machines.
+"""The command line: prints a table or JSON, and returns an exit code.
 
-0: all that was asked passed; 1: something failed; 2: the engine does not start, or the command is wrong.
+0: all cases passed; 1: a case failed; 2: the engine does not start, or the command is wrong.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def _summary(engine: str, verdicts: list[Verdict]) -> list[str]:
 
 
 def _say(text: str, *, to_people: bool = False) -> None:
-    """Write to standard output, or to standard error where that is for machines."""
+    """Write to standard output, or to standard error if the former is for JSON."""
     (sys.stderr if to_people else sys.stdout).write(text + "\n")
     (sys.stderr if to_people else sys.stdout).flush()
 

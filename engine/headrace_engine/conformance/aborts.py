@@ -1,4 +1,4 @@
-"""What an abort does: to a request that runs, that waits, that has ended, and that never was."""
+"""Aborts of running, waiting, finished and unknown requests."""
 
 from headrace_engine.conformance.case import case, expect
 from headrace_engine.conformance.driver import EngineUnderTest, expect_same

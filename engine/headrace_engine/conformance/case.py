@@ -1,6 +1,6 @@
-"""A case: one behaviour that every engine must have, with the claims that it depends on.
+"""A case: one behaviour that every engine must have, and the claims that it depends on.
 
-A module of cases says `@case(...)` above each function; the function's docstring is the sentence that the table shows.
+Each function of a module of cases is decorated with `@case(...)`. Its docstring is the sentence in the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ V = TypeVar("V")
 
 
 class Stage(IntEnum):
-    """Which engine a case runs on. Stages run in this order, so that few engines are started, one at a time."""
+    """The engine that a case runs on. Stages run in this order, so that few engines are started, one at a time."""
 
     PLAIN = auto()
     """Default options, 8 requests at once."""
     PLAIN_END = auto()
     """The same engine; the case ends it."""
     TIGHT = auto()
-    """Few KV blocks, few tokens a step, 4 requests at once, order by priority where the engine claims it."""
+    """Few KV blocks, few tokens in a step, 4 requests at once, and priorities if the engine claims them."""
     TIGHT_END = auto()
     """The same engine; the case ends it."""
     NONE = auto()
-    """No engine: the case gets the `Launcher` and starts what it needs."""
+    """No engine: the case gets the `Launcher` and starts the engines that it needs."""
 
 
-class Broken(Exception):  # noqa: N818  # what an engine broke is its promise
-    """The engine does not do what it must."""
+class Broken(Exception):  # noqa: N818  # an engine breaks its promise
+    """The engine does not behave as required."""
 
 
 class DoesNotApply(Exception):  # noqa: N818
-    """The case does not apply to this engine, options or model; the text says why."""
+    """The case does not apply to this engine, options or model. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def case(*needs: Claim, stage: Stage = Stage.PLAIN) -> Callable[[Callable[[Any],
 def case_for_each(
     values: Sequence[V], needs: Callable[[V], Sequence[Claim]], *, stage: Stage = Stage.PLAIN
 ) -> Callable[[Callable[[Any, V], None]], Callable[[Any, V], None]]:
-    """Register a function as one case for each value; `{}` in its sentence stands for the value."""
+    """Register a function as one case for each value. `{}` in its sentence is replaced by the value."""
 
     def register(check: Callable[[Any, V], None]) -> Callable[[Any, V], None]:
         for value in values:
@@ -98,17 +98,17 @@ def expect(condition: object, sentence: str) -> None:
 
 
 def feature(name: str) -> Claim:
-    """The claim of a capability that is true or false."""
+    """Return the claim of a boolean capability."""
     return Claim(name, lambda capabilities: bool(getattr(capabilities, name)))
 
 
 def stat(name: str) -> Claim:
-    """The claim that a field of `StepStats` means something."""
+    """Return the claim that a field of `StepStats` is reported."""
     return Claim(f"stats {name}", lambda capabilities: name in capabilities.stats)
 
 
 def structured(kind: str) -> Claim:
-    """The claim of a kind of structured outputs."""
+    """Return the claim of a kind of structured outputs."""
     return Claim(f"structured_outputs {kind}", lambda capabilities: kind in capabilities.structured_outputs)
 
 
@@ -118,7 +118,7 @@ SAMPLED_RESUME = Claim("exact_resume all", lambda capabilities: capabilities.exa
 
 
 def limit(name: str, least: int = 1) -> Claim:
-    """The claim that a limit allows at least so many."""
+    """Return the claim that a limit is at least a number."""
 
     def holds(capabilities: EngineCapabilities) -> bool:
         most = getattr(capabilities, name)

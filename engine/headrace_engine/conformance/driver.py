@@ -1,4 +1,4 @@
-"""An engine under test: sends requests, gathers their answers, and checks what must hold in every step."""
+"""An engine under test: sends requests, collects their answers, and checks the invariants of every step."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
 
-# For so long a step may come that nobody waits for.
+# How long a late step may take to arrive.
 _LAST_STEP_SECONDS = 5.0
 _TRIES = 20
 TEXT = (
@@ -34,22 +34,22 @@ TEXT = (
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of a request so far."""
+    """The outputs of a request so far."""
 
     request: EngineCoreRequest
     number: int
-    """Place among all requests that were sent."""
+    """Index among all requests that were sent."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     first_step: int = 0
-    """Which step since the last `settle` brought its first token."""
+    """Index of the step of its first token since the last `settle`."""
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     aborted_at: int | None = None
-    """How many requests had been sent when its abort was."""
+    """Number of requests that had been sent before its abort."""
 
     @property
     def id(self) -> str:
@@ -66,8 +66,8 @@ class EngineUnderTest:
 
     Args:
         patience: seconds without any output after which a case that waits for one fails.
-        start_patience: the same for the start.
-        end_patience: seconds within which its processes end.
+        start_patience: seconds that the start may take without output.
+        end_patience: seconds within which its processes must end.
 
     Raises:
         ConfigError, ModelLoadError, EngineDeadError, TimeoutError: it does not start.
@@ -84,7 +84,7 @@ class EngineUnderTest:
         self.steps: list[StepStats] = []
         """The statistics of the steps since the last `settle`."""
         self.references: list[Answer] = []
-        """What the plain engine answered to the requests that the tight one gets."""
+        """The answers of the plain engine to the requests that the tight one gets."""
         try:
             self.info = self.core.wait_ready(start_patience)
             self.capabilities = self.core.capabilities
@@ -94,10 +94,10 @@ class EngineUnderTest:
             raise
         self.end_tokens = self.info.with_end_token(self.tokenizer.eos_token_id).eos_token_ids
 
-    # -- making requests ----------------------------------------------------------------------------------------
+    # -- creating requests --------------------------------------------------------------------------------------
 
     def prompt(self, length: int = 24, start: int = 0) -> list[int]:
-        """Tokens of an English text, from a place that `start` chooses."""
+        """Return tokens of an English text, from the position `start`."""
         tokens = [token for token in self.tokenizer.encode(TEXT) if token not in self.end_tokens]
         shift = start * 7 % len(tokens)
         return list(itertools.islice(itertools.cycle([*tokens[shift:], *tokens[:shift]]), length))
@@ -112,7 +112,7 @@ class EngineUnderTest:
         bad_words: Sequence[Sequence[int]] = (),
         **params: Any,
     ) -> EngineCoreRequest:
-        """A greedy request of 24 tokens that no end token ends, unless told otherwise."""
+        """Return a greedy request of 24 tokens that ignores end tokens, unless parameters say otherwise."""
         wanted = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "detokenize": False, **params}
         number = next(self._numbers)
         return EngineCoreRequest(
@@ -128,7 +128,7 @@ class EngineUnderTest:
         )
 
     def again(self, request: EngineCoreRequest, emitted: Sequence[int] = (), **changes: Any) -> EngineCoreRequest:
-        """The same request under a new id, with the tokens that an earlier attempt emitted."""
+        """Return the same request with a new id, and with the tokens that an earlier attempt has emitted."""
         number = next(self._numbers)
         return replace(
             request,
@@ -149,7 +149,7 @@ class EngineUnderTest:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the engine's process for a while: what is sent meanwhile arrives at once."""
+        """Stop the process of the engine within the block, so that everything that is sent arrives at once."""
         os.kill(self.core.pid, signal.SIGSTOP)
         try:
             yield
@@ -158,10 +158,10 @@ class EngineUnderTest:
 
     @contextlib.contextmanager
     def while_running(self, make: Callable[[], list[EngineCoreRequest]]) -> Iterator[list[Answer]]:
-        """Stop the engine at a moment at which requests run and have half of their tokens before them.
+        """Stop the engine when requests run and have at least half of their tokens left.
 
-        However fast the engine is, what is sent meanwhile arrives before they end. They are made anew where they did
-        end before the engine was stopped.
+        So what is sent arrives before they end, however fast the engine is. If they end before the engine is stopped,
+        they are created again.
         """
         for _ in range(_TRIES):
             answers = [self.send(request) for request in make()]
@@ -202,11 +202,11 @@ class EngineUnderTest:
         )
 
     def run(self, *requests: EngineCoreRequest) -> list[Answer]:
-        """Send requests at once and wait for their ends."""
+        """Send requests at once and wait until they have ended."""
         return self.finish(*[self.send(request) for request in requests])
 
     def run_at_once(self, *requests: EngineCoreRequest) -> list[Answer]:
-        """The same for requests of which none may end before the last one has arrived."""
+        """Send requests, none of which may end before the last one has arrived, and wait until they have ended."""
         with self.stopped():
             answers = [self.send(request) for request in requests]
         return self.finish(*answers)
@@ -225,7 +225,7 @@ class EngineUnderTest:
                 raise Broken(f"nothing came for {self.patience:g} s: {missing()}")
 
     def take(self, seconds: float) -> bool:
-        """Take what the engine has sent, or sends within so many seconds; False where that is nothing."""
+        """Take what the engine sends within a number of seconds. Return False if it sends nothing."""
         if not select.select([self.core.fileno()], [], [], seconds)[0]:
             return False
         for step in self.core.receive():
@@ -233,20 +233,20 @@ class EngineUnderTest:
         return True
 
     def call(self, method: str, *args: Any) -> Any:
-        """The answer of `EngineCore.call`; raises the error that refused it."""
+        """Return the result of `EngineCore.call`, or raise its error."""
         answer = self.core.call(method, *args)
         self.wait_until(answer.done, lambda: f"call {method!r} is not answered")
         return answer.result()
 
     def fence(self) -> None:
-        """Wait until the engine has read all that was sent so far, and has answered what came behind it."""
+        """Wait until the engine has read everything that was sent so far."""
         self.run_one(self.request(self.prompt(3), max_tokens=1))
 
     def await_no_problem(self, problem: Callable[[], str | None]) -> None:
-        """Wait until the statistics have no problem any more: freed blocks may be told in a step of their own.
+        """Wait until the statistics have no problem any more. A later step may report freed blocks.
 
         Raises:
-            Broken: no step comes any more, and the problem is still there.
+            Broken: there are no more steps, and the problem persists.
         """
         deadline = time.monotonic() + self.patience
         while (found := problem()) is not None:
@@ -255,7 +255,7 @@ class EngineUnderTest:
             expect(time.monotonic() < deadline, f"steps go on for {self.patience:g} s with nothing to compute: {found}")
 
     def settle(self) -> None:
-        """Forget what an earlier case has left. Raises Broken where the engine does not come to rest."""
+        """Clear the state of an earlier case. Raises Broken if the engine does not become idle."""
         left = [answer for answer in self._answers.values() if answer.finish is None]
         if left:
             self.core.abort_requests([answer.id for answer in left])
@@ -331,7 +331,7 @@ class EngineUnderTest:
 
 
 def differences(found: Iterable[Answer], expected: Iterable[Answer]) -> list[str]:
-    """How answers differ from those that they must equal, one sentence each."""
+    """Return one sentence for each answer that differs from the expected one."""
     sentences = []
     for new, old in zip(found, expected, strict=True):
         old_tokens = old.tokens[len(new.request.output_token_ids) - len(old.request.output_token_ids) :]

@@ -28,7 +28,7 @@ def a_stopped_process_loses_nothing(engine: EngineUnderTest) -> None:
     answers = [engine.send(request) for request in requests]
     engine.await_first_tokens(*answers)
     with engine.stopped():
-        late = engine.send(engine.request(max_tokens=3))  # sent to a process that reads nothing
+        late = engine.send(engine.request(max_tokens=3))  # sent to a stopped process
         deadline = time.monotonic() + _SILENCE_SECONDS
         while (left := deadline - time.monotonic()) > 0:
             engine.take(left)
@@ -134,7 +134,7 @@ def a_wrong_option_keeps_it_from_starting(launcher: Launcher, name: str) -> None
 
 
 def _expect_gone(group: int, seconds: float) -> None:
-    """Wait until no process of a group lives; those that live on are killed, and the case fails."""
+    """Wait until no process of a group lives. Otherwise kill them, and fail the case."""
     deadline = time.monotonic() + seconds
     while left := _living(group):
         if time.monotonic() > deadline:
@@ -145,13 +145,13 @@ def _expect_gone(group: int, seconds: float) -> None:
 
 
 def _living(group: int) -> list[int]:
-    """Processes of a group that have not ended; one that nobody has reaped has."""
+    """Return the running processes of a group. A zombie does not count."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, process_group = status.read_text().rpartition(")")[2].split()[:3]
         except (OSError, ValueError):
-            continue  # it ended while it was looked at
+            continue  # it ended during the check
         if int(process_group) == group and state not in ("Z", "X"):
             found.append(int(status.parent.name))
     return found

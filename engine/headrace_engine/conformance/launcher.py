@@ -1,4 +1,4 @@
-"""Starts engines with the suite's options."""
+"""Starts engines with the options of the suite."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,10 @@ MAX_NUM_SEQS = 8
 
 @dataclass(slots=True, kw_only=True)
 class Launcher:
-    """Makes engines.
+    """Starts engines.
 
     Args:
-        options: of `EngineArgs`, laid over the suite's own.
+        options: options of `EngineArgs` that replace those of the suite.
     """
 
     options: dict[str, Any]
@@ -28,11 +28,11 @@ class Launcher:
     """Seconds within which processes end."""
 
     def config(self, **more: Any) -> EngineConfig:
-        """The plain engine's config with some options changed.
+        """Return the configuration of the plain engine with some options changed.
 
         Raises:
-            ConfigError: the engine does not have an option, or not such a value.
-            ModelFetchError: the default model is wanted, and cannot be fetched.
+            ConfigError: the engine does not support an option or its value.
+            ModelFetchError: the default model is needed and cannot be downloaded.
         """
         own = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
         config = EngineArgs(**{**own, **self.options, **more}).create_engine_config()

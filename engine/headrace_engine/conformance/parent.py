@@ -1,4 +1,4 @@
-"""A parent that is to be killed: starts the engine of the config on standard input, and prints its process id.
+"""A parent process to be killed: starts the engine of the config on standard input, and prints its process id.
 
 python -m headrace_engine.conformance.parent < CONFIG
 """

@@ -1,4 +1,4 @@
-"""Runs the cases on an engine, a stage after the other, and gives a verdict on each."""
+"""Runs the cases on an engine, stage by stage, and returns a verdict for each."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.conformance import (  # noqa: F401  # each of them registers its cases
+from headrace_engine.conformance import (  # noqa: F401  # their import registers the cases
     aborts,
     admission,
     calls,
@@ -36,9 +36,9 @@ class Outcome(Enum):
     PASSED = "passed"
     FAILED = "failed"
     NOT_CLAIMED = "not claimed"
-    """The engine does not claim what the case is about."""
+    """The engine does not claim the feature of the case."""
     DOES_NOT_APPLY = "does not apply"
-    """The case has no meaning for this engine, model or these options."""
+    """The case does not apply to this engine, model or these options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Verdict:
     case: Case
     outcome: Outcome
     reason: str
-    """What was broken, not claimed, or does not apply; empty where the case passed."""
+    """The reason if the case was broken, not claimed, or does not apply. Empty if it passed."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -64,8 +64,8 @@ class Suite:
     """One run on one engine.
 
     Args:
-        launcher: makes the engines.
-        words: run only cases whose group, name or sentence holds one of them; none: all.
+        launcher: starts the engines.
+        words: run only cases whose group, name or sentence contains one of them. Empty: all cases.
     """
 
     def __init__(self, launcher: Launcher, words: Sequence[str] = ()) -> None:
@@ -81,7 +81,7 @@ class Suite:
         self._is_tight = False
         self._tight_claims: EngineCapabilities | None = None
         self._tight_problem: str | None = None
-        """Why there is no tight engine; it is not tried again for each case."""
+        """Why there is no tight engine. It is tried only once."""
         self._references: list[Answer] = []
         self._blocks_of_a_request = 0
 
@@ -89,8 +89,8 @@ class Suite:
         """Run the cases one by one.
 
         Raises:
-            ConfigError, ModelLoadError, EngineDeadError, TimeoutError: it does not start with the plain options.
-            Broken: it starts and does not answer what every case needs.
+            ConfigError, ModelLoadError, EngineDeadError, TimeoutError: the engine does not start with the plain
+            options. Broken: it starts, but fails in what every case needs.
         """
         try:
             self._start_plain()
@@ -131,7 +131,7 @@ class Suite:
         engine.settle()
 
     def _start_tight(self) -> EngineUnderTest:
-        """Start an engine as small as its options let it be."""
+        """Start an engine that is as small as its options allow."""
         self._close()
         if self._tight_problem is not None:
             raise Broken(self._tight_problem)
@@ -157,7 +157,7 @@ class Suite:
         return self._launcher.start(**least)
 
     def _claims_at(self, stage: Stage) -> EngineCapabilities:
-        """What the stage's engine claims: under other options it may be something else."""
+        """Return the claims of the engine of a stage, which may depend on its options."""
         if stage is not Stage.TIGHT:
             return self.capabilities
         if self._tight_claims is None and self._tight_problem is None:
@@ -166,7 +166,7 @@ class Suite:
         return self._tight_claims or self.capabilities
 
     def _engine_for(self, stage: Stage) -> EngineUnderTest:
-        """The engine that runs, or a new one where it is another one or an earlier case has left none."""
+        """Return the running engine, or start one if there is none or the stage needs another."""
         if stage is Stage.TIGHT:
             return self._engine if self._engine is not None and self._is_tight else self._start_tight()
         return self._engine or self._start_plain()
@@ -187,8 +187,8 @@ class Suite:
             outcome, reason = Outcome.DOES_NOT_APPLY, str(error)
         except (Broken, TimeoutError, HeadraceEngineError) as error:
             outcome, reason = Outcome.FAILED, str(error)
-            self._close()  # nobody knows what state it is in
-        except Exception as error:  # an engine under test may send what no case expects
+            self._close()  # its state is unknown
+        except Exception as error:  # an engine under test may send anything
             outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
             logger.debug("case %s failed", case.name, exc_info=True)
             self._close()
@@ -212,13 +212,13 @@ class Suite:
 
 
 def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """How many verdicts there are of each outcome, by its name."""
+    """Return the number of verdicts by the name of their outcome."""
     found = [verdict.outcome for verdict in verdicts]
     return {outcome.value: found.count(outcome) for outcome in Outcome}
 
 
 def report(suite: Suite, verdicts: Sequence[Verdict], engine: str) -> dict[str, Any]:
-    """Everything that a run has found, as plain data for JSON."""
+    """Return the results of the run as plain data for JSON."""
     return {
         "engine": engine,
         "model_info": asdict(suite.info) if suite.info is not None else None,

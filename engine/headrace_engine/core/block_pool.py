@@ -1,19 +1,19 @@
-"""The pool of KV blocks: who holds which block, which are free, which free ones still hold reusable content.
+"""The pool of KV blocks: their reference counts, the free ones, and those with reusable content.
 
-    block 0: the null block, padding only, never handed out
+    block 0: the null block, for padding only, never allocated
     free list (doubly linked, O(1) removal from the middle), reused from the left:
 
         never used | no content worth keeping | least recently used prefix content ... most recently used
 
-A free block with a hash keeps its content until it is handed out again, so eviction is lazy. Design after vLLM's
-block pool. Knows nothing of requests; imports no torch.
+A free block with a hash keeps its content until it is allocated again: eviction is lazy. After vLLM's block pool.
+Knows nothing about requests. Imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class Block:
-    """One block of KV memory. Linked into the free list exactly when `ref_count` is 0."""
+    """One block of KV memory. It is in the free list exactly if `ref_count` is 0."""
 
     __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
 
@@ -29,7 +29,7 @@ class Block:
 
 
 class FreeList:
-    """Doubly linked list through the blocks themselves; all operations O(1)."""
+    """Doubly linked list of the blocks themselves. All operations are O(1)."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._head = Block(-1)
@@ -43,12 +43,12 @@ class FreeList:
         return self._length
 
     def append(self, block: Block) -> None:
-        """To the right end: reused last."""
+        """Add to the right end: reused last."""
         assert self._tail.prev_free is not None
         self._insert(self._tail.prev_free, block, self._tail)
 
     def prepend(self, block: Block) -> None:
-        """To the left end: reused first."""
+        """Add to the left end: reused first."""
         assert self._head.next_free is not None
         self._insert(self._head, block, self._head.next_free)
 
@@ -72,7 +72,7 @@ class FreeList:
         self._length += 1
 
     def ids(self) -> list[int]:
-        """Ids from left to right; for integrity checks and tests."""
+        """Return the ids from left to right, for integrity checks and tests."""
         found: list[int] = []
         block = self._head.next_free
         while block is not None and block is not self._tail:
@@ -82,7 +82,7 @@ class FreeList:
 
 
 class BlockPool:
-    """`num_blocks` blocks, block 0 reserved."""
+    """`num_blocks` blocks, of which block 0 is reserved."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
@@ -101,11 +101,11 @@ class BlockPool:
 
     @property
     def num_cached_free(self) -> int:
-        """Free blocks whose content can still be hit."""
+        """Free blocks whose content can still be found."""
         return len(self._by_hash) - self._hashed_in_use
 
     def allocate(self, count: int) -> list[Block]:
-        """Hand out `count` blocks with undefined content; the caller has checked `num_free`."""
+        """Allocate `count` blocks with undefined content. The caller has checked `num_free`."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
         blocks = [self._free.pop_left() for _ in range(count)]
         for block in blocks:
@@ -117,17 +117,17 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def share(self, blocks: Sequence[Block]) -> None:
-        """Take one more reference to each block, out of the free list where needed."""
+        """Add one reference to each block. Free blocks leave the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
-                self._hashed_in_use += 1  # only hashed blocks are found and shared while free
+                self._hashed_in_use += 1  # only blocks with a hash are found while they are free
             block.ref_count += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Give up one reference to each block, given in sequence order.
+        """Drop one reference to each block, given in the order of the sequence.
 
-        Tails go first into the free list, so the shared front of a sequence outlives its end.
+        The last blocks of a sequence are reused before the first ones, which other sequences may share.
         """
         for block in reversed(blocks):
             assert block.ref_count > 0, f"{block} is released but nobody holds it"
@@ -141,7 +141,7 @@ class BlockPool:
                 self._free.append(block)
 
     def remember(self, block: Block, block_hash: bytes) -> None:
-        """Make a held, full block's content findable. The first block of a content wins; others stay private."""
+        """Register the content of a full block in use. Of several blocks with the same content, the first is found."""
         assert block.ref_count > 0
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash
@@ -149,7 +149,7 @@ class BlockPool:
             self._hashed_in_use += 1
 
     def forget_all(self) -> bool:
-        """Make no content findable any more. False: a block is in use, and nothing was forgotten."""
+        """Forget the content of all blocks. Return False, and forget nothing, if a block is in use."""
         if self.num_free < self.num_usable:
             return False
         for block in self._by_hash.values():
@@ -163,7 +163,7 @@ class BlockPool:
             block.block_hash = None
 
     def check_integrity(self) -> None:
-        """Assert that every block is either held or free, and that every hash leads to its block."""
+        """Assert that every block is either in use or free, and that every hash leads to its block."""
         free = self._free.ids()
         assert len(free) == len(set(free)) == len(self._free)
         held = {block.block_id for block in self.blocks[1:] if block.ref_count > 0}

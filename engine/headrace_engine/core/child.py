@@ -10,16 +10,16 @@ from headrace_engine.runner.contracts import ModelRunner
 
 
 def _make_core(config: EngineConfig) -> Core:
-    from headrace_engine.core.engine_core import EngineCore  # here, so that a part that is missing is told by `run`
+    from headrace_engine.core.engine_core import EngineCore  # imported here, so that `run` reports a missing package
 
     return EngineCore(config, _import_runner(config))
 
 
 def _import_runner(config: EngineConfig) -> ModelRunner:
-    """Make the runner, whose imports leave half a million objects that stay.
+    """Create the runner. Its imports create half a million permanent objects.
 
-    To look through them again and again for garbage would take an eighth of the imports' time, and once a while hold up
-    a step for a quarter of a second later.
+    Garbage collection of these would take an eighth of the import time, and would later stall a step for a quarter of a
+    second from time to time.
     """
     gc.disable()
     try:

@@ -1,7 +1,4 @@
-"""How the doors talk to a core: one protocol, the core in this process or in a child.
-
-`InProcessCore` lives here, the child in `process.py`.
-"""
+"""`CoreClient`: the interface to a core, which runs in this process (`InProcessCore`) or in a child (`process.py`)."""
 
 import queue
 from collections.abc import Iterable
@@ -19,7 +16,7 @@ from headrace_engine.runner.contracts import ModelInfo
 
 
 class CoreClient(Protocol):
-    """Requests go in at any time and from any thread; outputs are taken by one thread."""
+    """Any thread may add requests at any time. One thread takes the outputs."""
 
     @property
     def model_info(self) -> ModelInfo: ...
@@ -32,13 +29,13 @@ class CoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None: ...
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
-        """`EngineCore.call`, in the core's process. Answered while somebody takes outputs, or waits with `wait`."""
+        """Run `EngineCore.call` in the process of the core. Answered while a thread takes outputs or calls `wait`."""
 
     def wait(self, answer: "Future[Any]") -> None:
-        """Block until a call is answered, for a caller who is the one that takes outputs."""
+        """Block until a call is answered. For the thread that takes outputs."""
 
     def get_outputs(self) -> EngineCoreOutputs | None:
-        """Block until a step is done and return it; None after `shutdown`.
+        """Block until a step is done and return its outputs, or None after `shutdown`.
 
         Raises:
             EngineDeadError: the core failed.
@@ -47,18 +44,18 @@ class CoreClient(Protocol):
     def shutdown(self) -> None: ...
 
     def close(self) -> None:
-        """Give back what the outputs came through; after `shutdown`, when nobody takes outputs any more."""
+        """Close the connection. Call after `shutdown`, when no thread takes outputs any more."""
 
 
 class InProcessCore:
-    """The core in the caller's process; a step is computed when the caller asks for outputs."""
+    """The core in the process of the caller. The thread that asks for outputs computes the steps."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = EngineCore(config, create_runner(config))
         self.model_info = self.core.model_info
         self.capabilities = self.core.capabilities
         self._commands: queue.SimpleQueue[EngineCoreRequest | list[str] | None] = queue.SimpleQueue()
-        self.core.wake = lambda: self._commands.put([])  # to abort nobody: enough to look for work again
+        self.core.wake = lambda: self._commands.put([])  # an empty abort: makes the loop look for work again
         self._stopped = False
         self._failure: str | None = None
 
@@ -101,4 +98,4 @@ class InProcessCore:
         self.core.shutdown()
 
     def close(self) -> None:
-        """Nothing to give back: the core lives here."""
+        """Nothing to close: the core runs in this process."""

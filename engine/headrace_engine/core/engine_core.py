@@ -83,7 +83,7 @@ class EngineCore:
                 outputs += self.scheduler.update_from_output(computed.batch, computed.output, computed.requests)
                 self._record(stats, computed)
                 updating += time.perf_counter() - received
-            self._admission.prepare_again(self.scheduler.take_those_without_grammar())
+            self._admission.prepare_again(self.scheduler.take_requests_without_grammar())
             stats.phase_seconds["update"] = updating
             stats.compiled_graphs, stats.warm_up_seconds, stats.fallback_operators = self._compilation
             stats.step_seconds = time.perf_counter() - started

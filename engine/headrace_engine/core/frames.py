@@ -1,6 +1,6 @@
 """The frames between the parent and an engine's child process: msgpack over two pipes.
 
-Whatever speaks them is an engine (`core.serving` speaks them for a `Core`).
+A process that speaks this protocol is an engine. `core.serving` implements it for a `Core`.
 
     parent -> child   ["config", PROTOCOL, config]                       (the first frame)
                       ["add", request] ["abort", [ids]] ["stop"]
@@ -10,8 +10,8 @@ Whatever speaks them is an engine (`core.serving` speaks them for a `Core`).
                       ["answer", number, value] ["refused", number, sentences, kind]
                       ["log", level, logger, line], so that one process writes one log in one format
 
-A child may send "log" and "failed" before "ready", and ends after "failed". It ends too when "stop" arrives or its
-parent's end of a pipe is closed. A "kind" is the name of an exception: those of `headrace_engine.errors` arrive as
+A child may send "log" and "failed" before "ready". It ends after "failed", when "stop" arrives, and when the parent's
+end of a pipe is closed. A "kind" is the name of an exception. Those of `headrace_engine.errors` are raised again as
 themselves.
 """
 
@@ -23,7 +23,7 @@ import msgpack
 from headrace_engine.core.pipe_writer import PipeWriter
 
 PROTOCOL: Final = 1
-"""Number of these frames; grows with every change after which an older side cannot read them."""
+"""Version of the frames. It grows with every change that an older side cannot read."""
 _READ_SIZE = 1 << 16
 
 
@@ -36,11 +36,11 @@ class Connection:
         self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0, strict_map_key=False)
 
     def send(self, frame: Any) -> None:
-        """Raises BrokenPipeError when the other side is known to be gone."""
+        """Send a frame. Raises BrokenPipeError if the other side is known to be gone."""
         self._writer.write(msgpack.packb(frame))
 
     def receive(self) -> list[Any]:
-        """Read once (blocks unless the descriptor is readable) and return the complete frames.
+        """Read once and return the complete frames. Blocks unless the descriptor is readable.
 
         Raises:
             EOFError: the other side is gone.
@@ -57,7 +57,7 @@ class Connection:
 
 
 def protocol_problem(child: object) -> str | None:
-    """One sentence when the child's frames have another number than the parent's, that says which side is older."""
+    """Return a sentence that names the older side if the versions of the frames differ."""
     if child == PROTOCOL:
         return None
     number = child if isinstance(child, int) else 0

@@ -1,6 +1,6 @@
-"""Compiles the grammars of requests beside the step loop, which goes on with the others meanwhile.
+"""Compiles the grammars of requests in a thread, while the step loop serves other requests.
 
-New requests come here, and those whose grammar failed: they go on in another one.
+It does so for new requests, and for running ones whose grammar failed.
 """
 
 import logging
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 class PreparedRequest:
     request: Request
     grammar: Grammar | None
-    """Advanced by the output that the request came with; None when there is none, and `error` says why."""
+    """Advanced by the output that the request came with. None if it failed, see `error`."""
     error: str | None = None
 
 
 class GrammarPreparation:
-    """Requests wait here until their grammar is ready to mask tokens. Belongs to the step loop's thread."""
+    """Holds requests until their grammars are compiled. Belongs to the thread of the step loop."""
 
     def __init__(self, create_compiler: Callable[[], GrammarCompiler]) -> None:
         self._create_compiler = create_compiler
@@ -37,31 +37,31 @@ class GrammarPreparation:
         return len(self._waiting)
 
     def waiting_ids(self) -> list[str]:
-        """New requests only."""
+        """Return the ids of the new requests that wait."""
         return [name for name, (request, _) in self._waiting.items() if request.status is RequestStatus.WAITING]
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the compiler is there, or cannot be made."""
+        """Whether the compiler has been created, or has failed to be."""
         return self._compiler is not None or self._failure is not None
 
     def load(self) -> None:
-        """Make the compiler, once. It reads the whole vocabulary and holds up all threads meanwhile: up to a second.
+        """Create the compiler, once. It reads the whole vocabulary and blocks all threads for up to a second.
 
-        For an idle period, so that the first request with a grammar stalls nobody.
+        Call it when the engine is idle, so that the first request with a grammar does not stall the others.
         """
         if not self.is_loaded:
             try:
                 self._compiler = self._create_compiler()
-            except Exception as error:  # noqa: BLE001  # requests without a grammar are none the worse
+            except Exception as error:  # noqa: BLE001  # requests without a grammar are not affected
                 self._failure = f"structured_outputs: {error}"
 
     def add(self, request: Request, failed: Grammar | None = None) -> None:
-        """Prepare a grammar for a request, in place of one that failed where it had one."""
+        """Compile the grammar of a request. `failed` is the one to replace, if it had one."""
         self._waiting[request.request_id] = (request, self._thread.submit(self._prepare, request, failed))
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
-        """Drop requests that wait here; returns them."""
+        """Remove requests that wait here and return them."""
         aborted = []
         for request_id in request_ids:
             if request_id in self._waiting:
@@ -71,7 +71,7 @@ class GrammarPreparation:
         return aborted
 
     def take(self, timeout: float) -> list[PreparedRequest]:
-        """Requests that are ready, in the order of their arrival; waits for one at most `timeout` seconds."""
+        """Return the requests that are ready, by arrival. Wait at most `timeout` seconds for the first one."""
         if timeout:
             wait([future for _, future in self._waiting.values()], timeout, return_when=FIRST_COMPLETED)
         ready = [request_id for request_id, (_, future) in self._waiting.items() if future.done()]
@@ -91,7 +91,7 @@ class GrammarPreparation:
             grammar = self._compiler.compile(params, output_token_ids, failed)
         except GrammarError as error:
             return PreparedRequest(request, None, f"structured_outputs: {error}")
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is this request's failure and nobody else's
+        except Exception as error:  # noqa: BLE001  # the failure concerns this request only
             name = type(error).__name__
             logger.error("a grammar could not be compiled: %s", name)  # its message may quote the grammar
             return PreparedRequest(request, None, f"structured_outputs: the grammar could not be compiled: {name}")

@@ -1,6 +1,6 @@
-"""The grammars of the requests that the scheduler holds, and the masks that they give a step.
+"""The grammars of the requests in the scheduler, and the token masks of a step.
 
-A request's grammar stays with the request, whatever happens to its K/V: a preemption does not touch it.
+The state of a grammar belongs to the request. A preemption does not change it.
 """
 
 import os
@@ -14,7 +14,7 @@ from headrace_engine.request import Request
 from headrace_engine.runner.contracts import GrammarBitmask
 
 _MAX_THREADS = 8
-# Handing a request to a thread costs more than a few masks.
+# A thread is worth its start only for this many requests.
 _REQUESTS_PER_THREAD = 8
 
 
@@ -22,7 +22,7 @@ _REQUESTS_PER_THREAD = 8
 class _State:
     grammar: Grammar
     failed: bool = False
-    """No mask could be made: what the step draws for the request is void."""
+    """There is no mask, so the token that the step draws for the request is void."""
 
 
 _Row = tuple[_State, Request, Sequence[int]]
@@ -43,27 +43,27 @@ class GrammarStates:
         self._states.pop(request_id, None)
 
     def take_failed(self, request_id: str) -> Grammar | None:
-        """Forget a request's grammar where it cannot go on, and return it; None where it can."""
+        """Remove and return the grammar of a request if it has failed. Otherwise return None."""
         state = self._states.get(request_id)
         if state is None or not state.failed:
             return None
         return self._states.pop(request_id).grammar
 
     def bitmask(self, drafts: Sequence[tuple[Request, Sequence[int]]]) -> "Future[GrammarBitmask] | None":
-        """Begin to fill the masks of a step; they are ready when the model has computed, or soon after.
+        """Start to compute the masks of a step, in parallel with the model.
 
         Args:
-            drafts: the requests that get a token in this step, with the tokens guessed behind their last one.
+            drafts: the requests that get a token in this step, with their draft tokens.
 
         Returns:
-            None when none of the requests has a grammar.
+            None if no request has a grammar.
         """
         wanted = [(self._states[r.request_id], r, d) for r, d in drafts if r.request_id in self._states]
         if not wanted:
             return None
         if self._threads is None:
             count = min(_MAX_THREADS, os.cpu_count() or 1)
-            # One more, as the first one waits for the others.
+            # One more, because the first thread waits for the others.
             self._threads = ThreadPoolExecutor(count + 1, thread_name_prefix="grammar-masks")
         return self._threads.submit(self._fill, wanted, self._threads)
 
@@ -76,7 +76,7 @@ class GrammarStates:
         return GrammarBitmask(masks=masks)
 
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Take a request's new tokens in."""
+        """Advance the grammar of a request by its new tokens."""
         state = self._states.get(request_id)
         if state is not None:
             try:
@@ -101,7 +101,7 @@ def _masks_of(wanted: list[_Row]) -> dict[str, list[bytes]]:
 
 
 def _without(mask: bytes, token_ids: frozenset[int]) -> bytes:
-    """Less the tokens that may not come before min_tokens; but where the text can only end, it ends."""
+    """Remove the tokens that must not come before min_tokens, unless the mask allows nothing else."""
     rest = bytearray(mask)
     for token_id in token_ids:
         if token_id >> 3 < len(rest):

@@ -1,11 +1,11 @@
-"""Which blocks belong to which request.
+"""Allocates KV blocks to requests.
 
     request tokens   |<- computed before ->|<- new in this step ->|
     block table      [ shared ][ shared ][ own ][ own ][ own, not full ]
                       ^ prefix-cache hits, full blocks only
 
-A block that more than one request holds is full and is never written again; only the last, not yet full block of a
-table is written, and it has one holder. Imports no torch.
+A block that several requests share is full and never written again. Only the last block of a table, which is not full
+yet, is written, and it belongs to one request. Imports no torch.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[str, list[Block]] = {}
         self._num_remembered: dict[str, int] = {}
-        """Leading blocks of a table that need no further look at their hash."""
+        """Leading blocks of a table whose hashes are registered already."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def computed_blocks(self, request: Request) -> list[Block]:
-        """The longest run of leading full blocks whose content is in the pool.
+        """Return the longest run of leading full blocks whose content is in the pool.
 
-        At most `num_tokens - 1` tokens are hit: the last one must be computed to give logits. A request that waits for
-        prompt log-probabilities hits nothing: it needs the logits of every token.
+        At most `num_tokens - 1` tokens are hits, as the last one must be computed for its logits. A request for prompt
+        log-probabilities has no hits, as it needs the logits of every token.
         """
         if not self.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
@@ -45,14 +45,14 @@ class KVCacheManager:
         return hits
 
     def num_needed(self, hits: list[Block], num_tokens: int) -> int:
-        """Free blocks that a table of `num_tokens` takes whose first blocks are the hits."""
+        """Return how many free blocks a table of `num_tokens` tokens takes if its first blocks are the hits."""
         revived = sum(block.ref_count == 0 for block in hits)
         return self.blocks_for(num_tokens) - len(hits) + revived
 
     def freed_one_by_one(self, requests: Iterable[Request], hits: list[Block]) -> Iterator[tuple[Request, int]]:
-        """Each request with the blocks that would be free if it and all before it gave up theirs.
+        """Yield each request with the number of blocks that become free if it and all before it are preempted.
 
-        Blocks among the hits of a newcomer do not count, as it takes them at once.
+        The hits of the new request do not count, as it takes them at once.
         """
         taken = set(hits)
         holders: Counter[Block] = Counter()
@@ -64,9 +64,10 @@ class KVCacheManager:
             yield request, num_freed
 
     def admit(self, request: Request, hits: list[Block], num_new_tokens: int) -> list[int]:
-        """Give a request its first table: the hit blocks and room for `num_new_tokens` behind them.
+        """Allocate the table of a request: its hits, and blocks for `num_new_tokens` tokens after them.
 
-        Returns the whole table's block ids. The caller has checked `num_needed`.
+        Returns:
+            The block ids of the whole table. The caller has checked `num_needed`.
         """
         assert request.request_id not in self._tables, f"{request.request_id} holds blocks already"
         num_new = self.blocks_for(len(hits) * self.block_size + num_new_tokens) - len(hits)
@@ -77,7 +78,7 @@ class KVCacheManager:
         return self.block_ids(request)
 
     def extend(self, request: Request, num_new_tokens: int) -> list[int] | None:
-        """Make room for `num_new_tokens` more; returns the appended block ids, or None when there are too few."""
+        """Allocate blocks for `num_new_tokens` more tokens. Return their ids, or None if there are too few."""
         num_tokens = request.num_computed_tokens + num_new_tokens
         if num_tokens <= request.num_slots:
             return []
@@ -91,7 +92,7 @@ class KVCacheManager:
         return [block.block_id for block in blocks]
 
     def remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Offer the request's blocks that `num_computed_tokens` fill to later requests."""
+        """Register the blocks that `num_computed_tokens` fill, so that later requests find them."""
         if not self.enable_prefix_caching:
             return
         done = self._num_remembered[request.request_id]
@@ -104,7 +105,7 @@ class KVCacheManager:
         self._num_remembered[request.request_id] = full
 
     def free(self, request: Request) -> None:
-        """Release all blocks of a request; harmless when it holds none."""
+        """Free all blocks of a request, if it has any."""
         self.pool.release(self._tables.pop(request.request_id, []))
         request.num_slots = 0
         self._num_remembered.pop(request.request_id, None)
@@ -113,7 +114,7 @@ class KVCacheManager:
         return [block.block_id for block in self._tables[request.request_id]]
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """Assert that exactly these requests hold blocks and that reference counts add up."""
+        """Assert that exactly these requests have blocks, and that the reference counts add up."""
         request_ids = {request.request_id for request in requests}
         assert set(self._tables) == request_ids, f"holding blocks: {set(self._tables) ^ request_ids}"
         assert all(r.num_slots == len(self._tables[r.request_id]) * self.block_size for r in requests)

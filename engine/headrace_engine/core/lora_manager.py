@@ -1,12 +1,12 @@
-"""Which LoRA adapters are loaded, who uses them, and which requests wait for one.
+"""Keeps track of the LoRA adapters that are loaded, of their users, and of the requests that wait for one.
 
-    request --take--> parked --ready--> scheduler          an adapter is loaded beside the step loop, by one thread;
-                       |  ^                               its request waits here meanwhile, others go on
-                       v  | loaded, or room at last
+    request --take--> parked --ready--> scheduler          a thread loads adapters while steps are computed;
+                       |  ^                               only requests that need them wait
+                       v  | loaded, or room has been made
                      loader thread --load_lora--> runner
 
-An adapter that is loaded anew gets a new version, and requests hold the version that they began with: so removing or
-replacing an adapter takes effect for later requests at once, and its memory is given back when its last request ends.
+Each load of an adapter has a version, and a request keeps the version that it started with. So the removal or
+replacement of an adapter takes effect at once for later requests, and its memory is freed when its last request ends.
 Imports no torch.
 """
 
@@ -40,17 +40,17 @@ class LoadedLoRA(LoRAVersion):
         self.last_used = version
         self.is_pinned = False
         self.is_retired = False
-        """Removed or replaced: no new request gets it."""
+        """Removed or replaced: new requests do not get it."""
 
     def release(self) -> None:
         self._manager.release(self)
 
 
 class LoRAManager:
-    """Methods named as in vLLM may be called from any thread, the others belong to the step loop's.
+    """Methods with vLLM's names may be called from any thread, the others only from the step loop.
 
     Args:
-        wake: called, from any thread, when a parked request can go on; the loop may be asleep.
+        wake: called, from any thread, when a parked request can go on, as the step loop may sleep.
     """
 
     def __init__(self, config: LoRAConfig, runner: AdapterLoader, wake: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class LoRAManager:
         self._loras: dict[int, LoadedLoRA] = {}
         self._retired: set[LoadedLoRA] = set()
         self._clock = itertools.count(1)
-        """Versions and times of use in one count."""
+        """One counter for versions and for times of use."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._parked: list[EngineCoreRequest] = []
         self._loading: tuple[int, Future[bool]] | None = None
@@ -81,7 +81,7 @@ class LoRAManager:
         return manager
 
     def preload(self, requests: Iterable[LoRARequest]) -> None:
-        """Load the adapters that the engine is started with. Raises ConfigError where one cannot be served."""
+        """Load the adapters that the engine starts with. Raises ConfigError if one cannot be served."""
         try:
             for request in requests:
                 self.add_lora(request)
@@ -91,11 +91,11 @@ class LoRAManager:
     # -- adapters -------------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
-        """Run one of the methods below in the loader's thread, in the order of the calls."""
+        """Run one of the methods below in the loader thread, in the order of the calls."""
         return self._executor.submit(_CALLS[method], self, *args)
 
     def add_lora(self, request: LoRARequest) -> bool:
-        """Load an adapter; one that is loaded is kept unless `load_inplace` is set. Blocks while it is read.
+        """Load an adapter. Keep a loaded one unless `load_inplace` is set. Blocks while the adapter is read.
 
         Raises:
             LoRAError: it cannot be served.
@@ -115,7 +115,7 @@ class LoRAManager:
             version = next(self._clock)
         self._runner.load_lora(version, request)
         with self._lock:
-            if known is None and not self._make_room():  # only now: one that cannot be read drops no other
+            if known is None and not self._make_room():  # only now: an unreadable adapter must not evict another one
                 self._runner.unload_lora(version)
                 raise self._no_room(request)
             lora = self._loras[request.lora_int_id] = LoadedLoRA(self, request, version)
@@ -132,7 +132,7 @@ class LoRAManager:
         )
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Take an adapter out; requests that use it end with it. False where it was not loaded."""
+        """Remove an adapter. Requests that use it keep it to their end. Return False if it was not loaded."""
         with self._lock:
             lora = self._loras.pop(lora_int_id, None)
             if lora is not None:
@@ -144,7 +144,7 @@ class LoRAManager:
             return sorted(self._loras)
 
     def pin_lora(self, lora_int_id: int) -> bool:
-        """Never make room by dropping this adapter. False where it is not loaded."""
+        """Never evict this adapter. Return False if it is not loaded."""
         with self._lock:
             lora = self._loras.get(lora_int_id)
             if lora is not None:
@@ -152,7 +152,7 @@ class LoRAManager:
         return lora is not None
 
     def release(self, lora: LoadedLoRA) -> None:
-        """A request that used this version has ended."""
+        """Note that a request that used this version has ended."""
         with self._lock:
             lora.num_users -= 1
             assert lora.num_users >= 0, f"{lora.name} is released more often than it was acquired"
@@ -189,7 +189,7 @@ class LoRAManager:
             return len(self._loras) + len(self._retired) < self._max_loaded or bool(self._evictable())
 
     def _make_room(self) -> bool:
-        """Drop the least recently used adapters that nobody uses until one more fits."""
+        """Evict the least recently used idle adapter if there is no room for one more. Return False if none is idle."""
         if not self._has_room():
             return False
         if len(self._loras) + len(self._retired) >= self._max_loaded:
@@ -201,10 +201,10 @@ class LoRAManager:
     # -- requests that wait for an adapter ------------------------------------------------------------------------
 
     def take(self, message: EngineCoreRequest) -> LoadedLoRA | None:
-        """The request's adapter if it can be had at once; else the request is parked, and `ready` brings it back."""
+        """Return the adapter of a request if it is loaded. Otherwise park the request until `ready` returns it."""
         assert message.lora_request is not None
         if not self._parked:
-            with contextlib.suppress(LoRAError):  # which `ready` will tell
+            with contextlib.suppress(LoRAError):  # `ready` reports it
                 lora = self._acquire(message.lora_request)
                 if lora is not None:
                     return lora
@@ -217,21 +217,21 @@ class LoRAManager:
         left = [message for message in self._parked if message.request_id not in gone]
         if len(left) < len(self._parked):
             self._parked = left
-            self._may_be_ready = bool(left)  # those behind it may have waited for nothing but their turn
+            self._may_be_ready = bool(left)  # later requests may have waited only for their turn
 
     def waiting_ids(self) -> list[str]:
         return [message.request_id for message in self._parked]
 
     @property
     def may_be_ready(self) -> bool:
-        """Whether `ready` may have something to return."""
+        """Whether `ready` may return a request."""
         return self._may_be_ready
 
     def ready(self) -> list[tuple[EngineCoreRequest, LoadedLoRA | str]]:
-        """Requests that wait no longer: with their adapter, or with the sentence that refuses them.
+        """Return the requests that need not wait any more, with their adapter or with the reason of their refusal.
 
-        A request that waits for room lets no later one take an adapter, so room comes as soon as the present users
-        have ended. One that waits for its adapter to be read holds nobody up.
+        While a request waits for room, no later request gets an adapter: so there is room as soon as the present users
+        have ended. A request that waits for its adapter to be read blocks no other.
         """
         self._may_be_ready = False
         failed = self._finish_loading()
@@ -259,7 +259,7 @@ class LoRAManager:
             return str(error)
         if lora is not None or self._loading is not None:
             return lora
-        if self._has_room() or self._all_pinned():  # pinned for good: loading says so
+        if self._has_room() or self._all_pinned():  # if all are pinned, loading raises the error
             future = self._executor.submit(self.add_lora, request)
             self._loading = request.lora_int_id, future
             future.add_done_callback(lambda _: self._tell())
@@ -275,7 +275,7 @@ class LoRAManager:
         (lora_int_id, future), self._loading = self._loading, None
         error = future.exception()
         if error is None or (isinstance(error, LoRACapacityError) and not self._all_pinned()):
-            return {}  # an adapter that was idle a moment ago is in use again: wait for the next one
+            return {}  # the idle adapter came into use again: wait for another one
         if not isinstance(error, LoRAError):
             logger.error("a LoRA adapter could not be loaded", exc_info=error)
         return {lora_int_id: str(error) if isinstance(error, LoRAError) else f"{type(error).__name__}: {error}"}

@@ -1,7 +1,7 @@
-"""Drafts without a model: what followed the last tokens when they occurred before, in prompt or output.
+"""Drafts without a model: the tokens that followed the last n-gram where it occurred before, in prompt or output.
 
-Prompt lookup decoding (Saxena 2023). A request's tokens are kept as one byte string, so that a search runs at
-memory speed; a request that never repeats itself costs one scan of it a step.
+Prompt lookup decoding (Saxena 2023). The tokens of a request are one byte string, so a search runs at the speed of
+memory. A request that never repeats itself takes one scan of the string in each step.
 """
 
 from array import array
@@ -14,9 +14,9 @@ _WIDTH = array(_TYPE).itemsize
 class NgramProposer:
     """
     Args:
-        num_tokens: most tokens a draft.
-        min_n: fewest last tokens that must be found again.
-        max_n: most last tokens that are looked for.
+        num_tokens: maximum length of a draft.
+        min_n: minimum length of the n-gram.
+        max_n: maximum length of the n-gram.
     """
 
     def __init__(self, num_tokens: int, min_n: int, max_n: int) -> None:
@@ -24,13 +24,13 @@ class NgramProposer:
         self._min_n = min_n
         self._max_n = max_n
         self._texts: dict[str, bytearray] = {}
-        """Tokens of each request, as bytes."""
+        """The tokens of each request, as bytes."""
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
-        """The continuation of the latest earlier occurrence of the longest n-gram at the end; empty without one.
+        """Return what followed the latest earlier occurrence of the longest possible n-gram; empty without one.
 
-        `token_ids` only ever grows between calls with the same id. Where the occurrence reaches into the end itself
-        the repetition is carried on, so a short cycle still gives a full draft.
+        `token_ids` only grows between calls with the same id. If the occurrence overlaps the end, the repetition is
+        continued: a short cycle gives a full draft too.
         """
         text = self._texts.setdefault(request_id, bytearray())
         text += array(_TYPE, token_ids[len(text) // _WIDTH :]).tobytes()
@@ -47,12 +47,12 @@ class NgramProposer:
         self._texts.pop(request_id, None)
 
     def _continuation(self, text: bytearray) -> int | None:
-        """Index of the token behind the match."""
+        """Return the index of the token after the match."""
         found: int | None = None
         length = len(text) // _WIDTH
         end = length - 1  # an occurrence must end before the last token
         for n in range(self._min_n, min(self._max_n, length - 1) + 1):
-            # A longer match ends where a shorter one does, so the search never starts anew.
+            # A longer match ends where a shorter one does, so the search continues from there.
             place = _rfind(text, text[(length - n) * _WIDTH :], end)
             if place is None:
                 break
@@ -61,7 +61,7 @@ class NgramProposer:
 
 
 def _rfind(text: bytearray, wanted: bytearray, end: int) -> int | None:
-    """Index of the last occurrence that ends at or before token `end`."""
+    """Return the index of the last occurrence that ends at or before token `end`."""
     limit = end * _WIDTH
     while True:
         place = text.rfind(wanted, 0, limit)
@@ -69,4 +69,4 @@ def _rfind(text: bytearray, wanted: bytearray, end: int) -> int | None:
             return None
         if place % _WIDTH == 0:
             return place // _WIDTH
-        limit = place + len(wanted) - 1  # the bytes of two neighbours, not a token
+        limit = place + len(wanted) - 1  # bytes of two adjacent tokens, not a token

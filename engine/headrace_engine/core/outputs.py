@@ -1,4 +1,4 @@
-"""What the core sends back after a step: new tokens of each choice, and the step's statistics. Plain data."""
+"""The output of a step: the new tokens of each choice, and the statistics. Plain data."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -7,9 +7,9 @@ from headrace_engine.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
 
 
-@dataclass(slots=True)  # not kw_only: names in a call double what making one costs, and each token makes one
+@dataclass(slots=True)  # not kw_only: keyword arguments double the cost, and each token creates one
 class EngineCoreOutput:
-    """New tokens of one choice, or its end."""
+    """The new tokens of one choice, and why it ended if it did."""
 
     request_id: str
     new_token_ids: list[int]
@@ -17,16 +17,16 @@ class EngineCoreOutput:
     """Prompt tokens that came from the prefix cache."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt tokens from the second on; with the first new token of a request that asked."""
+    """For the prompt tokens from the second on. Sent with the first new token of a request that asked for them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token, where one ended the choice; `repetition_detected` for a loop."""
+    """The stop token that ended the choice, or `repetition_detected`."""
     error: str | None = None
 
 
-@dataclass(slots=True)  # not kw_only: the wire has the values alone, in this order
+@dataclass(slots=True)  # not kw_only: the wire has only the values, in this order
 class StepStats:
-    """Numbers of one step: levels after it, and counts of what happened in it. Seconds, tokens, blocks."""
+    """Statistics of one step: levels after it, and counts of events in it. In seconds, tokens and blocks."""
 
     step_seconds: float = 0.0
     kind: str = "decode"
@@ -44,28 +44,28 @@ class StepStats:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     lora_requests: dict[str, list[int]] = field(default_factory=dict)
-    """By adapter: how many requests run and wait."""
+    """By adapter: the numbers of running and waiting requests."""
     drafted_per_position: list[int] = field(default_factory=list)
-    """Drafted tokens that were verified, by their place in the draft; empty where no request had a draft."""
+    """Verified draft tokens, by position in the draft. Empty if no request had a draft."""
     accepted_per_position: list[int] = field(default_factory=list)
-    """How many of them were what the model drew."""
+    """Accepted draft tokens, by position in the draft."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     num_padded_tokens: int = 0
-    """Tokens computed only to fill a static shape; not in num_tokens."""
+    """Tokens computed only to fill a static shape. Not included in num_tokens."""
     compiled_graphs: int = 0
     fallback_operators: int = 0
-    """Operators that were computed on the CPU instead of the device."""
+    """Operators that ran on the CPU instead of the device."""
     warm_up_seconds: float = 0.0
     admitted_choice_ids: list[str] = field(default_factory=list)
-    """Choices of which this step was the first."""
+    """Choices that were scheduled for the first time."""
 
     def __getitem__(self, name: str) -> Any:
-        """For those who know nothing of an engine but the names of its numbers."""
+        """Return a number by its name, for readers that know an engine only by the names of its numbers."""
         return getattr(self, name)
 
 
 STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
-"""Read one by one: asdict would copy what they hold, every step."""
+"""Read one by one, because asdict would copy the contents in every step."""
 
 
 @dataclass(slots=True, kw_only=True)

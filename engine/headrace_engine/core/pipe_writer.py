@@ -1,4 +1,4 @@
-"""`PipeWriter`: one end of a pipe, whose caller need not wait for the other."""
+"""`PipeWriter`: the write end of a pipe, for a caller that must not block."""
 
 import os
 import select
@@ -7,15 +7,15 @@ from collections import deque
 from contextlib import suppress
 
 _LOOK_SECONDS = 1.0
-"""How long the thread waits for room before it looks whether the pipe was closed."""
+"""How long the thread waits for a writable pipe before it checks whether the pipe was closed."""
 
 
 class PipeWriter:
     """Owns the write end of a pipe.
 
     Args:
-        waits: let the caller wait while the pipe is full. Else a thread writes, in order, what the pipe does not take
-            at once: a reader that is busy would hold up the caller, which may be an event loop.
+        waits: block the caller while the pipe is full. Otherwise a thread writes, in order, what the pipe does not take
+            at once: a busy reader must not block the caller, which may be an event loop.
     """
 
     def __init__(self, fd: int, *, waits: bool) -> None:
@@ -26,7 +26,7 @@ class PipeWriter:
         self._is_closed = False
 
     def write(self, data: bytes) -> None:
-        """Raises BrokenPipeError where the reader is known to be gone."""
+        """Write bytes. Raises BrokenPipeError if the reader is known to be gone."""
         with self._lock:
             rest = memoryview(data)
             if not self._unwritten:
@@ -37,7 +37,7 @@ class PipeWriter:
                     threading.Thread(target=self._write_rest, name="engine-pipe", daemon=True).start()
 
     def close(self) -> None:
-        """Give the descriptor back; what is not written yet is dropped."""
+        """Close the descriptor. Bytes that are not written yet are dropped."""
         with self._lock:
             self._is_closed = True
             self._unwritten.clear()
@@ -51,14 +51,14 @@ class PipeWriter:
 
     def _write_rest(self) -> None:
         while True:
-            with suppress(OSError, ValueError):  # the pipe was closed meanwhile
+            with suppress(OSError, ValueError):  # the pipe was closed in the meantime
                 select.select([], [self._fd], [], _LOOK_SECONDS)
             with self._lock:
                 if self._is_closed:
                     return
                 try:
                     rest = self._write_some(self._unwritten[0])
-                except OSError:  # the reader is gone: who reads from it learns that
+                except OSError:  # the reader is gone: the thread that reads from it notices
                     self._unwritten.clear()
                     return
                 self._unwritten.popleft()

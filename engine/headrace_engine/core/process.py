@@ -1,10 +1,10 @@
 """`EngineCoreProcess`: the parent's handle on an engine in a child process.
 
-A device fault or an out-of-memory kill then costs an engine restart, not the parent with its leases and streams. The
-frames between the two are in `frames.py`, the child's side of them in `serving.py`.
+After a device fault or an out-of-memory kill, only the engine restarts: the parent keeps its leases and streams. The
+frames between the two are in `frames.py`, and the child's side of them is in `serving.py`.
 
-The child is a fresh interpreter (not a fork: CUDA and OpenMP do not survive one), leads its own process group so
-that a Ctrl-C in the terminal reaches only the parent, and dies with the thread that started it.
+The child is a new interpreter, not a fork: CUDA and OpenMP do not survive a fork. It leads its own process group, so
+that a Ctrl-C in the terminal reaches only the parent. It dies with the thread that started it.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ from headrace_engine.runner.contracts import ModelInfo
 
 
 class EngineCoreProcess:
-    """Parent's handle on a core in a child; implements `CoreClient`, and suits an event loop too.
+    """The parent's handle on a core in a child process. Implements `CoreClient`.
 
-    With an event loop: watch `fileno()`, and when it is readable call `receive()`.
+    An event loop can watch `fileno()` and call `receive()` when it is readable.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -72,19 +72,19 @@ class EngineCoreProcess:
         self._pending: list[EngineCoreOutputs] = []
         self._calls: dict[int, Future[Any]] = {}
         self._has_spoken = False
-        """Whether the child has sent anything."""
+        """Whether the child has sent any frame."""
         self._failure: HeadraceEngineError | None = None
         self._reported: HeadraceEngineError | None = None
-        """The child's own last words; raised once all steps that came before them are taken."""
+        """The error that the child reported. Raised after all steps before it have been taken."""
         self._call_numbers = itertools.count(1)
         self._stopping = False
         self._closed = False
         self._group_ended = False
-        with contextlib.suppress(EngineDeadError):  # `receive` tells how a child ended that took no config
+        with contextlib.suppress(EngineDeadError):  # `receive` reports how the child ended
             self._send(["config", PROTOCOL, config.to_wire()])
 
     def _link_packages(self, environment: dict[str, str]) -> interpreter.LinkedPackages:
-        """Let another interpreter import what the child needs of this one. Raises ConfigError: it is none."""
+        """Let another interpreter import what the child needs. Raises ConfigError if it is not a usable interpreter."""
         names = {"headrace_engine", self._engine.child_module.partition(".")[0]}
         if interpreter.check(self._python):
             names.add("msgpack")
@@ -108,7 +108,7 @@ class EngineCoreProcess:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What the engine can do, once it is ready."""
+        """What the engine can do. Known once it is ready."""
         assert self.is_ready, "the core is not ready yet"
         return self._capabilities
 
@@ -117,7 +117,7 @@ class EngineCoreProcess:
 
         Raises:
             EngineDeadError, ModelLoadError, ConfigError: the child could not start.
-            TimeoutError: it is still loading after `timeout` seconds.
+            TimeoutError: the model is still loading after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.is_ready:
@@ -136,7 +136,7 @@ class EngineCoreProcess:
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
         number, answer = next(self._call_numbers), Future[Any]()
-        answer.set_running_or_notify_cancel()  # its waiter may be cancelled; the call is made all the same
+        answer.set_running_or_notify_cancel()  # a cancelled wait does not cancel the call
         self._calls[number] = answer
         try:
             self._send(["call", number, method, list(args)])
@@ -157,7 +157,7 @@ class EngineCoreProcess:
         return self._connection.read_fd
 
     def receive(self) -> list[EngineCoreOutputs]:
-        """Take what the child has sent; call when `fileno()` is readable.
+        """Read what the child has sent. Call when `fileno()` is readable.
 
         Raises:
             EngineDeadError, ModelLoadError, ConfigError: the child failed or is gone.
@@ -176,7 +176,7 @@ class EngineCoreProcess:
             raise
 
     def _silent_end(self) -> HeadraceEngineError:
-        """Why the child ended, of which it said nothing itself."""
+        """Return the error for a child that ended without a report."""
         how = self._exit_description()
         if self._process.returncode == _PYTHON_ERROR and not self._has_spoken:
             return ConfigError(
@@ -184,7 +184,7 @@ class EngineCoreProcess:
                 f"why; standard error has the traceback. What it imports is installed there by "
                 f"{self._engine.install_command}"
             )
-        # Nobody but the kernel, short of memory, kills a process that its parent did not end.
+        # Only the kernel, when memory is short, kills a process that its parent has not killed.
         killed = self._process.returncode == -signal.SIGKILL and not self._stopping
         cause: EngineDeathCause = "out_of_memory" if killed else "crash"
         return EngineDeadError(f"the engine process {self.pid} ended, {how}", cause=cause)
@@ -223,7 +223,7 @@ class EngineCoreProcess:
         self._model_info = ModelInfo(**info)
 
     def _failed(self, sentence: str, name: str) -> HeadraceEngineError:
-        """The child's last words as the error that they tell of."""
+        """Return the error that the child reported."""
         if name in _STARTUP_ERRORS:
             return _STARTUP_ERRORS[name](sentence)
         if name in _IMPORT_ERRORS and not self.is_ready:
@@ -250,9 +250,9 @@ class EngineCoreProcess:
         return self._pending.pop(0)
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Ask the child to end, kill it after `timeout` seconds, and reap it. Outputs not yet taken are lost."""
+        """Ask the child to exit, kill it after `timeout` seconds, and reap it. Outputs that were not taken are lost."""
         self._stopping = True
-        with contextlib.suppress(EngineDeadError):  # it has ended already; what follows reaps it
+        with contextlib.suppress(EngineDeadError):  # it has ended already and is reaped below
             self._send(["stop"])
         try:
             self._process.wait(timeout)
@@ -261,15 +261,15 @@ class EngineCoreProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End the child and its own children at once, and reap it."""
+        """Kill the child and its own children at once, and reap it."""
         self._stopping = True
         self._kill_group()
         self._process.wait()
 
     def _kill_group(self) -> None:
-        """End what lives of the child's process group, such as the ranks of an engine, which hold device memory.
+        """Kill the rest of the child's process group, such as worker ranks, which hold device memory.
 
-        Once, before the child is reaped or right after: later the number may be another group's.
+        Called once, before the child is reaped or right after: later the number may belong to another group.
         """
         if not self._group_ended:
             self._group_ended = True
@@ -277,7 +277,7 @@ class EngineCoreProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Give the pipe ends back; after `shutdown` or `kill`, when nobody reads any more."""
+        """Close the pipes. Call after `shutdown` or `kill`, when no thread reads any more."""
         if not self._closed:
             self._closed = True
             self._connection.close()
@@ -304,17 +304,17 @@ class EngineCoreProcess:
 
 _CAUSES: dict[str, EngineDeathCause] = {
     "MemoryError": "out_of_memory",
-    "OutOfMemoryError": "out_of_memory",  # torch's, for a device
+    "OutOfMemoryError": "out_of_memory",  # torch's error for the memory of a device
     "RecompilationError": "recompilation",
 }
 _PYTHON_ERROR = 1
-"""Exit status of an interpreter that an exception ended: of a child that was silent, when its module was imported."""
+"""Exit status of an interpreter after an exception. Without any frame before, the import of the module failed."""
 _STARTUP_ERRORS: dict[str, type[HeadraceEngineError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 
 
 def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:
-    """The child's refusal as the error that it was; an unexpected one keeps its name in the sentence."""
+    """Return the error of a refused call. An unexpected one has its name in the message."""
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, errors.InvalidRequestError):
         return known(sentences)

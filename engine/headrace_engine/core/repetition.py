@@ -1,4 +1,4 @@
-"""Whether the end of an output is one pattern of tokens over and over. Imports no torch."""
+"""Detects an output that ends in a repeated pattern of tokens. Imports no torch."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from headrace_engine.sampling_params import RepetitionDetectionParams
 
 
 def ends_in_repetition(token_ids: Sequence[int], start: int, params: RepetitionDetectionParams) -> bool:
-    """Whether `token_ids[start:]` ends with `min_count` copies of a pattern of the wanted length.
+    """Whether `token_ids[start:]` ends with `min_count` copies of a pattern of an allowed length.
 
-    Only the end counts: a loop that the model has left behind is no reason to stop it.
+    An earlier repetition does not count: the model has left it.
     """
     last, length = token_ids[-1], len(token_ids) - start
     for size in range(max(params.min_pattern_size, 1), params.max_pattern_size + 1):

@@ -1,7 +1,4 @@
-"""Waiting requests in the order in which they are admitted: by arrival, or by priority and then arrival.
-
-And how many of them there may be.
-"""
+"""The queue of waiting requests, ordered by arrival or by priority, and the limits of its size."""
 
 import heapq
 from collections import deque
@@ -17,7 +14,7 @@ class RequestQueue(Protocol):
     def add(self, request: Request) -> None: ...
 
     def add_first(self, request: Request) -> None:
-        """Put a preempted request back: it keeps its place before those that arrived later."""
+        """Return a preempted request to its place before all requests that arrived later."""
 
     def peek(self) -> Request: ...
 
@@ -42,12 +39,12 @@ class FCFSQueue(deque[Request]):
     def peek(self) -> Request:
         return self[0]
 
-    def pop(self) -> Request:  # type: ignore[override]  # a queue is served from its head
+    def pop(self) -> Request:  # type: ignore[override]  # deque.pop takes from the other end
         return self.popleft()
 
 
 class PriorityQueue:
-    """Lowest priority number first; within one number by arrival time."""
+    """Lowest priority number first, then earliest arrival."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, float, str, Request]] = []
@@ -79,7 +76,9 @@ def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
 
 
 class QueueLimits:
-    """Bounds on what waits for its first admission, for a grammar or an adapter too; preempted requests do not count.
+    """Limits the requests that wait for their first admission, including those that wait for a grammar or an adapter.
+
+    Preempted requests do not count.
 
     Args:
         max_requests, max_tokens: None means no limit.
@@ -93,7 +92,7 @@ class QueueLimits:
         self._num_tokens = 0
 
     def enter(self, request_id: str, num_tokens: int) -> None:
-        """Count a new request, once. Raises QueueFullError, and counts nothing, where it would be one too many."""
+        """Count a new request, once. Raises QueueFullError, without counting it, if it exceeds a limit."""
         if request_id in self._entered:
             return
         if self._max_requests is not None and len(self._entered) >= self._max_requests:
@@ -105,11 +104,11 @@ class QueueLimits:
         self._num_tokens += num_tokens
 
     def leave(self, request_id: str) -> None:
-        """The request, if it is counted, waits no longer."""
+        """Stop counting a request. Unknown ids are ignored."""
         self._num_tokens -= self._entered.pop(request_id, 0)
 
     def check_integrity(self, waiting: Iterable[Request], elsewhere: Iterable[str]) -> None:
-        """Assert that the counts are those of the queue, and of the requests that wait elsewhere."""
+        """Assert that exactly the new requests of the queue and those that wait elsewhere are counted."""
         new = {request.request_id for request in waiting if request.status is RequestStatus.WAITING}
         assert self._entered.keys() == new | set(elsewhere), self._entered.keys() ^ (new | set(elsewhere))
         assert self._num_tokens == sum(self._entered.values())

@@ -1,4 +1,4 @@
-"""Finds the runner and the tokenizer that the config names, by import path: the core itself never imports torch."""
+"""Imports the runner and the tokenizer that the config names. So the core itself never imports torch."""
 
 from importlib import import_module
 
@@ -21,7 +21,7 @@ def create_runner(config: EngineConfig) -> ModelRunner:
 
 
 def load_tokenizer(config: EngineConfig) -> TokenizerParts:
-    """The model's tokenizer, by the function that the config names.
+    """Load the tokenizer of the model by the function that the config names.
 
     Raises:
         ConfigError: there is no such function.

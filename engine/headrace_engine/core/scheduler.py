@@ -1,9 +1,9 @@
-"""The scheduler: who computes how many tokens in the next step.
+"""The scheduler: decides how many tokens of each request the next step computes.
 
-There is no prefill phase and no decode phase. Each request's `num_computed_tokens` chases its `num_tokens`, and a
-step hands out a token budget: running requests first, in the order in which they were admitted, then waiting ones in
-policy order. A prompt longer than the budget is computed in chunks, a prefix-cache hit is a head start, and a
-preempted request is one whose `num_computed_tokens` fell back to 0. After vLLM's V1 scheduler. Imports no torch.
+There is no prefill phase and no decode phase. Each request has `num_computed_tokens`, which catches up with its
+`num_tokens`. A step has a token budget: running requests get tokens first, in the order of their admission, then
+waiting requests in policy order. A prompt longer than the budget is computed in chunks. A prefix cache hit is a head
+start. A preempted request is one whose `num_computed_tokens` is back at 0. After vLLM's V1 scheduler. Imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
 _MAX_PROMPT_LOGPROBS_CHUNK = 512
-_NO_DRAFTS: list[int] = []  # never changed, nor is the next one
+_NO_DRAFTS: list[int] = []  # shared and never changed, like the next one
 _NO_BLOCKS: list[int] = []
 
 
@@ -64,17 +64,17 @@ class Scheduler:
         self._without_grammar: list[tuple[Request, Grammar]] = []
         self.stats = StepStats()
 
-    # -- requests come and go -------------------------------------------------------------------------------------
+    # -- arrivals and departures ----------------------------------------------------------------------------------
 
     def add_request(self, request: Request, grammar: Grammar | None = None) -> None:
-        """Queue a request; its grammar, if it has one, has come as far as its output."""
+        """Queue a request. Its grammar, if it has one, has accepted the output so far."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
         if not 0 < request.num_tokens < self.max_model_len:
             raise ContextLengthError(
                 f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
             )
-        if request.status is RequestStatus.PREEMPTED:  # it comes back with another grammar
+        if request.status is RequestStatus.PREEMPTED:  # it returns with another grammar
             self.waiting.add_first(request)
         else:
             self.queue_limits.enter(request.request_id, request.num_tokens)
@@ -84,7 +84,7 @@ class Scheduler:
             self.grammars.add(request.request_id, grammar)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """End these requests whatever their state; unknown ids are ignored. Returns the ids that were alive."""
+        """End requests in any state and ignore unknown ids. Return the ids of those that were unfinished."""
         aborted = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
@@ -98,19 +98,19 @@ class Scheduler:
                 aborted.append(request_id)
         return aborted
 
-    def take_those_without_grammar(self) -> list[tuple[Request, Grammar]]:
-        """Requests whose grammars failed in the last step, with these; `add_request` takes them back with others."""
+    def take_requests_without_grammar(self) -> list[tuple[Request, Grammar]]:
+        """Return the requests whose grammars failed in the last step. Add them again with other grammars."""
         taken, self._without_grammar = self._without_grammar, []
         return taken
 
     def has_work(self) -> bool:
-        """Whether a step would do anything; also when only removals wait to be told to the runner."""
+        """Whether a step would do anything, if only to tell the runner about removed requests."""
         return bool(self.requests or self._removed)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepBatch:
-        """The next step's batch; empty when a preemption was all that could be done."""
+        """Return the batch of the next step. It is empty if the step can only preempt."""
         plan = StepPlan(budget=self._token_budget)
         self.stats = StepStats()
         if self._capabilities.mixed_batches:
@@ -122,7 +122,7 @@ class Scheduler:
             self._schedule_running(plan, phase="prefill")
             self._schedule_waiting(plan)
         self._has_just_prefilled = plan.num_prefills > 0
-        # Victims of this very step included: their blocks may have new holders already.
+        # Includes the victims of this step: their blocks may belong to other requests already.
         plan.batch.removed_request_ids, self._removed = self._removed, []
         if self.grammars:
             plan.batch.grammar_bitmask = self.grammars.bitmask(self._sampled(plan.batch))
@@ -130,14 +130,15 @@ class Scheduler:
         return plan.batch
 
     def _decode_is_due(self) -> bool:
-        """For runners that cannot mix: a decoding request waits for one step of prompts at most.
+        """Whether this step decodes, for runners that cannot mix prefill and decode.
 
-        Prompts in their turn wait for one step of decoding at most, so that neither starves the other.
+        Decoding requests wait for at most one step of prefill, and prefill waits for at most one step of decoding. So
+        neither starves the other.
         """
         return self._has_just_prefilled and not all(is_prefill(request) for request in self.running)
 
     def _sampled(self, batch: StepBatch) -> list[tuple[Request, Sequence[int]]]:
-        """Requests that get a token in this step, with the tokens that are guessed behind their last one."""
+        """Return the requests that get a token in this step, with their drafts."""
         sampled: list[tuple[Request, Sequence[int]]] = []
         for request_id in batch.num_scheduled_tokens:
             request, drafts = self.requests[request_id], batch.draft_token_ids.get(request_id, ())
@@ -146,9 +147,10 @@ class Scheduler:
         return sampled
 
     def expect_tokens(self, batch: StepBatch) -> list[Request]:
-        """Count the tokens that the step will draw as there, so that the next one is scheduled before they are known.
+        """Count the tokens that the step will draw, so that the next step can be scheduled before they are known.
 
-        Returns the batch's requests, for `update_from_output`.
+        Returns:
+            The requests of the batch, for `update_from_output`.
         """
         requests = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
         for request in requests:
@@ -157,7 +159,7 @@ class Scheduler:
         return requests
 
     def _prefill_is_possible(self) -> bool:
-        """For runners that cannot mix: whether a prompt is incomplete, or a whole one can be admitted."""
+        """Whether a prompt is incomplete or can be admitted whole, for runners that cannot mix prefill and decode."""
         if any(is_prefill(request) for request in self.running):
             return True
         if not self.waiting:
@@ -182,15 +184,15 @@ class Scheduler:
             if (phase is not None and prefill != (phase == "prefill")) or (prefill and not self._may_prefill(plan)):
                 index += 1
                 continue
-            if prefill:  # one token is within every limit
+            if prefill:  # a single token is within every limit
                 num_new = min(num_new, plan.budget, self._chunk_limit(request))
             drafts, new_blocks = _NO_DRAFTS, None
             if self._speculator is not None:
                 drafts = self._drafts_within(request, plan.budget - (len(running) - index - 1))
                 new_blocks = self._extend_for_drafts(request, num_new, drafts)
             if new_blocks is None:
-                drafts = _NO_DRAFTS  # nobody is preempted for a guess
-                # Mostly there is room, and a call to hear so would be a fifth of what a request costs here.
+                drafts = _NO_DRAFTS  # no request is preempted for drafts
+                # Usually there is room. A call to find out would take a fifth of the time for a request.
                 has_room = request.num_computed_tokens + num_new <= request.num_slots
                 new_blocks = _NO_BLOCKS if has_room else extend(request, num_new)
             while new_blocks is None:
@@ -211,13 +213,13 @@ class Scheduler:
                 index += 1
 
     def _drafts_within(self, request: Request, num_tokens: int) -> list[int]:
-        """As much of a request's draft as fits beside its last token; one token is left to everybody behind it."""
+        """Return the drafts that fit in `num_tokens` together with the last token."""
         if not request.draft_token_ids or is_prefill(request):
             return []
         return request.draft_token_ids[: max(min(num_tokens, self._max_chunk) - 1, 0)]
 
     def _extend_for_drafts(self, request: Request, num_new: int, drafts: list[int]) -> list[int] | None:
-        """Room for drafts, and for those that the runner will make behind them where there is enough."""
+        """Allocate blocks for drafts and, if there are enough, for those that the runner drafts next. None: too few."""
         assert self._speculator is not None
         num_new += len(drafts)
         lookahead = self._speculator.num_lookahead_tokens(request.num_computed_tokens + num_new)
@@ -239,7 +241,7 @@ class Scheduler:
         return self.running[-1]
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away. It keeps its tokens and computes them again when it is back."""
+        """Free the blocks of a request. It keeps its tokens and computes them again when it is admitted again."""
         self._suspend(request)
         self.waiting.add_first(request)
         self.stats.preemptions += 1
@@ -256,11 +258,11 @@ class Scheduler:
         if self.stats.preemptions:
             return  # memory is short: running requests go first
         loras = {r.lora.version for r in self.running if r.lora is not None} if self._max_loras else set()
-        passed: list[Request] = []  # whose adapter finds no place in this batch
+        passed: list[Request] = []  # their adapter does not fit in this batch
         while self.waiting and plan.budget > 0 and self._may_prefill(plan):
             request = self.waiting.peek()
             if request.num_pending_tokens:
-                break  # a victim whose last token is still in flight: it comes back when all of them are known
+                break  # a victim with a token in flight: it is admitted when all its tokens are known
             if request.lora is not None and not self._lora_may_start(request, request.lora.version, loras, passed):
                 if self._policy == "fcfs" and len(self.running) == self._max_num_seqs:
                     break
@@ -284,7 +286,7 @@ class Scheduler:
                 if passed:
                     passed[0].num_passed += 1
             self._start(request, num_hit)
-            plan.batch.new_requests.append(new_request(request, block_ids))  # says what was computed before this step
+            plan.batch.new_requests.append(new_request(request, block_ids))  # holds what was computed before this step
             plan.grant(request, num_new, prefill=True)
             # A request that is preempted from here on is less urgent than this one, so this step did not admit it:
             # these blocks will be filled in it, and batch-mates behind this request may share them already.
@@ -293,29 +295,30 @@ class Scheduler:
             self.waiting.add_first(request)
 
     def _lora_may_start(self, request: Request, version: int, loras: set[int], passed: list[Request]) -> bool:
-        """Whether a request with this adapter may join a batch with `loras`, past those that wait for a place in it.
+        """Whether a request with this adapter may join a batch with `loras`, ahead of those that do not fit.
 
-        Nobody passes a more urgent request, and only so many pass one; then no request with an adapter starts until
-        one of the running adapters has none left. Requests without an adapter take no place from anybody.
+        No request passes a more urgent one, and at most `max_num_seqs` requests pass one. Then no request with an
+        adapter starts until a running adapter has no requests left. Requests without an adapter need no room for one.
         """
         if passed and (passed[0].num_passed >= self._max_num_seqs or passed[0].priority < request.priority):
             return False
         return version in loras or len(loras) < self._max_loras
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Whether one more request may run and be given `num_blocks`.
+        """Whether one more request may run and get `num_blocks` blocks.
 
-        The watermark is left free, so that the running ones can grow for a while before one of them is preempted;
-        where nothing runs it would only keep a large request out for ever.
+        The watermark stays free, so that running requests can grow for a while before one of them is preempted. It does
+        not apply if nothing runs: otherwise a large request would never start.
         """
         reserve = self._watermark_blocks if self.running else 0
         return len(self.running) < self._max_num_seqs and num_blocks + reserve <= self.kv.pool.num_free
 
     def _victims(self, request: Request, hits: list[Block], num_blocks: int) -> list[Request] | None:
-        """Choose the running requests that a more urgent waiting one preempts, the least urgent first.
+        """Return the running requests that a more urgent waiting request preempts, the least urgent first.
 
-        None where they do not exist, or where all of them together would not make room enough; empty where nothing but
-        the watermark is in the way, which is kept for those that are less urgent.
+        Returns:
+            None if there are none, or if they hold too few blocks. Empty if only the watermark is in the way: it is
+            kept free for less urgent requests.
         """
         if self._policy != "priority":
             return None
@@ -348,13 +351,13 @@ class Scheduler:
     def update_from_output(
         self, batch: StepBatch, output: StepOutput, launched: Sequence[Request] | None = None
     ) -> list[EngineCoreOutput]:
-        """Take the sampled tokens in; return the outputs of every request that got one.
+        """Append the sampled tokens to their requests and return an output for each request that got one.
 
         Args:
-            launched: the batch's requests, where a later step was scheduled meanwhile: what came of those that have
-                ended since is dropped, and those that were preempted go on waiting with one token more.
+            launched: the requests of the batch, if a later step was scheduled in the meantime. Results of requests that
+                have ended since are dropped. Requests that were preempted get their token and keep waiting.
         """
-        new_outputs: list[EngineCoreOutput] = []
+        outputs: list[EngineCoreOutput] = []
         finished: set[str] = set()
         if launched is None:
             launched = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
@@ -373,7 +376,7 @@ class Scheduler:
                 if request.num_pending_tokens:
                     request.num_pending_tokens -= 1
                 if self.grammars and (grammar := self.grammars.take_failed(request_id)) is not None:
-                    self._let_go(request, grammar)
+                    self._release_for_grammar(request, grammar)
                     continue
                 entry = self._accept_verified(request, sampled, batch, output)
             else:
@@ -381,7 +384,7 @@ class Scheduler:
                 continue
             logprobs = output.logprobs.get(request_id)
             entry.logprobs = logprobs[: len(entry.new_token_ids)] if logprobs is not None else None
-            new_outputs.append(entry)
+            outputs.append(entry)
             if entry.finish_reason is not None:
                 finished.add(request_id)
         if finished:
@@ -391,10 +394,10 @@ class Scheduler:
                 if request.status is RequestStatus.PREEMPTED:
                     self.waiting.remove(request)
                 self._finish(request)
-        return new_outputs
+        return outputs
 
-    def _let_go(self, request: Request, grammar: Grammar) -> None:
-        """Drop what was drawn for a request without a mask; it leaves, with its tokens, for another grammar."""
+    def _release_for_grammar(self, request: Request, grammar: Grammar) -> None:
+        """Drop the token that was drawn without a mask. The request leaves the scheduler to get another grammar."""
         self._remember_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         self._suspend(request)
         if self._speculator is not None:
@@ -403,7 +406,7 @@ class Scheduler:
         self._without_grammar.append((request, grammar))
 
     def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        if request.status is RequestStatus.RUNNING:  # and was not preempted while its step was in flight
+        if request.status is RequestStatus.RUNNING:  # it was not preempted while its step was in flight
             self.kv.remember_full_blocks(request, num_computed_tokens)
 
     def _accept_verified(
@@ -414,7 +417,7 @@ class Scheduler:
             self._take_back_rejected(request, drafts, len(sampled) - 1)
         entry = self._accept(request, sampled)
         num_computed = request.num_computed_tokens
-        if drafts:  # only now are accepted ones the request's own tokens; those behind its end never are
+        if drafts:  # accepted drafts are tokens of the request only now; drafts after its end never are
             num_computed = min(num_computed, request.num_tokens)
         self._remember_full_blocks(request, num_computed)
         if self._speculator is not None and entry.finish_reason is None:
@@ -478,10 +481,10 @@ class Scheduler:
         return counts
 
     def check_integrity(self, elsewhere: Iterable[str] = ()) -> None:
-        """Assert the scheduler's and the pool's invariants; cheap enough to run whenever the engine is idle.
+        """Assert the invariants of the scheduler and the pool. Cheap enough to run whenever the engine is idle.
 
         Args:
-            elsewhere: ids of requests that wait for a grammar or an adapter and are to come here.
+            elsewhere: ids of new requests that wait for a grammar or an adapter.
         """
         assert len(self.running) + len(self.waiting) == len(self.requests)
         assert len(self.running) <= self._max_num_seqs
@@ -493,5 +496,5 @@ class Scheduler:
 
 
 def _urgency(request: Request) -> tuple[int, float, str]:
-    """The waiting queue's order to the last tie: were two requests each other's victims, neither would end."""
+    """Return the sort key of the waiting queue. It has no ties, so two requests cannot preempt each other for ever."""
     return request.priority, request.arrival_time, request.request_id

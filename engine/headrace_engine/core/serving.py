@@ -1,6 +1,6 @@
 """The child's side of the frames, for any engine: signals, pipes, logs, and the loop over a `Core`.
 
-An engine's child module makes its core and calls `run`. Imports no engine.
+The child module of an engine creates its core and calls `run`. Imports no engine.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Core(Protocol):
-    """What an engine implements. One thread calls all of it; only `wake` is called from others."""
+    """What an engine implements. One thread calls all methods. The core may call `wake` from any thread."""
 
     wake: Callable[[], None]
     """Set before the first request: the core calls it, from any thread, when `has_work()` has become true by itself."""
@@ -45,48 +45,50 @@ class Core(Protocol):
     def capabilities(self) -> EngineCapabilities: ...
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request, behind its `output_token_ids` where it has some. Raises nothing for what is wrong with the
-        request: that is its last output, with `FinishReason.ERROR` and a sentence."""
+        """Queue a request, which continues its `output_token_ids` if it has any.
+
+        Raises nothing for an invalid request: its last output has `FinishReason.ERROR` and the reason.
+        """
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, which get no more outputs; unknown ids are passed over."""
+        """Forget requests, which get no more outputs. Unknown ids are ignored."""
 
     def has_work(self) -> bool: ...
 
     def step(self) -> EngineCoreOutputs:
-        """Compute one step; called only while `has_work()`. What it raises ends the process."""
+        """Compute one step. Called only while `has_work()`. An exception ends the process."""
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
-        """Do something beside the steps and answer with plain data: see `EngineCore.call` for the methods."""
+        """Run a method outside the step loop and return plain data. `EngineCore.call` lists the methods."""
 
     def check_integrity(self) -> None:
-        """Assert that nothing is left of requests that have ended; called when there is no work."""
+        """Assert that no state of finished requests is left. Called when there is no work."""
 
     def shutdown(self) -> None: ...
 
     @property
     def is_prepared_for_grammars(self) -> bool:
-        """True where nothing is to be gained by `prepare_for_grammars`."""
+        """Whether `prepare_for_grammars` has nothing to do."""
 
     def prepare_for_grammars(self) -> None:
-        """Load what the first grammar needs; called in the first idle second."""
+        """Load what the first grammar needs. Called in the first idle second."""
 
 
 def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) -> int:
-    """Serve a core to the parent until it says stop or goes away. Returns the exit status.
+    """Serve a core to the parent until it sends "stop" or is gone. Return the exit status.
 
     Args:
-        make_core: loads the model. Raises ConfigError and ModelLoadError for what no retry can mend; an ImportError
-            means that the engine's parts are not installed. Anything else is tried again by the worker.
+        make_core: loads the model. Raises ConfigError or ModelLoadError if a retry cannot help, and ImportError if the
+            engine is not installed. After any other exception the worker tries again.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent alone decides when its engine ends
+        signal.signal(number, signal.SIG_IGN)  # only the parent decides when its engine ends
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _keep_from_own_children(read_fd, write_fd)
     connection = Connection(read_fd, write_fd, waits=True)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # A thread drains the pipe at all times: the parent never blocks on a core that is busy with a step.
+    # A thread always drains the pipe: the parent must not block while the core computes a step.
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True, name="commands").start()
     logging.basicConfig(level=logging.INFO, handlers=[_LogSender(connection)], format="%(message)s")
     core = None
@@ -101,7 +103,7 @@ def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) 
         core.shutdown()
     except BrokenPipeError:
         return 0  # the parent is gone
-    except Exception as error:  # noqa: BLE001  # whatever it is, the parent is told
+    except Exception as error:  # noqa: BLE001  # the parent is told about any failure
         _log_failure(error, is_starting=core is None)
         with contextlib.suppress(BrokenPipeError):
             connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
@@ -110,17 +112,17 @@ def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) 
 
 
 def _keep_from_own_children(*descriptors: int) -> None:
-    """Let no process that this one starts hold the pipes open: the parent would not see that this one has ended."""
+    """Keep the pipes from child processes: otherwise the parent would not notice the end of this process."""
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
         os.register_at_fork(after_in_child=partial(os.close, descriptor))
 
 
 def _config(frame: list[Any]) -> EngineConfig | None:
-    """The config of the first frame; None where the parent is gone already.
+    """Return the config of the first frame, or None if the parent is gone already.
 
     Raises:
-        ConfigError: the parent speaks another protocol.
+        ConfigError: the parent has another version of the protocol.
     """
     kind, *values = frame
     if kind == "stop":
@@ -134,15 +136,15 @@ def _config(frame: list[Any]) -> EngineConfig | None:
 
 def _log_failure(error: Exception, *, is_starting: bool) -> None:
     if isinstance(error, ConfigError | ImportError) and is_starting:
-        return  # the sentence says it all, and the parent logs it
+        return  # the parent logs the message, which is complete
     if is_starting:
-        logger.error("the engine stops", exc_info=error)  # no request was here yet that the text could quote
+        logger.error("the engine stops", exc_info=error)  # there was no request yet that the text could quote
     else:
         logger.error("the engine stops at\n%s", raised_at(error))
 
 
 class _LogSender(logging.Handler):
-    """Sends the child's log lines to the parent."""
+    """Sends the log lines of the child to the parent."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -182,7 +184,7 @@ def _serve(core: Core, connection: Connection, commands: "queue.SimpleQueue[Any]
 
 
 def _next_command(core: Core, commands: "queue.SimpleQueue[Any]") -> list[Any]:
-    """Wait for a command; the first idle period is for what would stall the steps of others later."""
+    """Wait for a command. Prepare for grammars in the first idle period, because that stalls all steps."""
     if not core.is_prepared_for_grammars:
         try:
             return list(commands.get(timeout=_IDLE_SECONDS))
@@ -192,11 +194,11 @@ def _next_command(core: Core, commands: "queue.SimpleQueue[Any]") -> list[Any]:
 
 
 def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
-    """Send the answer of a call once it is known."""
+    """Send the result of a call as soon as it is known."""
 
     def send(done: "Future[Any]") -> None:
         if done.cancelled():
-            return  # the core ends
+            return  # the core is shutting down
         error = done.exception()
         frame = ["answer", number, done.result()] if error is None else _refusal(number, error)
         with contextlib.suppress(OSError):  # the parent is gone; the next frame of the core ends the child
@@ -207,6 +209,8 @@ def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:
 
 def _refusal(number: int, error: BaseException) -> list[Any]:
     if not isinstance(error, errors.InvalidRequestError):
-        logger.error("a call failed", exc_info=error)  # about adapters or the tokenizer: no request's text is in it
+        logger.error(
+            "a call failed", exc_info=error
+        )  # calls concern adapters and the tokenizer: no text of a request is in it
         return ["refused", number, [str(error)], type(error).__name__]
     return ["refused", number, error.problems, type(error).__name__]

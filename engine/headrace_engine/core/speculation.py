@@ -1,9 +1,8 @@
-"""The scheduler's side of speculative decoding: where drafts come from and how many of them a request may use.
+"""The scheduler's part of speculative decoding: the source of drafts, and how many of them a request may use.
 
-A step computes a request's last token and its drafts together, the runner draws at each of these positions what it
-would have drawn there anyway, and the drafts that turn out equal were computed for free. The draws are a function of
-(logits, parameters, seed, position), so the output is that of plain decoding, token for token; there is no rejection
-sampling. Imports no torch.
+A step computes the last token of a request together with its drafts. At each of these positions the runner draws the
+same token as without drafts, and accepts the drafts that are equal. A draw is a function of (logits, parameters, seed,
+position), so the output is that of plain decoding, token for token. There is no rejection sampling. Imports no torch.
 """
 
 from headrace_engine.core.ngram_proposer import NgramProposer
@@ -24,13 +23,13 @@ class Speculator:
         )
 
     def num_lookahead_tokens(self, num_tokens: int) -> int:
-        """Slots behind a request's `num_tokens` that the runner needs to draft by itself."""
+        """Return the number of slots after `num_tokens` that the draft model of the runner needs."""
         return 0 if self._ngram else min(self._num_tokens, self._max_model_len - num_tokens)
 
     def propose(self, request: Request, output: StepOutput) -> list[int]:
-        """The request's draft for its next step, behind the tokens that it has now."""
+        """Return the draft of a request for its next step."""
         params = request.sampling_params
-        # A step gives one token more than it has drafts.
+        # A step yields one token more than it has drafts.
         most = min(self._num_tokens, self._max_model_len - request.num_tokens - 1)
         if params.max_tokens is not None:
             most = min(most, params.max_tokens - request.num_output_tokens - 1)
@@ -45,7 +44,7 @@ class Speculator:
             self._ngram.forget(request_id)
 
     def count(self, stats: StepStats, num_drafted: int, num_accepted: int) -> None:
-        """Take one request's verified draft into the step's statistics."""
+        """Add the verified draft of one request to the statistics of the step."""
         if not stats.drafted_per_position:
             stats.drafted_per_position = [0] * self._num_tokens
             stats.accepted_per_position = [0] * self._num_tokens

@@ -1,4 +1,4 @@
-"""The plan of one step: who computes how many tokens, while the scheduler puts it together. Imports no torch."""
+"""The plan of a step while the scheduler builds it: how many tokens each request computes. Imports no torch."""
 
 from dataclasses import dataclass, field
 
@@ -8,22 +8,22 @@ from headrace_engine.runner.contracts import NewRequest, StepBatch
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step while it is being put together."""
+    """A batch under construction, and the rest of its token budget."""
 
     budget: int
-    """Tokens that are left to grant."""
+    """Tokens left to schedule."""
     batch: StepBatch = field(default_factory=lambda: StepBatch(num_scheduled_tokens={}))
     num_prefills: int = 0
 
     def grant(self, request: Request, num_tokens: int, prefill: bool) -> None:
-        """These tokens count as computed from here on."""
+        """Schedule tokens of a request. They count as computed from now on."""
         request.num_computed_tokens += num_tokens
         self.batch.num_scheduled_tokens[request.request_id] = num_tokens
         self.budget -= num_tokens
         self.num_prefills += prefill
 
     def withdraw(self, request: Request) -> None:
-        """Take back what a victim of preemption was granted earlier in this step, if anything."""
+        """Undo `grant` for a request that is preempted in the same step, if it was granted tokens."""
         num_tokens = self.batch.num_scheduled_tokens.pop(request.request_id, 0)
         self.batch.new_block_ids.pop(request.request_id, None)
         self.batch.draft_token_ids.pop(request.request_id, None)
@@ -33,12 +33,12 @@ class StepPlan:
 
 
 def is_prefill(request: Request) -> bool:
-    """More than the last token is to be computed: a prompt, or a preempted request that is back."""
+    """Whether more than the last token is left to compute: a prompt, or a request after its preemption."""
     return request.num_tokens - request.num_computed_tokens > 1
 
 
 def ends_with_pending(request: Request, max_model_len: int) -> bool:
-    """Whether the tokens in flight, whatever they are, are the last ones that the request may have."""
+    """Whether the request reaches its length limit with the tokens in flight."""
     pending, max_tokens = request.num_pending_tokens, request.sampling_params.max_tokens
     if request.num_tokens + pending >= max_model_len:
         return True
@@ -46,7 +46,7 @@ def ends_with_pending(request: Request, max_model_len: int) -> bool:
 
 
 def new_request(request: Request, block_ids: list[int]) -> NewRequest:
-    """All that a runner must know of a request which it does not know, or knows no more."""
+    """Describe a request to a runner that does not know it, or has forgotten it."""
     return NewRequest(
         request_id=request.request_id,
         token_ids=list(request.token_ids),

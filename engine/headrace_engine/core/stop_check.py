@@ -1,19 +1,19 @@
-"""When an output ends: by its end token, a stop token, its length, or a loop. Stop strings are not known here."""
+"""Decides when an output ends: an end token, a stop token, its length, or a repetition. Knows no stop strings."""
 
 from headrace_engine.core.repetition import ends_in_repetition
 from headrace_engine.request import FinishReason, Request
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | None, int | str | None]:
-    """Whether the request's last token ends it; and the stop token or the word for what did.
+    """Return why the last token ends the request, if it does, and the stop token or the name of the cause.
 
     Args:
         max_model_len: tokens of prompt and output together.
     """
     params, token_id = request.sampling_params, request.token_ids[-1]
     if params.structured_outputs is not None and token_id in request.eos_token_ids:
-        return FinishReason.STOP, None  # allowed by the grammar, behind which nothing can come
-    num_tokens = len(request.token_ids)  # not by the properties: this is asked for each token
+        return FinishReason.STOP, None  # the grammar allows it, and nothing can follow it
+    num_tokens = len(request.token_ids)  # not the properties: this runs for each token
     num_output_tokens = num_tokens - request.num_prompt_tokens
     if num_output_tokens >= params.min_tokens:
         if token_id in request.eos_token_ids and not params.ignore_eos:

@@ -1,7 +1,7 @@
-"""The runner's own record of requests, and the tensors of one step made from it.
+"""The requests that a runner knows, and the input tensors of a step.
 
-Requests arrive whole once and as deltas afterwards (`StepBatch`); each holds one row of the block table for as long
-as the runner knows it.
+A request arrives whole once, and as deltas afterwards (`StepBatch`). It has one row of the block table for as long as
+the runner knows it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,18 +35,18 @@ class RunningRequest:
     table_row: int
     num_blocks: int
     num_draft_computed: int
-    """Leading tokens whose K/V the draft model, where there is one, has computed."""
+    """Leading tokens whose K/V the draft model has computed."""
     num_prompt_logprobs: int | None
-    """Entries made so far; None when nobody wants any."""
+    """Number of prompt log-probabilities so far. None: not wanted."""
     rules: TokenRules | None
     processors: RequestProcessors | None
     lora_version: int | None
     expected: "ExpectedToken | None" = None
-    """The last token, which stands here as 0, where a step in flight draws it."""
+    """The last token, if a step in flight draws it. Its place in `token_ids` holds 0."""
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the sampler must see the request's tokens, and not only its logits."""
+        """Whether the sampler needs the tokens of the request besides its logits."""
         rules = self.rules
         return self.params.has_penalties or self.processors is not None or (rules is not None and rules.needs_output)
 
@@ -57,7 +57,7 @@ class RunningRequest:
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """One step, ready for the model."""
+    """The inputs of one step for the model."""
 
     input_ids: torch.Tensor
     """[tokens] int64"""
@@ -65,23 +65,27 @@ class StepInputs:
     """[tokens] int64"""
     metadata: AttentionMetadata
     sampled_ids: list[str]
-    """Requests that get tokens in this step."""
+    """The requests that get tokens in this step."""
     logits_indices: torch.Tensor
-    """[rows + targets] for each such request its last token, and the drafts behind it; then the token before each of
-    the prompt's targets."""
+    """[rows + targets]: the last token of each of these requests and the drafts after it. Then the token before each
+    prompt target."""
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     prompt_targets: dict[str, list[int]] = field(default_factory=dict)
-    """The prompt tokens whose log-probabilities are wanted, by request."""
+    """By request: the prompt tokens whose log-probabilities are wanted."""
     lora_versions: list[int | None] | None = None
-    """The adapter of each sequence; None where no sequence has one."""
+    """The adapter of each sequence. None if no sequence has one."""
     expected: "dict[int, ExpectedToken]" = field(default_factory=dict)
-    """By their places in `input_ids`: the tokens that a step in flight draws."""
+    """By index in `input_ids`: the tokens that a step in flight draws."""
     logits_start: torch.Tensor | None = None
-    """[sequences + 1] int32: where those of each sequence begin among `logits_indices`, as `query_start` has it for its
-    tokens; None where they name all tokens, or others than the last ones of the sequences in their order."""
+    """[sequences + 1] int32: the first entry of each sequence in `logits_indices`, like `query_start` for tokens.
+
+    None if the indices are all tokens, or are not the last tokens of the sequences in their order."""
 
     def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
-        """What belongs to the accepted tokens of each request, from a map of logits rows; requests without are left."""
+        """Group the entries of logits rows by request, for accepted tokens only.
+
+        Requests without entries are omitted.
+        """
         found, row = {}, 0
         for request_id in self.sampled_ids:
             if row in rows:
@@ -92,36 +96,37 @@ class StepInputs:
 
 @dataclass(slots=True)
 class TokenSpan:
-    """Neighbouring tokens of one request that are computed together."""
+    """Adjacent tokens of one request that are computed together."""
 
     request: RunningRequest
     start: int
-    """Position of the first one."""
+    """Position of the first token."""
     token_ids: Sequence[int]
     num_logits: int
-    """How many of the last ones give logits."""
+    """How many of the last tokens have logits."""
 
 
 @dataclass(slots=True)
 class ExpectedToken:
-    """A token that a step in flight draws for a request, which may have been removed meanwhile."""
+    """A token that a step in flight draws for a request. The request may have been removed in the meantime."""
 
     request_id: str
     request: RunningRequest
     row: int
-    """Its place among the tokens that the step draws."""
+    """Index among the tokens that the step draws."""
     position: int
-    """Its place among the request's tokens."""
+    """Index in the tokens of the request."""
     is_void: bool = False
-    """It is drawn behind a token that is none of the request's."""
+    """It was drawn after a wrong token."""
 
     def arrive(self, token_id: int, *, is_other: bool) -> bool:
-        """Put the token in its place.
+        """Store the token.
 
         Args:
-            is_other: whether a step that was launched meanwhile has taken it for another one.
+            is_other: whether it differs from the token on the device, which the next step may have used.
 
-        Returns whether there is such a step, whose token for this request is void then.
+        Returns:
+            Whether the next step has used the wrong token, so that its token for this request is void.
         """
         request = self.request
         request.token_ids[self.position] = token_id
@@ -137,7 +142,7 @@ class ExpectedToken:
 
 
 class RequestBatch:
-    """All requests that the scheduler holds in the runner."""
+    """The requests that the runner knows."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, processors: ProcessorSet) -> None:
         self._block_size = block_size
@@ -147,7 +152,7 @@ class RequestBatch:
         self.requests: dict[str, RunningRequest] = {}
 
     def update(self, batch: StepBatch) -> None:
-        """Apply a step's removals, arrivals and new blocks."""
+        """Apply the removals, new requests and new blocks of a step."""
         for request_id in batch.removed_request_ids:
             request = self.requests.pop(request_id, None)
             if request is not None:
@@ -182,7 +187,7 @@ class RequestBatch:
         request.num_blocks = end
 
     def prepare(self, batch: StepBatch) -> StepInputs:
-        """The step's tensors; counts the scheduled tokens as computed, but not yet the drafts among them."""
+        """Return the inputs of a step. Count its tokens as computed, except for drafts."""
         spans, sampled_ids = [], []
         prompt_targets: dict[str, list[int]] = {}
         target_indices: list[int] = []
@@ -216,7 +221,7 @@ class RequestBatch:
     def pack(
         self, spans: Sequence[TokenSpan], sampled_ids: list[str], draft_token_ids: dict[str, list[int]]
     ) -> StepInputs:
-        """Spans behind one another in one row of tokens."""
+        """Concatenate spans to one row of tokens."""
         token_ids: list[int] = []
         logits_indices: list[int] = []
         starts = [0]
@@ -252,7 +257,7 @@ class RequestBatch:
         )
 
     def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:
-        """One entry a row of logits that is drawn from."""
+        """Return one entry for each row of logits that is sampled."""
         if not inputs.draft_token_ids:
             return rows_at([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
         places: list[tuple[RunningRequest, Sequence[int]]] = []
@@ -262,7 +267,7 @@ class RequestBatch:
         return rows_at(places)
 
     def restrict(self, rows: list[SamplingRow], inputs: StepInputs, bitmask: GrammarBitmask) -> None:
-        """Give the rows of requests with a grammar their masks."""
+        """Set the grammar masks of the rows."""
         row = 0
         for request_id in inputs.sampled_ids:
             for index, mask in enumerate(bitmask.masks.get(request_id, ())):
@@ -271,7 +276,7 @@ class RequestBatch:
             row += 1 + len(inputs.draft_token_ids.get(request_id, ()))
 
     def expect(self, inputs: StepInputs) -> list[ExpectedToken]:
-        """Append a place for the token that each request of a step without drafts will get."""
+        """Append a placeholder for the token that each request of a step without drafts will get."""
         expected = []
         for row, request_id in enumerate(inputs.sampled_ids):
             request = self.requests[request_id]
@@ -281,16 +286,18 @@ class RequestBatch:
         return expected
 
     def fill_in(self, inputs: StepInputs) -> None:
-        """Put the tokens that were expected, and have arrived, into a step that was prepared without them."""
+        """Replace the placeholders in the inputs of a step by tokens that have arrived."""
         for place, expected in inputs.expected.items():
             inputs.input_ids[place] = expected.request.token_ids[expected.position]
         inputs.expected.clear()
 
     def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> tuple[dict[str, list[int]], dict[str, str]]:
-        """Append what was drawn, one entry a row of logits: of each request up to the first one that is not its draft.
+        """Append the drawn tokens, one for each row of logits, up to the first one that differs from the draft.
 
-        K/V of the drafts that were drawn count as computed. Returns the tokens by request, and why there is none
-        behind them for the requests that the sampler found none for.
+        K/V of accepted drafts count as computed.
+
+        Returns:
+            The accepted tokens by request, and the reasons for requests without a possible next token.
         """
         accepted, errors = {}, {}
         tokens = iter(drawn)
@@ -309,9 +316,9 @@ class RequestBatch:
         return accepted, errors
 
     def prompt_logprobs(self, logits: torch.Tensor, inputs: StepInputs) -> dict[str, list[TokenLogprobs]]:
-        """How likely the tokens of `inputs.prompt_targets` were; `logits` begins with their rows, on any device."""
+        """Return the log-probabilities of `inputs.prompt_targets`. `logits` begins with their rows, on any device."""
         found: dict[str, list[TokenLogprobs]] = {}
-        if not inputs.prompt_targets:  # nothing is copied from a device
+        if not inputs.prompt_targets:  # avoids a copy from the device
             return found
         on_host, done = logits.cpu(), 0
         for request_id, targets in inputs.prompt_targets.items():
@@ -323,7 +330,7 @@ class RequestBatch:
 
 
 def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
-    """What is drawn behind a request's tokens, and behind its tokens and some of its drafts."""
+    """Return a row for each place: after the tokens of a request and the given drafts."""
     drawn = [(r.seed, len(r.token_ids) + len(drafts)) for r, drafts in places if not r.params.is_greedy]
     draws = iter(uniform(*zip(*drawn, strict=True)).tolist() if drawn else ())
     rows = []
@@ -346,14 +353,14 @@ def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[Samp
 
 
 def _why_no_token(request: RunningRequest) -> str:
-    """The sentence for a request whose logits were all forbidden."""
+    """Return the reason why no token is possible for a request."""
     if request.processors is not None and request.processors.failure is not None:
         return request.processors.failure
     return NOTHING_MAY_FOLLOW
 
 
 def _wanted_targets(request: RunningRequest, start: int, count: int) -> range:
-    """Positions of the prompt tokens behind the tokens `start` to `start + count`, without those that are known."""
+    """Return the positions of the prompt tokens that follow tokens `start` to `start + count`, without known ones."""
     assert request.num_prompt_logprobs is not None
     first = max(start + 1, request.num_prompt_logprobs + 1)
     return range(first, max(first, min(start + count + 1, request.num_prompt_tokens)))

@@ -18,7 +18,7 @@ from headrace_engine.runner.sampling.sampler import sample
 
 logger = logging.getLogger(__name__)
 
-# Without a stated budget the KV cache takes at most this share of free memory, and at most this many bytes.
+# By default the KV cache takes at most this share of the free memory, and at most this many bytes.
 _DEFAULT_KV_SHARE = 0.25
 _DEFAULT_KV_LIMIT = 4 << 30
 
@@ -35,7 +35,7 @@ class CPURunner:
 
     def load_model(self) -> ModelInfo:
         started = time.perf_counter()
-        lora = self._config.lora is not None  # adapters change the layers' own modules
+        lora = self._config.lora is not None  # adapters hook into the modules of the layers
         self._model = PagedModel(self._config.model, self._config.cache, fuse_layers=not lora)
         if self._config.lora is not None:
             self._lora = self._model.enable_lora(self._config.lora.max_lora_rank)
@@ -78,7 +78,7 @@ class CPURunner:
         )
 
     def warm_up(self) -> None:
-        """Nothing to compile: the kernel was built when the backend was chosen."""
+        """Do nothing: the kernel was built when the backend was chosen."""
 
     @torch.inference_mode()
     def load_lora(self, version: int, request: LoRARequest) -> None:
@@ -121,4 +121,4 @@ class CPURunner:
         return output
 
     def shutdown(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: the end of the process frees everything."""

@@ -1,4 +1,4 @@
-"""Chooses the runner for a device. Imports torch only then, so that a device's environment can be set before."""
+"""Creates the runner for a device. Imports torch only after the environment of the device has been set."""
 
 import os
 import sys
@@ -11,10 +11,10 @@ from headrace_engine.static_config import STATIC_DEVICES
 
 
 def create_runner(config: EngineConfig) -> ModelRunner:
-    """The runner that the config's device asks for; its model is not loaded yet.
+    """Create the runner for the device of the config. Its model is not loaded yet.
 
     Raises:
-        ConfigError: no runner serves this device, or the device is not there.
+        ConfigError: no runner supports this device, or the machine does not have it.
     """
     device = config.model.device
     if device in STATIC_DEVICES:

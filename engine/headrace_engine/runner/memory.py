@@ -1,4 +1,4 @@
-"""Memory of the machine: what is free, what a model's weights need, and giving back what is held twice."""
+"""Memory: what is free, what the weights of a model need, and the release of what is not needed."""
 
 import ctypes
 import json
@@ -19,7 +19,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping; the control group's limit where it is lower than the machine's."""
+    """Return the bytes that are available without swapping, within the limit of the control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE
     try:
         with open("/proc/meminfo") as lines:  # noqa: PTH123
@@ -33,13 +33,13 @@ def available_memory() -> int:
 def _control_group_room() -> int:
     limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    # Page cache counts as used, but is given up before anything fails.
+    # Page cache counts as used, but the kernel drops it before an allocation fails.
     statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
     return limit - used + int(statistics.get("inactive_file", 0))
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes of all tensors in a folder's safetensors files once they are loaded in `dtype`; reads the headers only."""
+    """Return the bytes of all tensors in safetensors files after loading in `dtype`. Reads only the headers."""
     return sum(_file_bytes(path, dtype) for path in folder.glob("*.safetensors"))
 
 
@@ -55,18 +55,18 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
 
 
 def _gguf_bytes(model: str, dtype: torch.dtype) -> int:
-    from gguf import GGUFReader  # half a second, for those who need it
+    from gguf import GGUFReader  # takes half a second, so only if needed
 
     if not Path(model).is_file():
-        return 0  # the loader says what is wrong
+        return 0  # the loader raises the error
     return dtype.itemsize * sum(int(tensor.n_elements) for tensor in GGUFReader(model).tensors)
 
 
 def check_weights_fit(model: str, dtype: torch.dtype) -> None:
-    """Refuse a local model whose weights exceed the free memory, before the machine finds out by killing somebody.
+    """Refuse a local model whose weights exceed the free memory, before the kernel has to kill a process.
 
     Raises:
-        ConfigError: naming what is needed and what is free.
+        ConfigError: the weights do not fit. Names the needed and the free bytes.
     """
     needed = _gguf_bytes(model, dtype) if is_gguf(model) else weight_bytes(Path(model), dtype)
     free = available_memory()
@@ -96,19 +96,19 @@ def check_model_fits(model: nn.Module, device: torch.device) -> None:
 
 
 def release_unused() -> None:
-    """Give back what this process holds without need: freed heap, a GPU's freed memory, pages of mapped weight files.
+    """Release memory that is not needed: freed heap, freed GPU memory, and pages of mapped weight files.
 
-    The last are read from the file again (mostly from the page cache) if somebody wants them. A mapping of which a
-    page was written to is left alone: what was written would be lost.
+    Such pages are read again, mostly from the page cache, if they are accessed. A mapping with modified pages is kept,
+    because their content would be lost.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-    torch.cuda.empty_cache()  # nothing where no GPU is in use
+    torch.cuda.empty_cache()  # does nothing without a GPU
     try:
         regions = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
-        return  # not Linux: the system takes clean pages itself when it needs them
+        return  # not Linux: the system reclaims clean pages when it needs them
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start = end = 0
     for line in regions:

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_gateway.batch.batch_record import BatchRecord
 from headrace_gateway.batch.batch_store import ClaimLostError
 from headrace_gateway.batch.batch_work import BatchTools, BatchWork
 from headrace_gateway.batch.line_request import patient_hub
 from headrace_gateway.batch.window import SharedWindow
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
 from headrace_monitoring.logging import frames
@@ -49,6 +49,7 @@ class BatchRunner:
                 except REDIS_ERRORS as error:
                     logger.debug("no turn: %s", type(error).__name__)
                 self._tell()
+                check_cancelled()
                 await asyncio.sleep(_TURN_SECONDS)
         finally:
             await self._hand_over()
@@ -122,7 +123,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
             window=SharedWindow(settings.batch_window, max(1, settings.batch_window // MAX_BATCHES)),
             metrics=gateway.metrics,
             priority=settings.batch_priority,
-            announce=_announce,
+            announce=gateway.webhooks.announce,
         )
         running = asyncio.create_task(BatchRunner(tools).run())
         try:
@@ -130,7 +131,3 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
         finally:
             running.cancel()
             await asyncio.wait([running])
-
-
-async def _announce(record: BatchRecord, status: str, at: int) -> None:
-    """Without webhooks nobody is told."""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from headrace_broker import AsyncClient, HeadraceBrokerError, QueueUnavailableError
 from headrace_broker.connections import REDIS_ERRORS
@@ -27,6 +27,7 @@ from headrace_gateway.batch.segments import SegmentWriter, answered_ids, committ
 from headrace_gateway.batch.validation import CheckedInput, check_input
 from headrace_gateway.batch.window import SharedWindow, answer_lines
 from headrace_gateway.batch_line import BatchLine, read_line
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError, InputRefusedError
 from headrace_gateway.files.stored_files import FileLostError, StoredFiles
@@ -49,12 +50,6 @@ Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 
-class Announce(Protocol):
-    """Tells the webhooks that a batch has ended; again is harmless."""
-
-    def __call__(self, record: BatchRecord, status: str, at: int) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class BatchTools:
     """What all batches of a replica share."""
@@ -69,7 +64,8 @@ class BatchTools:
     metrics: GatewayMetrics
     priority: int
     """The best that a line may have."""
-    announce: Announce
+    announce: Callable[..., Awaitable[None]]
+    """From the webhooks."""
     pause: float = 2.0
     """Seconds before what failed is tried again."""
 
@@ -114,8 +110,10 @@ class BatchWork:
 
     async def _announce(self, batch: Batch) -> None:
         logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
-        at = batch.times.get(batch.status, batch.record.created_at)
-        await self._tools.announce(batch.record, batch.status, at)
+        record = batch.record
+        at = batch.times.get(batch.status, record.created_at)
+        announce = partial(self._tools.announce, f"batch.{batch.status}", record.id)
+        await self._with_redis(partial(announce, key=record.key, tenant=record.tenant, at=at))
 
     async def _fail(self, batch: Batch, error: FileLostError) -> None:
         """Files of the batch are gone: deleted by another program, or by the replica that has the batch by now."""
@@ -143,6 +141,7 @@ class BatchWork:
                         source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
             except QueueUnavailableError as error:
+                check_cancelled()
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
                 await asyncio.sleep(self._tools.pause)
 
@@ -244,6 +243,7 @@ class BatchWork:
         A replica that takes over a batch which is to be stopped joins what the first has sent, so that it is cancelled.
         """
         while True:
+            check_cancelled()
             await asyncio.sleep(_LOOK_SECONDS)
             if time.time() >= record.expires_at:
                 return "batch_expired"
@@ -319,6 +319,7 @@ class BatchWork:
             try:
                 return await act()
             except REDIS_ERRORS as error:
+                check_cancelled()
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, type(error).__name__)
                 await asyncio.sleep(self._tools.pause)
 

@@ -25,9 +25,9 @@ from headrace_gateway.object_list import object_list, read_limit
 from headrace_gateway.problems import Problems, shown
 
 FIELDS: Final = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"})
-_MOST_LISTED: Final = 100
+MOST_LISTED: Final = 100
 _LISTED: Final = 20
-_MOST_PAIRS, _MOST_NAME, _MOST_VALUE = 16, 64, 512
+MOST_PAIRS, MOST_NAME, MOST_VALUE = 16, 64, 512
 
 
 async def create(request: Request) -> Response:
@@ -83,13 +83,13 @@ def _check(body: Mapping[str, Any]) -> None:
 def _check_metadata(metadata: object, problems: Problems) -> None:
     if metadata is None:
         return
-    if not isinstance(metadata, dict) or len(metadata) > _MOST_PAIRS:
-        problems.add("metadata", f"metadata must be an object of {_MOST_PAIRS} pairs at most, not {shown(metadata)}")
+    if not isinstance(metadata, dict) or len(metadata) > MOST_PAIRS:
+        problems.add("metadata", f"metadata must be an object of {MOST_PAIRS} pairs at most, not {shown(metadata)}")
     elif any(
-        not isinstance(value, str) or len(value) > _MOST_VALUE or not 1 <= len(name) <= _MOST_NAME
+        not isinstance(value, str) or len(value) > MOST_VALUE or not 1 <= len(name) <= MOST_NAME
         for name, value in metadata.items()
     ):
-        message = f"metadata must have names of 1 to {_MOST_NAME} characters and texts of {_MOST_VALUE} at most"
+        message = f"metadata must have names of 1 to {MOST_NAME} characters and texts of {MOST_VALUE} at most"
         problems.add("metadata", message)
 
 
@@ -112,7 +112,7 @@ def _check_life(life: object, problems: Problems) -> None:
 async def list_batches(request: Request) -> Response:
     """`GET /v1/batches`, the newest first."""
     files_of(request)
-    limit = read_limit(request.query_params.get("limit"), _LISTED, _MOST_LISTED)
+    limit = read_limit(request.query_params.get("limit"), _LISTED, MOST_LISTED)
     after = request.query_params.get("after")
     found = await _store(request).list(key_of(request), after, limit + 1)
     if found is None:

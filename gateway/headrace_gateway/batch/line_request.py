@@ -27,7 +27,9 @@ from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.answer_reader import open_reader
 from headrace_gateway.batch_line import BatchLine
 from headrace_gateway.broker_errors import api_error_of
+from headrace_gateway.call import AnswerForm, ChatForm, CompletionForm
 from headrace_gateway.call_fields import bounded_priority
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError
 from headrace_gateway.fold import Fold
@@ -141,6 +143,7 @@ class LineRequests:
             except redis.RedisError as error:  # out of memory, read-only: both may pass, and the attempt is joined
                 if isinstance(error, redis.exceptions.NoPermissionError):
                     raise
+                check_cancelled()
                 self._on_waiting(f"Redis refuses: {error}")
                 await asyncio.sleep(self._pause)
 
@@ -169,7 +172,7 @@ class LineRequests:
     def answer_id(self, line: BatchLine, attempt: int) -> str:
         """The id of the answer, and of its request in the queue: the same whenever this run comes to this attempt."""
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
-        return f"{line.id_prefix}-{digest.hexdigest()}"
+        return f"{line.id_prefix}{digest.hexdigest()}"
 
     async def _generate(self, line: BatchLine, answer_id: str) -> dict[str, Any]:
         model, lora = await self._patiently(partial(self._models.find, line.body.get("model"), self._key))
@@ -182,7 +185,7 @@ class LineRequests:
             model=call.model,
             key=self._key.name,
             tenant=self._key.tenant,
-            form=msgspec.structs.replace(call.form, include_usage=True, continuous_usage=False),
+            form=_with_usage(call.form),
             expires=_FOREVER,
         )
         options: SubmitRequest = {
@@ -259,7 +262,14 @@ class LineRequests:
                 if error.code != "model_not_found":
                     raise
                 self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
+            check_cancelled()
             await asyncio.sleep(pause)
+
+
+def _with_usage(form: AnswerForm) -> AnswerForm:
+    if isinstance(form, ChatForm | CompletionForm):
+        return msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
+    return form
 
 
 @asynccontextmanager

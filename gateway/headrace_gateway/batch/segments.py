@@ -20,6 +20,7 @@ from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.batch_record import Batch, Committed
 from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.batch.line_request import LineAnswer
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError
 
@@ -130,6 +131,7 @@ class SegmentWriter:
             try:
                 await self._store.commit(self._claim, segment, committed)
             except REDIS_ERRORS as error:  # what may have been done is done again
+                check_cancelled()
                 logger.warning("batch not committed: id=%s (%s)", self._claim.item, type(error).__name__)
                 await asyncio.sleep(self._pause)
             else:
@@ -183,13 +185,13 @@ class _Segment:
 
 
 def _usage(usage: Mapping[str, Any]) -> Committed:
-    prompt_details = usage.get("prompt_tokens_details") or {}
-    completion_details = usage.get("completion_tokens_details") or {}
+    """Tokens, by the names that completions or responses have for them."""
+    before, after = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     return Committed(
-        input_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=prompt_details.get("cached_tokens") or 0,
-        output_tokens=usage.get("completion_tokens", 0),
-        reasoning_tokens=completion_details.get("reasoning_tokens") or 0,
+        input_tokens=usage.get(f"{before}_tokens", 0),
+        cached_tokens=(usage.get(f"{before}_tokens_details") or {}).get("cached_tokens") or 0,
+        output_tokens=usage.get(f"{after}_tokens", 0),
+        reasoning_tokens=(usage.get(f"{after}_tokens_details") or {}).get("reasoning_tokens") or 0,
     )
 
 

@@ -19,7 +19,7 @@ from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.object_list import object_list, read_limit
 
-_MOST_LISTED: Final = 10_000
+MOST_LISTED: Final = 10_000
 _UPLOAD_SECONDS: Final = 3600.0
 _WRITE_BYTES: Final = 2**20
 _CHECK_BYTES: Final = 16 * 2**20
@@ -115,7 +115,7 @@ async def _room(files: StoredFiles, key: ApiKey, most: int) -> int:
 async def list_files(request: Request) -> Response:
     """`GET /v1/files`."""
     files, key, query = files_of(request), key_of(request), request.query_params
-    limit = read_limit(query.get("limit"), _MOST_LISTED, _MOST_LISTED)
+    limit = read_limit(query.get("limit"), MOST_LISTED, MOST_LISTED)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", param="order")

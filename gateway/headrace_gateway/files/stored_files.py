@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,7 +81,11 @@ class StoredFiles:
 
     def used_bytes(self, key: ApiKey) -> int:
         """Bytes in the folder of a key: files, uploads and batches that have not ended."""
-        return sum(entry.stat().st_size for entry in _walk(self.folder(key)))
+        size = 0
+        for path in self.folder(key).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                size += path.lstat().st_size if not path.is_dir() else 0
+        return size
 
     def begin(self, key: ApiKey) -> "PartialFile":
         """Begin a file; nobody sees it before its `finish`."""
@@ -134,23 +138,24 @@ class StoredFiles:
         """
         found: list[Path] = []
         for folder in self._root.iterdir() if self._root.exists() else ():
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found += self._sweep_folder(folder)
+            for path in folder.iterdir() if folder.is_dir() else ():
+                with contextlib.suppress(FileNotFoundError):
+                    found += [path] if self._is_old_folder(path) else []
         return found
 
-    def _sweep_folder(self, folder: Path) -> Iterator[Path]:
+    def _is_old_folder(self, path: Path) -> bool:
+        """Whether it is a folder that has not changed for long; a file is deleted where nobody will want it."""
         now = self._now()
-        for entry in os.scandir(folder):
-            path = Path(entry.path)
-            is_stale = now - entry.stat().st_mtime > _STALE_SECONDS
-            if entry.name.endswith(".json"):
-                file = _read(path)
-                if file is not None and now >= file.expires_at:
-                    _remove(path.with_suffix(""))
-            elif is_stale and entry.is_dir():
-                yield path
-            elif is_stale and not path.with_suffix(".json").exists():
-                path.unlink(missing_ok=True)
+        is_stale = now - path.stat().st_mtime > _STALE_SECONDS
+        if path.name.endswith(".json"):
+            file = _read(path)
+            if file is not None and now >= file.expires_at:
+                _remove(path.with_suffix(""))
+        elif is_stale and path.is_dir():
+            return True
+        elif is_stale and not path.with_suffix(".json").exists():
+            path.unlink()
+        return False
 
 
 class PartialFile:
@@ -246,12 +251,3 @@ def _read(path: Path) -> StoredFile | None:
 def _remove(path: Path) -> None:
     path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
-
-
-def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path))
-            else:
-                yield entry

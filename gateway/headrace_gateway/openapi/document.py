@@ -15,9 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_gateway import cursor, field_tables
+from headrace_gateway.batch import batches_endpoint
+from headrace_gateway.files import files_endpoint
 from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
 from headrace_gateway.json_response import JsonResponse
-from headrace_gateway.openapi import anthropic_schemas, response_schemas, schemas, tokenizer_schemas
+from headrace_gateway.openapi import anthropic_schemas, batch_schemas, response_schemas, schemas, tokenizer_schemas
 from headrace_gateway.openapi.schemas import Schema, closed, integer, or_null
 from headrace_gateway.responses import MAX_PAGE
 
@@ -28,19 +30,22 @@ _ERRORS: Final = {
     401: "The API key is missing or unknown",
     403: "The request comes from a host or an origin that is not allowed",
     404: "The model or the answer does not exist, or belongs to another key",
+    408: "The upload took too long",
     413: "The body is too large",
     415: "The body is not application/json, or compressed",
     422: "The Idempotency-Key was used with another request",
     429: "A bound of the key, the tenant or the queue is reached",
     499: "The request was cancelled",
     500: "The engine failed",
-    501: "The model's workers answer no calls of the tokenizer",
+    501: "The gateway keeps no files, or the model's workers answer no calls of the tokenizer",
     503: "The queue, or a worker's tokenizer, cannot be reached",
     504: "The request's deadline passed",
+    507: "The disk is full",
 }
 _OF_MESSAGES: Final = _ERRORS | {529: "The queue is full, or cannot be reached"}
 _WHEN_ASKED: Final = (400, 401, 403, 404, 413, 415, 429, 501, 503)
-_WHEN_CREATED: Final = tuple(status for status in _ERRORS if status != 501)
+_WHEN_STORED: Final = (400, 401, 403, 404, 408, 413, 415, 429, 501, 503, 507)
+_WHEN_CREATED: Final = tuple(status for status in _ERRORS if status not in (408, 501, 507))
 _WHEN_READ: Final = tuple(status for status in _WHEN_CREATED if status not in (413, 415, 422))
 _WHEN_LISTED: Final = (401, 403, 503)
 _RETRY_AFTER: Final = {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
@@ -99,6 +104,7 @@ def document() -> dict[str, Any]:
             "/v1/responses/input_tokens": {"post": _ask("count_response_tokens", "ResponseInputTokens")},
             "/tokenize": {"post": _ask("tokenize", "Tokenized")},
             "/detokenize": {"post": _ask("detokenize", "Detokenized")},
+            **_files_and_batches(),
             "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
             "/ready": {
                 "get": _operation(
@@ -122,6 +128,7 @@ def document() -> dict[str, Any]:
                 "ResponseInputTokensRequest": tokenizer_schemas.RESPONSE_REQUEST,
                 "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
                 "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
+                **batch_schemas.SCHEMAS,
                 "ChatCompletion": schemas.CHAT_COMPLETION,
                 "Completion": schemas.COMPLETION,
                 "ResponseRequest": response_schemas.request(schemas.FIELDS),
@@ -184,6 +191,9 @@ def _parameter(place: str, name: str, schema: Schema) -> dict[str, Any]:
     return {"in": place, "name": name, "required": place == "path", "schema": schema}
 
 
+_ID: Final = _parameter("path", "id", schemas.STRING)
+
+
 def _create(name: str, answer: str) -> dict[str, Any]:
     operation = _operation(name, f"Create a {answer}", _WHEN_CREATED, {"200": _answer_or_stream(answer)})
     return operation | {
@@ -209,6 +219,40 @@ def _ask(name: str, answer: str) -> dict[str, Any]:
     return _operation(name, f"Ask a tokenizer: {answer}", _WHEN_ASKED, {"200": _json(answer)}) | {
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(f"{answer}Request")}}}
     }
+
+
+def _files_and_batches() -> dict[str, Any]:
+    form = {"required": True, "content": {"multipart/form-data": {"schema": batch_schemas.UPLOAD}}}
+    body = {"required": True, "content": {"application/json": {"schema": _ref("BatchRequest")}}}
+    after, order = _parameter("query", "after", schemas.STRING), {"enum": ["asc", "desc"]}
+    content = {"description": "The content", "content": {"application/octet-stream": {"schema": {}}}}
+    limit = _parameter("query", "limit", integer(1, batches_endpoint.MOST_LISTED))
+    most_files = integer(1, files_endpoint.MOST_LISTED)
+    listed = [after, _parameter("query", "limit", most_files), _parameter("query", "order", order)]
+    listed.append(_parameter("query", "purpose", schemas.STRING))
+    return {
+        "/v1/files": {
+            "get": _kept("list_files", "List the files", "Files", *listed),
+            "post": _kept("upload_file", "Upload a file", "File") | {"requestBody": form},
+        },
+        "/v1/files/{id}": {
+            "get": _kept("find_file", "Describe a file", "File", _ID),
+            "delete": _kept("delete_file", "Delete a file", "DeletedFile", _ID),
+        },
+        "/v1/files/{id}/content": {
+            "get": _operation("read_file", "Read a file", _WHEN_STORED, {"200": content}) | {"parameters": [_ID]}
+        },
+        "/v1/batches": {
+            "get": _kept("list_batches", "List the batches", "Batches", after, limit),
+            "post": _kept("create_batch", "Create a batch", "Batch") | {"requestBody": body},
+        },
+        "/v1/batches/{id}": {"get": _kept("find_batch", "Describe a batch", "Batch", _ID)},
+        "/v1/batches/{id}/cancel": {"post": _kept("cancel_batch", "Cancel a batch", "Batch", _ID)},
+    }
+
+
+def _kept(name: str, summary: str, answer: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    return _operation(name, summary, _WHEN_STORED, {"200": _json(answer)}) | {"parameters": list(parameters)}
 
 
 def _of_anthropic(operation: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def _item(kind: str, required: tuple[str, ...], **own: Schema) -> Schema:
 
 _REASONING_PARTS: Final = or_null(array({"type": "object", "required": ["type", "text"]}))
 ITEM: Final = either(
+    {"type": "object", "properties": {"type": {"const": "item_reference"}, "id": STRING}, "required": ["type", "id"]},
     _item(
         "message",
         ("role", "content"),

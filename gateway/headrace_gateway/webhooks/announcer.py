@@ -1,9 +1,12 @@
 """`Webhooks`: what the rest of the gateway knows of them."""
 
+import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import EVENT_TYPES, Event
@@ -61,14 +64,19 @@ class Webhooks:
             if endpoint.wants(event) and await self._outbox.put(event, endpoint) and self._sender is not None:
                 self._sender.nudge(endpoint.name)
 
-    async def run(self) -> None:
-        """Deliver until cancelled: a role of each replica."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Deliver while the block runs: a role of each replica."""
         if self._endpoints is None:
+            yield
             return
         resolver = Resolver()
-        self._sender = Sender(self._outbox, self._endpoints.content, Poster(resolver, tls=self._tls), self._metrics)
+        sender = Sender(self._outbox, self._endpoints.content, Poster(resolver, tls=self._tls), self._metrics)
+        self._sender = sender
+        delivering = asyncio.create_task(sender.run())
         try:
-            await self._sender.run()
+            yield
         finally:
-            self._sender = None
+            await end_tasks(delivering)
+            await sender.finish()
             resolver.close()

@@ -13,6 +13,7 @@ from typing import Final
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_gateway.claims import Claim
+from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.outbox import Delivery, Outbox
 from headrace_gateway.webhooks.retries import Attempt, Verdict, judge
@@ -63,7 +64,7 @@ class Sender:
         self._is_running = False
 
     async def run(self) -> None:
-        """Deliver until cancelled."""
+        """Deliver until cancelled; `finish` ends what is under way then."""
         self._is_running, is_redis_up = True, True
         task = asyncio.current_task()
         assert task is not None
@@ -82,7 +83,13 @@ class Sender:
                     await asyncio.sleep(self._look_seconds)
         finally:
             self._is_running = False
-            await self._stop()
+
+    async def finish(self) -> None:
+        """Let attempts under way end, and cut off those that take too long."""
+        workers = [worker for workers in self._workers.values() for worker in workers]
+        if workers:
+            await asyncio.wait(workers, timeout=_GRACE_SECONDS)
+        await end_tasks(*workers)
 
     def nudge(self, name: str) -> None:
         """Send what is due to this endpoint at once; the next look would do so, too."""
@@ -138,14 +145,6 @@ class Sender:
         await self._outbox.note(claim, endpoint, verdict, failed=delivery.failed + 1)
         self._metrics.webhook_attempted(verdict.outcome)
         _log(endpoint, delivery, attempt, verdict)
-
-    async def _stop(self) -> None:
-        workers = [worker for workers in self._workers.values() for worker in workers]
-        if workers:
-            _, late = await asyncio.wait(workers, timeout=_GRACE_SECONDS)
-            for worker in late:
-                worker.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
 
 
 def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, verdict: Verdict) -> None:

@@ -1,4 +1,4 @@
-"""TorchNeuron without a device: a Dynamo backend of its name that computes on the CPU, and the flavour that uses it."""
+"""TorchNeuron without a device: a Dynamo backend of its name that computes on the CPU, and its compiler backend."""
 
 from __future__ import annotations
 

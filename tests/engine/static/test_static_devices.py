@@ -21,7 +21,7 @@ from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
-from headrace_engine.runner.static.flavour import EagerCPU, Flavour
+from headrace_engine.runner.static.compiler_backend import CompilerBackend, EagerCPU
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.xla import XLA
@@ -69,12 +69,12 @@ def test_a_device_that_does_not_answer_is_refused(devices: Path) -> None:
 def test_operators_that_torchneuron_ran_on_the_cpu_are_known_by_name(devices: Path) -> None:
     ran = {"aten::sort", "aten::abs"}
     library = SimpleNamespace(get_fallback_ops=lambda: ran, clear_op_tracking=ran.clear)
-    flavour = Neuron(devices, load=lambda name: library)
+    compiler_backend = Neuron(devices, load=lambda name: library)
     with pytest.raises(ConfigError):
-        flavour.probe()
-    assert flavour.fallback_operators() == ["aten::abs", "aten::sort"]
-    flavour.compile(torch.nn.Identity(), 1)
-    assert flavour.fallback_operators() == []  # loading is no part of a step
+        compiler_backend.probe()
+    assert compiler_backend.fallback_operators() == ["aten::abs", "aten::sort"]
+    compiler_backend.compile(torch.nn.Identity(), 1)
+    assert compiler_backend.fallback_operators() == []  # loading is no part of a step
 
 
 class FallingBack(EagerCPU):
@@ -89,11 +89,11 @@ class FallingBack(EagerCPU):
         return self.found
 
 
-def serve(model: TinyModel, flavour: Flavour) -> EngineCore:
+def serve(model: TinyModel, compiler_backend: CompilerBackend) -> EngineCore:
     buckets = {"prefill_buckets": [64], "decode_buckets": [4], "context_buckets": [112]}
     args = {"dtype": "float32", "num_blocks": 40, "max_num_seqs": 4, "max_model_len": 112, **buckets}
     config = EngineArgs(model=model.folder, device="static-cpu", **args).create_engine_config()  # type: ignore[arg-type]
-    return EngineCore(config, StaticPagedRunner(config, flavour))
+    return EngineCore(config, StaticPagedRunner(config, compiler_backend))
 
 
 def test_operators_that_ran_on_the_cpu_instead_end_the_start(llama: TinyModel) -> None:
@@ -102,12 +102,12 @@ def test_operators_that_ran_on_the_cpu_instead_end_the_start(llama: TinyModel) -
 
 
 def test_operators_that_run_on_the_cpu_while_serving_are_counted(llama: TinyModel) -> None:
-    flavour = FallingBack()
-    core = serve(llama, flavour)
+    compiler_backend = FallingBack()
+    core = serve(llama, compiler_backend)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[5, 6], sampling_params=params, seed=0))
     assert core.step().stats.fallback_operators == 0
-    flavour.found.append("aten::sort")
+    compiler_backend.found.append("aten::sort")
     assert core.step().stats.fallback_operators == 1
 
 
@@ -142,17 +142,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from torch._dynamo.backends.registry import register_backend
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from headrace_engine.runner.static.flavour import EagerCPU, Flavour
+from headrace_engine.runner.static.compiler_backend import EagerCPU, CompilerBackend
 from headrace_engine.runner.static.neuron import Neuron
 _setup_privateuseone_for_python_backend("neuron")
 library = torch.library.Library("aten", "IMPL")
 library.impl("empty.memory_format", lambda size, **options: torch.zeros(size), "PrivateUse1")
 register_backend(lambda module, inputs: module.forward, name="neuron")
-flavour = Neuron(Path({str(devices)!r}), load=lambda name: SimpleNamespace())
-flavour.probe()
-assert flavour.device.type == "neuron", flavour.device
-assert flavour.free_memory() is None
-assert flavour.fallback_operators() == []
+compiler_backend = Neuron(Path({str(devices)!r}), load=lambda name: SimpleNamespace())
+compiler_backend.probe()
+assert compiler_backend.device.type == "neuron", compiler_backend.device
+assert compiler_backend.free_memory() is None
+assert compiler_backend.fallback_operators() == []
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -165,7 +165,7 @@ def test_a_device_that_tells_no_memory_wants_to_be_told(llama: TinyModel) -> Non
     config = EngineArgs(model=llama.folder, device="neuron").create_engine_config()
     runner = StaticPagedRunner(config, Silent())
     runner.load_model()
-    with pytest.raises(ConfigError, match="neuron does not tell its free memory: set kv_cache_memory"):
+    with pytest.raises(ConfigError, match="neuron does not report its free memory: set kv_cache_memory"):
         runner.kv_spec()
 
 

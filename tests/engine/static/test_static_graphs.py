@@ -36,8 +36,8 @@ class Traced:
     def __init__(self, model: TinyModel, compiled: list[Graph], **options: Any) -> None:
         args: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_model_len": 112, **options}
         config = EngineArgs(model=model.folder, device="neuron", **args).create_engine_config()
-        self.flavour = NeuronOnCPU()
-        self.runner = StaticPagedRunner(config, self.flavour)
+        self.compiler_backend = NeuronOnCPU()
+        self.runner = StaticPagedRunner(config, self.compiler_backend)
         before = len(compiled)
         self.core = EngineCore(config, self.runner)
         self.graphs = compiled[before:]
@@ -55,7 +55,7 @@ class Traced:
     def step(self) -> None:
         result = self.core.step()
         self.padding.append((result.stats.num_tokens, result.stats.num_padded_tokens))
-        assert result.stats.compiled_graphs == self.flavour.num_graphs()
+        assert result.stats.compiled_graphs == self.compiler_backend.num_graphs()
         assert result.stats.warm_up_seconds == self.runner.warm_up_seconds > 0
         for news in result.outputs:
             self.tokens[news.request_id] += news.new_token_ids
@@ -91,13 +91,13 @@ def test_every_bucket_is_one_static_graph_and_compiled_tokens_are_those_of_trans
 ) -> None:
     traced: Traced = request.getfixturevalue(f"{name}_traced")
     assert len(traced.runner._grid.shapes()) == num_shapes
-    assert traced.flavour.num_graphs() == len(traced.graphs) == num_shapes
+    assert traced.compiler_backend.num_graphs() == len(traced.graphs) == num_shapes
     assert [problem for graph in traced.graphs for problem in graph.problems()] == []
     for index, (prompt, max_tokens) in enumerate(workload()):
         traced.add(str(index), prompt, temperature=0, max_tokens=max_tokens)
     traced.finish()
     assert [traced.tokens[str(index)] for index in range(len(workload()))] == references(tiny_model(name))
-    assert traced.flavour.num_graphs() == num_shapes
+    assert traced.compiler_backend.num_graphs() == num_shapes
     shapes = {1, 8, 16, 64} if name == "llama" else {2, 8, 32}
     assert {tokens + padded for tokens, padded in traced.padding if tokens} <= shapes
     assert max(len(prompt) for prompt, _ in workload()) > 3 * WINDOW
@@ -108,7 +108,7 @@ def test_two_hundred_random_requests_compile_nothing(
     request: pytest.FixtureRequest, compiled: list[Graph], name: str
 ) -> None:
     traced: Traced = request.getfixturevalue(f"{name}_traced")
-    before, compiled_before = traced.flavour.num_graphs(), len(compiled)
+    before, compiled_before = traced.compiler_backend.num_graphs(), len(compiled)
     draw = random.Random(8)
     stem = [draw.randrange(3, VOCAB_SIZE) for _ in range(50)]
     for number in range(200):
@@ -125,15 +125,15 @@ def test_two_hundred_random_requests_compile_nothing(
             traced.core.abort_requests([f"random {number}"])
     traced.finish()
     traced.core.check_integrity()
-    assert traced.flavour.num_graphs() == before == len(traced.graphs)
+    assert traced.compiler_backend.num_graphs() == before == len(traced.graphs)
     assert len(compiled) == compiled_before
 
 
 def test_a_shape_that_was_not_warmed_up_is_an_error_and_not_a_compilation(llama_traced: Traced) -> None:
-    before = llama_traced.flavour.num_graphs()
+    before = llama_traced.compiler_backend.num_graphs()
     with torch.no_grad(), pytest.raises(RecompilationError, match="neuron met a shape that was not compiled"):
         llama_traced.runner._run(empty_inputs(Shape(3, 1, 7)), Kind.STEP)
-    assert llama_traced.flavour.num_graphs() == before
+    assert llama_traced.compiler_backend.num_graphs() == before
 
 
 def test_graphs_hold_the_operators_that_are_listed_and_none_that_neuron_refuses(

@@ -35,7 +35,7 @@ def children() -> list[int]:
     return [
         int(folder.name)
         for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and "headrace_engine.runner.static.follower" in _command(folder)
+        if folder.name.isdigit() and "headrace_engine.runner.static.worker_rank" in _command(folder)
     ]
 
 
@@ -48,13 +48,13 @@ def _command(folder: Path) -> str:
 
 def test_two_ranks_generate_what_one_does(llama: TinyModel) -> None:
     config = config_of(llama, tensor_parallel_size=2)
-    flavour = NeuronOnCPU()  # rank 0 compiles, so that its graphs show the collectives
+    compiler_backend = NeuronOnCPU()  # rank 0 compiles, so that its graphs show the collectives
     before = set(children())
     with fake_backend() as graphs:
-        core = EngineCore(config, StaticPagedRunner(config, flavour))
+        core = EngineCore(config, StaticPagedRunner(config, compiler_backend))
         assert len(set(children()) - before) == 1
         assert generate_greedily(core, workload()[4:12]) == references(llama)[4:12]
-    assert flavour.num_graphs() == len(graphs) == 2
+    assert compiler_backend.num_graphs() == len(graphs) == 2
     for graph in graphs:
         assert list(graph.problems()) == []
         assert graph.operators()["_c10d_functional.all_reduce.default"] == 2 * 3
@@ -67,8 +67,8 @@ def test_a_rank_that_is_gone_fails_the_step_at_once(llama: TinyModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[5, 6, 7], sampling_params=params, seed=0))
     core.step()
-    assert runner._followers is not None
-    (process,) = runner._followers._processes
+    assert runner._worker_ranks is not None
+    (process,) = runner._worker_ranks._processes
     process.kill()
     process.wait()
     with pytest.raises(RuntimeError, match=r"(?i)connection|closed|reset"):

@@ -23,7 +23,7 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, RecompilationError
 from headrace_engine.request import EngineCoreRequest
-from headrace_engine.runner.static.flavour import EagerCPU, Flavour
+from headrace_engine.runner.static.compiler_backend import CompilerBackend, EagerCPU
 from headrace_engine.runner.static.group import Kind
 from headrace_engine.runner.static.inputs import empty_inputs
 from headrace_engine.runner.static.runner import StaticPagedRunner
@@ -41,9 +41,9 @@ def config_of(model: TinyModel) -> EngineConfig:
 
 
 class Served:
-    def __init__(self, model: TinyModel, flavour: Flavour) -> None:
+    def __init__(self, model: TinyModel, compiler_backend: CompilerBackend) -> None:
         config = config_of(model)
-        self.runner = StaticPagedRunner(config, flavour)
+        self.runner = StaticPagedRunner(config, compiler_backend)
         self.core = EngineCore(config, self.runner)
 
     def generate(self, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
@@ -68,9 +68,9 @@ class Served:
 def test_tokens_are_those_of_transformers_and_nothing_is_compiled_while_serving(
     tiny_model: Callable[[str], TinyModel], name: str
 ) -> None:
-    model, flavour = tiny_model(name), XLA("CPU")
-    served = Served(model, flavour)
-    assert flavour.num_graphs() == len(served.runner._grid.shapes()) == 4
+    model, compiler_backend = tiny_model(name), XLA("CPU")
+    served = Served(model, compiler_backend)
+    assert compiler_backend.num_graphs() == len(served.runner._grid.shapes()) == 4
     greedy = [
         (prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
         for prompt, max_tokens in workload()
@@ -86,8 +86,8 @@ def test_tokens_are_those_of_transformers_and_nothing_is_compiled_while_serving(
         for _ in range(60)
     ]
     assert served.generate(sampled) == Served(model, EagerCPU()).generate(sampled)
-    assert flavour.num_graphs() == 4
-    assert flavour.fallback_operators() == []
+    assert compiler_backend.num_graphs() == 4
+    assert compiler_backend.fallback_operators() == []
     with pytest.raises(RecompilationError, match="a shape that was not compiled at the start"):
         served.runner._run(empty_inputs(Shape(3, 1, 7)), Kind.STEP)
 

@@ -42,7 +42,10 @@ def gateway(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         replicas: list[GatewayProcess] = []
         try:
             worker = service.start_worker()
-            replicas += [GatewayProcess(redis_url=server.url, log=folder / f"gateway-{each}.log") for each in "ab"]
+            replicas += [
+                GatewayProcess(redis_url=server.url, log=folder / f"gateway-{each}.log", files=folder / "files")
+                for each in "ab"
+            ]
             worker.wait_ready()
             first, second = (replica.wait_ready() for replica in replicas)
             yield RunningGateway(service, (first, second))

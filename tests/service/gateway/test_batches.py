@@ -253,6 +253,32 @@ def test_a_batch_of_errors_alone_has_no_output(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "field", "kind"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, "chat.completion"),
+        ("/v1/responses", {"input": "hello"}, "response"),
+    ],
+)
+def test_other_endpoints_are_served(client: openai.OpenAI, url: Any, field: dict[str, Any], kind: str) -> None:
+    lines = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": url,
+            "body": {"model": "tiny", **field, "seed": number},
+        }
+        for number in range(3)
+    ]
+    file = upload(client, lines)
+    made = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    batch = until(client, made.id, has_ended)
+    assert {answer["response"]["body"]["object"] for answer in read(client, batch.output_file_id)} == {kind}
+    assert_each_once(client, batch, 3)
+    assert batch.usage is not None
+    assert batch.usage.output_tokens > 0
+
+
+@pytest.mark.parametrize(
     ("content", "code", "line"),
     [
         (b"", "empty_file", None),

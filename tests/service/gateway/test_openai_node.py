@@ -1,4 +1,4 @@
-"""openai-node on a real gateway: plain calls, the stream helper, runTools, completions and its exception classes."""
+"""openai-node on a real gateway: chats, the stream helper, runTools, completions, responses and its exceptions."""
 
 import json
 import shutil
@@ -57,6 +57,21 @@ const completion = await client.completions.create(echo);
 out.echo = completion.choices[0].text;
 out.tokens = completion.choices[0].logprobs.tokens.join("");
 
+const ask = { model, input: "hello", max_output_tokens: 16, temperature: 0 };
+const response = await client.responses.create(ask);
+out.response = response.output_text;
+const events = client.responses.stream(ask);
+out.numbers = [];
+for await (const event of events) out.numbers.push(event.sequence_number);
+out.responseStreamed = (await events.finalResponse()).output_text;
+const background = await client.responses.create({ ...ask, background: true, previous_response_id: response.id });
+out.rejoined = [];
+for await (const event of await client.responses.retrieve(background.id, { stream: true, starting_after: 1 })) {
+  out.rejoined.push(event.sequence_number);
+}
+out.items = (await client.responses.inputItems.list(background.id)).data.map((item) => item.type);
+await client.responses.delete(background.id);
+
 out.errors = [];
 for (const fault of [{ model: "nobody" }, { temperature: -1 }, { colour: 1 }]) {
   try {
@@ -97,6 +112,10 @@ def test_the_sdk_of_node_does_all_that_it_offers(gateway: RunningGateway, module
     assert out["painted"] in ("red", "green")
     assert out["echo"].startswith("hello world")
     assert out["echo"] == out["tokens"]
+    assert out["response"] == out["responseStreamed"]
+    assert out["numbers"] == list(range(len(out["numbers"])))
+    assert out["rejoined"] == list(range(2, 2 + len(out["rejoined"])))
+    assert out["items"] == ["message"]
     assert out["errors"] == [
         ["NotFoundError", 404, "model_not_found", "model"],
         ["BadRequestError", 400, "invalid_request", "temperature"],

@@ -112,7 +112,7 @@ def test_no_snippet_of_a_client_escapes_this_test() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         for match in re.finditer(r"(?P<before>[^\n]*)\n```(python|javascript)\n(?P<code>.*?)```", text, re.DOTALL):
-            if re.search(r"Client\(|Celery\(|redis://|OpenAI\(", match["code"]):
+            if re.search(r"Client\(|Celery\(|redis://|OpenAI\(|Anthropic\(", match["code"]):
                 assert match["before"].startswith("<!-- client: "), f"{path.name}:\n{match['code']}"
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -165,6 +166,7 @@ async def test_the_gateway_does_all_that_it_is_for(
         assert "four" in response.text
         again = f"/v1/completions/{request_id}?stream=true"
         assert (await client.get(again, headers=bearer(keys["web"]))).text == response.text
+        await store_a_response(server, client, keys["web"])
         broker = app.state.gateway.client
         assert await broker.is_known("never-seen") is False
         letters = await broker.dead_letters()
@@ -220,13 +222,29 @@ async def test_the_gateway_calls_the_tokenizer_of_a_worker(server: EmbeddedServe
         assert admin.acl_log() == []
 
 
-def requests_of_gateway(worker: "redis.Redis") -> list[str]:
+async def store_a_response(server: EmbeddedServer, client: Any, key: str) -> None:
+    """One in the background, which the collector stores, and then what may be done with it."""
+    body = {"model": "tiny", "input": "a", "max_output_tokens": 4, "background": True}
+    created = (await client.post("/v1/responses", json=body, headers=bearer(key))).json()["id"]
+    with connect(url_of(server, "worker")) as worker:
+        assert await asyncio.to_thread(requests_of_gateway, worker, "resp_") == [created]
+    await asyncio.to_thread(answer, server, created)
+    path = f"/v1/responses/{created}"
+    assert "four" in (await client.get(f"{path}?stream=true", headers=bearer(key))).text
+    with connect(url_of(server, "admin")) as admin:
+        while not admin.hexists(f"headrace:gw:response:{created}", "state"):
+            await asyncio.sleep(0.02)
+    for method, url in (("GET", path), ("GET", f"{path}/input_items"), ("POST", f"{path}/cancel"), ("DELETE", path)):
+        assert (await client.request(method, url, headers=bearer(key))).status_code == 200
+
+
+def requests_of_gateway(worker: "redis.Redis", prefix: str = "cmpl-") -> list[str]:
     """Waits until the gateway has sent its request, whose envelope was written before."""
     leases = Leases(worker, lease_seconds=60, delivery_limit=5)
     while True:
         for lease in leases.fetch(queue_lists(QUEUE), 1):
             request_id = json.loads(lease.body)["headers"]["id"]
-            if request_id.startswith("cmpl-"):
+            if request_id.startswith(prefix):
                 return [request_id]
 
 

@@ -82,4 +82,4 @@ def generate(service: Service) -> list[StreamLog]:
 
 def ranks(worker: WorkerProcess) -> list[int]:
     """The processes of all ranks but the first."""
-    return [pid for pid in worker.processes() if b"static.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in worker.processes() if b"static.worker_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -238,13 +238,13 @@ def test_another_automaton_changes_no_output_and_no_batch_mate(
 def count_renewals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ids of requests whose grammars fail from here on."""
     renewed: list[str] = []
-    let_go = Scheduler._let_go
+    release = Scheduler._release_for_grammar
 
     def note(self: Scheduler, request: Any, grammar: Any) -> None:
         renewed.append(request.request_id)
-        let_go(self, request, grammar)
+        release(self, request, grammar)
 
-    monkeypatch.setattr(Scheduler, "_let_go", note)
+    monkeypatch.setattr(Scheduler, "_release_for_grammar", note)
     return renewed
 
 

@@ -55,7 +55,7 @@ def test_a_body_is_read_as_its_endpoint_reads_it() -> None:
     assert isinstance(completion.read_call(model(), None).form, CompletionForm)
     with pytest.raises(ApiError, match="temperature"):
         read(body={**CHAT, "temperature": -1}).read_call(model(), None)
-    assert set(ENDPOINTS) == {"/v1/chat/completions", "/v1/completions"}
+    assert set(ENDPOINTS) == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 
 
 def test_the_id_of_an_answer_names_one_request() -> None:

@@ -16,8 +16,10 @@ from headrace_gateway import (
     tokenizer_endpoints,
 )
 from headrace_gateway.anthropic_fields import read_counted, read_message
+from headrace_gateway.batch import batches_endpoint
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
+from headrace_gateway.files import files_endpoint
 from headrace_gateway.openapi import document
 from headrace_gateway.response_fields import read_response
 from unit.gateway.bodies import CHAT, COMPLETION, RESPONSE, model, outcome
@@ -44,6 +46,8 @@ def test_every_endpoint_of_the_api_is_told() -> None:
             *tokenizer_endpoints.routes,
             *responses.routes,
             *models_endpoint.routes,
+            *files_endpoint.routes,
+            *batches_endpoint.routes,
             *probes.routes,
             *document.routes,
         )

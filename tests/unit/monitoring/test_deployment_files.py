@@ -32,7 +32,12 @@ VALUES = {
     "redis": {"workerUrl": "redis://worker:secret@redis:6379/0"},
     "worker": {"tenants": ["acme", "other-inc"]},
     "autoscaling": {"kind": "keda", "prometheusAddress": "http://prometheus:9090"},
-    "gateway": {"enabled": True, "keysSecret": "gateway-keys", "autoscaling": {"enabled": True}},
+    "gateway": {
+        "enabled": True,
+        "keysSecret": "gateway-keys",
+        "webhooksSecret": "hooks",
+        "autoscaling": {"enabled": True},
+    },
     "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
 }
 NEURON_WORKER = {
@@ -317,10 +322,12 @@ def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str
     assert set(environment) <= {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
     (sleep,) = [int(word) for word in gateway["lifecycle"]["preStop"]["exec"]["command"][1:]]
     assert pod["terminationGracePeriodSeconds"] > sleep + int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
-    (volume,) = pod["volumes"]
-    (mount,) = gateway["volumeMounts"]
-    assert volume["secret"] == {"secretName": "gateway-keys"}
-    assert environment["HEADRACE_GATEWAY_KEYS"] == f"{mount['mountPath']}/keys.toml"
+    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"]}
+    folders = {mount["name"]: mount["mountPath"] for mount in gateway["volumeMounts"]}
+    assert secrets["keys"] == {"secretName": "gateway-keys"}
+    assert environment["HEADRACE_GATEWAY_KEYS"] == f"{folders['keys']}/keys.toml"
+    assert secrets["webhooks"] == {"secretName": "hooks", "defaultMode": 0o440}  # the pod's group reads it
+    assert environment["HEADRACE_GATEWAY_WEBHOOKS"] == f"{folders['webhooks']}/webhooks.toml"
     probes = {name: gateway[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert probes == {
         "startupProbe": {"path": "/health", "port": "http"},

@@ -1,17 +1,17 @@
-/* A unit of work by matrix tiles, where the processor has them and the caches lie for them.
+/* Computes a unit of work by matrix tiles, if the processor has them and the layout of the caches fits.
  *
- * Rows are taken 48 at a time, three tiles, for each chunk of keys: their scores stay in L1, and the chunk in L2 for all
- * rows of the unit. Keys are taken two columns at a time, as a tile multiplies 32 of their values. */
+ * For each chunk of keys, 48 rows (three tiles) are processed at a time: their scores stay in L1, and the chunk stays in L2 for
+ * all rows of the unit. Keys are processed two columns at a time, as a tile multiplies 32 of their values. */
 #define TILED_ROWS (3 * TILE_ROWS)
-#define MOST_STEPS 16 /* of a key's components: 512 of them */
-#define MOST_SUBUNITS 8 /* of 48 rows: keys and values come from memory once for so many */
+#define MAX_STEPS 16 /* of 32 components of a key: 512 in all */
+#define MAX_SUBUNITS 8 /* of 48 rows: keys and values are read from memory once for all of them */
 
-/* Of a thread. Memory: of rows as many as a unit can have, but scores of one subunit. */
+/* The scratch space of a thread: for all rows of a unit, but for the scores of one subunit only. */
 typedef struct {
-    f32x *total;
-    float *most, *scores, *mixed;
+    f32x *denominator;
+    float *running_max, *scores, *accumulators;
     char *queries, *tail;
-    int tile_rows; /* as the registers are shaped at the moment; 0: not at all */
+    int tile_rows; /* current configuration of the registers; 0: none */
 } tiled_scratch;
 
 static inline int tokens_of_subunit(const attention_args *a) {
@@ -20,25 +20,25 @@ static inline int tokens_of_subunit(const attention_args *a) {
 }
 
 static inline int fits_matrix_tiles(const layer_args *l) {
-    return matrix_tiles_lent && kind_of_cache(l) == PAIRS && l->k_dim % TILE_INPUTS == 0 &&
-           l->k_dim <= MOST_STEPS * TILE_INPUTS && l->block_size % TILE_INPUTS == 0 &&
+    return matrix_tiles_enabled && kind_of_cache(l) == PAIRS && l->k_dim % TILE_INPUTS == 0 &&
+           l->k_dim <= MAX_STEPS * TILE_INPUTS && l->block_size % TILE_INPUTS == 0 &&
            l->num_heads / l->num_kv_heads <= TILED_ROWS;
 }
 
-/* Returns how many floats it is; with memory for so many, at the begin of a cache line, it is divided up. */
+/* Returns the size of the scratch space in floats. Sets its pointers if `memory`, aligned to a cache line, is given. */
 static int64_t divide_scratch(const attention_args *a, int subunits, float *memory, tiled_scratch *s) {
     int64_t rows = (int64_t)subunits * TILED_ROWS, v_stride = padded(a->layer.v_dim);
-    s->total = (f32x *)memory;
+    s->denominator = (f32x *)memory;
     s->scores = memory + rows * LANES;
-    s->mixed = s->scores + TILED_ROWS * CHUNK * LANES;
-    s->tail = (char *)(s->mixed + rows * v_stride);
+    s->accumulators = s->scores + TILED_ROWS * CHUNK * LANES;
+    s->tail = (char *)(s->accumulators + rows * v_stride);
     s->queries = s->tail + 4 * TILE_ROWS * v_stride;
-    s->most = (float *)(s->queries + rows * a->layer.k_dim * 2);
-    return s->most + rows - memory;
+    s->running_max = (float *)(s->queries + rows * a->layer.k_dim * 2);
+    return s->running_max + rows - memory;
 }
 
 #if HAS_MATRIX_TILES
-/* [tiles of rows][k_dim / 32][16 rows][32], zeros from row `rows` to row `filled`. */
+/* Packs queries to [tiles of rows][k_dim / 32][16 rows][32], with zeros from row `rows` to row `filled`. */
 static void pack_query_tiles(const attention_args *a, const unit *u, char *target, int first, int rows, int filled) {
     int group = group_of(a);
     int64_t tile_bytes = (int64_t)a->layer.k_dim * 2 * TILE_ROWS;
@@ -52,20 +52,20 @@ static void pack_query_tiles(const attention_args *a, const unit *u, char *targe
     }
 }
 
-/* One factor of a product: tiles of rows, strides in bytes. */
+/* One factor of a product: tiles of rows. */
 typedef struct {
     const char *first;
-    int64_t row, tile, step; /* to the next of each */
+    int64_t row, tile, step; /* strides in bytes */
 } tiled_rows;
 
-/* What memory is asked for with each step: 16 rows of two lines; with one column half of them. */
+/* What each step prefetches: 16 rows of two cache lines; half of them with one column. */
 typedef struct {
-    const char *steps[MOST_STEPS]; /* NULL: nothing */
+    const char *steps[MAX_STEPS]; /* NULL: nothing */
     int64_t row;
-} asked_rows;
+} prefetch_rows;
 
-/* A quarter of a step's. All at once would keep from coming what is multiplied next. */
-static inline __attribute__((always_inline)) void ask_for_rows(const asked_rows *ahead, int step, int quarter) {
+/* Prefetches a quarter of the rows of a step. All at once would delay what is multiplied next. */
+static inline __attribute__((always_inline)) void prefetch_quarter(const prefetch_rows *ahead, int step, int quarter) {
     const char *first = ahead->steps[step];
     if (!first) return;
     for (int row = quarter * TILE_ROWS / 4; row < (quarter + 1) * TILE_ROWS / 4; row++) {
@@ -74,10 +74,10 @@ static inline __attribute__((always_inline)) void ask_for_rows(const asked_rows 
     }
 }
 
-/* sums[tiles of rows][columns * 16] (+)= x . w, both factors in steps of 32. A column of w lies right of the one before. */
+/* sums[tiles of rows][columns * 16] (+)= x . w, in steps of 32. The columns of w are adjacent. */
 static inline __attribute__((always_inline)) void
 tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int steps, float *sums, int64_t sums_row, int adds,
-              const asked_rows *ahead, int tiles, int columns) {
+              const prefetch_rows *ahead, int tiles, int columns) {
     float *second = sums + TILE_ROWS * sums_row / 4, *third = second + TILE_ROWS * sums_row / 4;
 #define EACH_SUM(DO)                                  \
     DO(0, sums);                                      \
@@ -96,15 +96,15 @@ tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int step
     const char *rows = x->first;
     for (int step = 0; step < steps; step++, rows += x->step) {
         _tile_loadd(6, rows, x->row);
-        ask_for_rows(ahead, step, 0);
+        prefetch_quarter(ahead, step, 0);
         _tile_loadd(WEIGHT_TILE, w[step], w_row);
-        ask_for_rows(ahead, step, 1);
+        prefetch_quarter(ahead, step, 1);
         _tile_dpbf16ps(0, 6, WEIGHT_TILE);
         if (columns > 1) {
             _tile_loadd(WEIGHT_TILE, w[step] + TILE_BYTES, w_row);
-            ask_for_rows(ahead, step, 2);
+            prefetch_quarter(ahead, step, 2);
             _tile_dpbf16ps(1, 6, WEIGHT_TILE);
-            ask_for_rows(ahead, step, 3);
+            prefetch_quarter(ahead, step, 3);
         }
         if (tiles > 1) {
             _tile_loadd(6, rows + x->tile, x->row);
@@ -126,7 +126,7 @@ tile_products(const tiled_rows *x, const char *const *w, int64_t w_row, int step
     EACH_SUM(STORE_SUM)
 }
 
-/* Calls it with tiles and columns as constants. */
+/* Calls tile_products with tiles and columns as constants. */
 #define TILE_PRODUCTS(COLUMNS, ...)                           \
     (tiles == 1   ? tile_products(__VA_ARGS__, 1, COLUMNS)    \
      : tiles == 2 ? tile_products(__VA_ARGS__, 2, COLUMNS)    \
@@ -138,9 +138,9 @@ score_chunk_by_tiles(const attention_args *a, const char *queries, const chunk *
     int64_t key_row = (int64_t)a->layer.block_size * 4;
     int pairs = a->layer.k_dim / 2, steps = pairs / TILE_ROWS;
     tiled_rows x = {queries, TILE_BYTES, (int64_t)steps * TILE_ROWS * TILE_BYTES, TILE_ROWS * TILE_BYTES};
-    const char *keys[MOST_STEPS];
-    asked_rows ahead = {.row = key_row};
-    settle_memory();
+    const char *keys[MAX_STEPS];
+    prefetch_rows ahead = {.row = key_row};
+    compiler_barrier();
     for (int c = 0; c < now->num_columns; c += 2) {
         for (int step = 0; step < steps; step++) {
             keys[step] = now->k[c] + step * TILE_ROWS * key_row;
@@ -148,33 +148,33 @@ score_chunk_by_tiles(const attention_args *a, const char *queries, const chunk *
         }
         TILE_PRODUCTS(2, &x, keys, key_row, steps, scores + c * LANES, CHUNK * LANES * 4, 0, &ahead);
     }
-    settle_memory();
+    compiler_barrier();
 }
 
 /* mixed[tiles of rows] += weights . values of the chunk */
 static __attribute__((noinline)) void
-mix_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *now, const char *tail, const chunk *next,
-                   float *mixed, int tiles) {
+accumulate_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *now, const char *tail, const chunk *next,
+                   float *accumulators, int tiles) {
     int64_t value_row = padded(a->layer.v_dim) * 4;
     int groups = now->num_columns / 2;
     const int64_t row = CHUNK * LANES * 4;
     tiled_rows x = {(const char *)weights, row, TILE_ROWS * row, TILE_BYTES};
     const char *values[CHUNK / 2];
-    asked_rows ahead = {.row = 2 * LINE}; /* in the order of memory, so many as are multiplied */
-    settle_memory();
+    prefetch_rows ahead = {.row = 2 * LINE}; /* in the order of memory, so many as are multiplied */
+    compiler_barrier();
     for (int at = 0, columns; at < value_row; at += columns * TILE_BYTES) {
         columns = at + TILE_BYTES < value_row ? 2 : 1;
         for (int group = 0; group < groups; group++) {
             values[group] = (tail && group == groups - 1 ? tail : now->v[2 * group]) + at;
             if (next) ahead.steps[group] = next->v[2 * group] + at * TILE_ROWS;
         }
-        if (columns == 2) TILE_PRODUCTS(2, &x, values, value_row, groups, mixed + at / 4, value_row, 1, &ahead);
-        else TILE_PRODUCTS(1, &x, values, value_row, groups, mixed + at / 4, value_row, 1, &ahead);
+        if (columns == 2) TILE_PRODUCTS(2, &x, values, value_row, groups, accumulators + at / 4, value_row, 1, &ahead);
+        else TILE_PRODUCTS(1, &x, values, value_row, groups, accumulators + at / 4, value_row, 1, &ahead);
     }
-    settle_memory();
+    compiler_barrier();
 }
 
-/* The last 32 values of a unit, of which only some are there: the others' places may hold anything. */
+/* Copies the last 32 values of a unit, with zeros in the slots that are not filled. */
 static const char *copy_tail(const attention_args *a, const chunk *now, int num_keys, char *tail) {
     int row_bytes = padded(a->layer.v_dim) * 4, left = num_keys % TILE_INPUTS;
     const char *values = now->v[num_keys / TILE_INPUTS * 2];
@@ -186,11 +186,11 @@ static const char *copy_tail(const attention_args *a, const chunk *now, int num_
     return tail;
 }
 
-/* Rows of a unit that are multiplied at once, and their place in a thread's memory. */
+/* Rows of a unit that are multiplied at once, and their scratch space. */
 typedef struct {
     int first, rows, tiles;
     const char *queries;
-    float *mixed;
+    float *accumulators;
 } subunit;
 
 static inline subunit subunit_of(const attention_args *a, const unit *u, const tiled_scratch *s, int number) {
@@ -198,44 +198,44 @@ static inline subunit subunit_of(const attention_args *a, const unit *u, const t
     int rows = min(step, u->num_tokens * group - number * step);
     return (subunit){number * step, rows, (rows + TILE_ROWS - 1) / TILE_ROWS,
                      s->queries + (int64_t)number * TILED_ROWS * a->layer.k_dim * 2,
-                     s->mixed + (int64_t)number * TILED_ROWS * padded(a->layer.v_dim)};
+                     s->accumulators + (int64_t)number * TILED_ROWS * padded(a->layer.v_dim)};
 }
 
-static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, tiled_scratch *s) {
+static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, cursor *ahead, tiled_scratch *s) {
     int group = group_of(a), v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
     int position = first_position(a, u), num_positions = position + u->num_tokens, count = (u->num_tokens + tokens - 1) / tokens;
-    begin_rows(a, u, u->num_tokens * group, s->most, s->total);
-    int tile_rows = min(u->num_tokens * group, TILE_ROWS); /* where one tile is enough, no time goes into rows that are none */
+    begin_rows(a, u, u->num_tokens * group, s->running_max, s->denominator);
+    int tile_rows = min(u->num_tokens * group, TILE_ROWS); /* if one tile is enough, unused rows cost no time */
     if (s->tile_rows != tile_rows) begin_matrix_tiles(tile_rows);
     s->tile_rows = tile_rows;
     for (int number = 0; number < count; number++) {
         const subunit part = subunit_of(a, u, s, number);
         int filled = (part.rows + tile_rows - 1) / tile_rows * tile_rows;
         pack_query_tiles(a, u, (char *)part.queries, part.first, part.rows, filled);
-        memset(part.mixed, 0, sizeof(float) * filled * v_stride);
+        memset(part.accumulators, 0, sizeof(float) * filled * v_stride);
     }
-    for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
-        const chunk now = next_chunk(a, &w, PAIRS), next = look_ahead(a, &now, ahead, &upcoming, PAIRS);
+    for (cursor w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
+        const chunk now = next_chunk(a, &w, PAIRS), next = locate_prefetch(a, &now, ahead, &upcoming, PAIRS);
         int first_key = now.first_column * LANES, num_keys = num_positions - first_key;
         const char *tail = num_keys < now.num_columns * LANES ? copy_tail(a, &now, num_keys, s->tail) : NULL;
-        int first = first_key > position ? (first_key - position) / tokens : 0; /* for all before it the chunk is the future */
+        int first = first_key > position ? (first_key - position) / tokens : 0; /* the chunk is masked for all subunits before it */
         for (int number = first; number < count; number++) {
             const subunit part = subunit_of(a, u, s, number);
-            const chunk *asked = number == first ? &next : NULL;
-            score_chunk_by_tiles(a, part.queries, &now, asked, s->scores, part.tiles);
-            weigh_rows(a, s->scores, first_key, now.num_columns, position + part.first / group, part.rows, s->most + part.first,
-                       s->total + part.first, part.mixed, PAIRS);
-            mix_chunk_by_tiles(a, s->scores, &now, tail, asked, part.mixed, part.tiles);
+            const chunk *prefetched = number == first ? &next : NULL;
+            score_chunk_by_tiles(a, part.queries, &now, prefetched, s->scores, part.tiles);
+            softmax_rows(a, s->scores, first_key, now.num_columns, position + part.first / group, part.rows,
+                         s->running_max + part.first, s->denominator + part.first, part.accumulators, PAIRS);
+            accumulate_chunk_by_tiles(a, s->scores, &now, tail, prefetched, part.accumulators, part.tiles);
         }
     }
     for (int number = 0; number < count; number++) {
         const subunit part = subunit_of(a, u, s, number);
         for (int row = 0; row < part.rows; row++)
-            finish_output(a, u, part.first + row, part.mixed + row * v_stride, s->total[part.first + row], BFLOAT16);
+            finish_output(a, u, part.first + row, part.accumulators + row * v_stride, s->denominator[part.first + row], BFLOAT16);
     }
 }
 #else
-static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, tiled_scratch *s) {
+static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, cursor *ahead, tiled_scratch *s) {
     (void)a, (void)u, (void)upcoming, (void)ahead, (void)s;
 }
 #endif

@@ -1,10 +1,10 @@
-"""What an attention backend is: it owns the K/V memory in the layout that suits it, and attends over it.
+"""`AttentionBackend`: owns the K/V memory, in a layout of its choice, and computes attention over it.
 
-A packed step, all sequences behind one another in one row of tokens:
+A packed step has the tokens of all sequences in one row:
 
     query_start   [0,        5, 6, 7,              12]     first token of each sequence
     tokens        [ prefill   d  d  prefill chunk   ]
-    seq_lens      [5,        31, 8, 40]                    K/V tokens after this step, the step's own included
+    seq_lens      [5,        31, 8, 40]                    K/V tokens after this step
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of one step belong. Tensors lie where the model does; int32 unless said otherwise."""
+    """The sequences of a step and their blocks. Tensors are on the device of the model, and int32 unless noted."""
 
     query_start: torch.Tensor
     """[sequences + 1]"""
@@ -24,16 +24,16 @@ class AttentionMetadata:
     table_rows: torch.Tensor
     """[sequences] row of each sequence in `block_table`."""
     block_table: torch.Tensor
-    """[rows, max blocks a sequence]; the last row is padding's and holds the null block only."""
+    """[rows, max blocks of a sequence]. The last row is for padding and holds only the null block."""
     slot_mapping: torch.Tensor
-    """[tokens] int64: block id * block size + offset, where each token's K/V go."""
+    """[tokens] int64: the slot of K/V of each token, block id * block size + offset."""
     max_query_len: int
-    """Most tokens of one sequence in this step: what a launch on a device is planned from without reading tensors."""
+    """Maximum number of tokens of a sequence in this step. Kernel launches depend on it instead of on tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The shape of one attention layer. Layers of one model may differ."""
+    """The shape of one attention layer. The layers of a model may differ."""
 
     num_heads: int
     num_kv_heads: int
@@ -41,21 +41,21 @@ class LayerSpec:
     """Size of a query or key head."""
     v_dim: int
     window: int | None = None
-    """A token sees that many tokens, itself included; None means all before it."""
+    """How many tokens a token sees, including itself. None: all tokens before it."""
     kv_source: int | None = None
-    """The earlier layer whose K/V this one reads; None means that it has its own."""
+    """The earlier layer whose K/V this one reads. None: it has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """All attention layers of a model, in the order in which a forward pass computes them."""
+    """All attention layers of a model, in the order of the forward pass."""
 
     layers: tuple[LayerSpec, ...]
     block_size: int
     dtype: torch.dtype
     """Of queries, keys, values and output."""
     cache_dtype: torch.dtype | None = None
-    """What keys and values are kept in; None means `dtype`."""
+    """The type of stored keys and values. None: `dtype`."""
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -63,7 +63,7 @@ class AttentionSpec:
 
 
 def scale_of(scaling: float | None, k_dim: int) -> float:
-    """What scores are multiplied by, where a model says it or leaves it to the size of its heads."""
+    """Return the factor of attention scores: that of the model, or the default for the size of a head."""
     return k_dim**-0.5 if scaling is None else float(scaling)
 
 
@@ -72,10 +72,10 @@ class AttentionBackend(Protocol):
 
     @property
     def bytes_per_block(self) -> int:
-        """K/V memory of one block over all layers."""
+        """K/V memory of one block in all layers."""
 
     def allocate(self, num_blocks: int) -> None:
-        """Take the K/V memory of all layers."""
+        """Allocate the K/V memory of all layers."""
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class AttentionBackend(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write K/V of this step into the cache, unless another layer's are read, then attend causally.
+        """Write K/V of this step to the cache, unless the layer reads those of another layer. Then attend causally.
 
         query [tokens, heads, k_dim], key [tokens, kv_heads, k_dim], value [tokens, kv_heads, v_dim] -> [tokens, heads,
         v_dim]. `softcap` c: scores become c * tanh(score / c). `sinks` [heads]: a logit without a value in each

@@ -1,6 +1,6 @@
-/* Keys and values of new tokens on their way into the caches. After attention.h. */
+/* Writes the keys and values of new tokens to their cache slots. Include after attention.h. */
 
-/* The key [k_dim] and value [v_dim] of one token and head into their slot of a block's tile. */
+/* Writes the key [k_dim] and value [v_dim] of one token and head to slot `offset` of a block. `tile`: block and head. */
 static inline __attribute__((always_inline)) void
 write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, const void *value, int kind) {
     int64_t size = l->block_size, v_stride = padded(l->v_dim);
@@ -25,7 +25,7 @@ write_slot(const layer_args *l, int64_t tile, int64_t offset, const void *key, c
     }
 }
 
-/* Of one token and KV head. */
+/* Writes one token and KV head. */
 static void write_token(const layer_args *l, const step_args *step, int64_t token, int head) {
     int64_t element = l->dtype == FLOAT32 ? 4 : 2, slot = step->slot_mapping[token];
     const char *key = (const char *)step->key + (token * step->key_token_stride + head * step->key_head_stride) * element;
@@ -33,14 +33,14 @@ static void write_token(const layer_args *l, const step_args *step, int64_t toke
     write_slot(l, slot / l->block_size * l->num_kv_heads + head, slot % l->block_size, key, value, kind_of_cache(l));
 }
 
-/* Whether the token of a sequence is its only one, and attention, which reads the rest of the block anyway, writes it. Not
- * where it fills the block: only full blocks are shared, and another sequence of the same step may read it already. */
+/* Returns whether attention writes the new token of a sequence. It does if there is only one, as it reads the rest of the block
+ * anyway. It does not if the token fills the block: full blocks are shared, and another sequence may read it in this step. */
 static inline int attention_writes(const layer_args *l, const step_args *step, int sequence) {
     int only = step->query_start[sequence + 1] - step->query_start[sequence] == 1;
     return step->attention_writes && only && step->seq_lens[sequence] % l->block_size;
 }
 
-/* Put the keys and values of tokens begin..end into their slots, but for those that attention writes. */
+/* Writes the tokens begin..end, except those that attention writes. */
 void headrace_write_kv_rows(const layer_args *layer, const step_args *step, int64_t begin, int64_t end) {
     int sequence = 0;
     for (int64_t token = begin; token < end; token++) {
@@ -50,13 +50,13 @@ void headrace_write_kv_rows(const layer_args *layer, const step_args *step, int6
     }
 }
 
-/* The same of all tokens of this step. */
+/* Writes all tokens of the step, except those that attention writes. */
 void headrace_write_kv(const layer_args *layer, const step_args *step) {
     int64_t left = step->num_tokens;
     for (int sequence = 0; sequence < step->num_sequences; sequence++) left -= attention_writes(layer, step, sequence);
     if (!left) return;
-    /* A few tokens are no work for a second thread; of more it would fall asleep meanwhile. Padding, which belongs to no
-     * sequence, has one slot for all, which nobody reads. */
+    /* For a few tokens a second thread is not worth its wake-up. Padding belongs to no sequence: it all has one slot, which is
+     * never read. */
 #pragma omp parallel num_threads(step->num_threads) if (left >= 16)
     {
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();

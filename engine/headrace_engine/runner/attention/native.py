@@ -1,6 +1,6 @@
 """Paged attention by the compiled kernel `paged_attention.c`, called through ctypes.
 
-Where the kernel cannot be built or does not fit the model, `unsupported_reason` says why.
+`unsupported_reason` says why the kernel cannot be built, or why it does not fit the model.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class StepArgs(ctypes.Structure):
     )
 
     def of(self, metadata: AttentionMetadata) -> None:
-        """Take over what the step says of its sequences; its tensors must outlive the use."""
+        """Take the sequences of a step. Its tensors must outlive the call of the kernel."""
         self.num_sequences, self.max_blocks = metadata.seq_lens.shape[0], metadata.block_table.shape[1]
         self.num_threads = torch.get_num_threads()
         self.query_start, self.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
@@ -51,9 +51,11 @@ class StepArgs(ctypes.Structure):
 
 
 class NativeBackend:
-    """Memory of keys, `k_dim` elements a token and head, and of values, `v_dim` padded to whole vectors, a layer.
+    """The attention backend of the CPU.
 
-    How they lie depends on the processor: see `paged_attention.c`. What stands in padding is never read into a result.
+    Each layer has a cache of keys, with `k_dim` elements for each token and head, and a cache of values, with `v_dim`
+    elements padded to whole vectors. The layout depends on the processor, see `paged_attention.c`. Padding never
+    affects a result.
     """
 
     name = "native"
@@ -65,11 +67,11 @@ class NativeBackend:
         self._v_cache: list[torch.Tensor] = []
         self._layers: list[LayerArgs] = []
         self._step = StepArgs()
-        self._metadata: AttentionMetadata | None = None  # what the step's arguments were made of
+        self._metadata: AttentionMetadata | None = None  # the step that the arguments describe
 
     @staticmethod
     def unsupported_reason(spec: AttentionSpec) -> str | None:
-        """Why the kernel cannot serve this model on this machine; None when it can."""
+        """Return why the kernel cannot serve this model on this machine, or None if it can."""
         if spec.dtype not in native_library.DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
         if spec.block_size % _LANES:
@@ -87,7 +89,7 @@ class NativeBackend:
         return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
 
     def _stored(self, k_dim: int) -> int:
-        """Elements that a key takes: whole pairs where the kernel multiplies pairs."""
+        """Return the stored elements of a key: whole pairs if the kernel multiplies pairs."""
         pairs = self._spec.dtype is torch.bfloat16 and self.library.headrace_attention_has_pairs()
         return k_dim + k_dim % 2 if pairs else k_dim
 
@@ -98,7 +100,7 @@ class NativeBackend:
         for layer in self._spec.layers:
             if layer.kv_source is None:
                 heads = (num_blocks, layer.num_kv_heads)
-                # Pages are touched on first use only, so an unused budget costs no memory.
+                # Pages become resident only on first use, so unused blocks take no memory.
                 self._k_cache.append(pages.empty((*heads, self._stored(layer.k_dim), size), dtype))
                 self._v_cache.append(pages.empty((*heads, size, _padded(layer.v_dim)), dtype))
             else:
@@ -148,11 +150,11 @@ class NativeBackend:
         if spec.kv_source is None:
             self.library.headrace_write_kv(own, ctypes.byref(step))
         if self.library.headrace_attention(own, ctypes.byref(step)):
-            raise MemoryError("no memory for the attention kernel's scratch space")
+            raise MemoryError("no memory for the scratch space of the attention kernel")
         return output
 
     def layer_args(self, layer: int, *, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> LayerArgs:
-        """A layer's part of a call; `sinks`, [heads] float32, must outlive the use."""
+        """Return the arguments of a layer. `sinks`, [heads] float32, must outlive the call of the kernel."""
         args = self._layers[layer]
         args.scale, args.softcap = scale, softcap or 0.0
         args.sinks = None if sinks is None else sinks.data_ptr()
@@ -165,7 +167,7 @@ def _padded(v_dim: int) -> int:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The compiled kernel. Raises OSError, whose message says what is missing."""
+    """Load the compiled kernel. Raises OSError that says what is missing."""
     return declared(native_library.load("headrace_engine.runner.attention", "paged_attention.c"))
 
 

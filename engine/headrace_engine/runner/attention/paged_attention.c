@@ -1,31 +1,31 @@
-/* Paged attention on the CPU, prefill and decode in one.
+/* Paged attention on the CPU, for prefill and decode.
  *
- * Memory of one layer, block_size a multiple of 16:
+ * The memory of one layer, with a block_size that is a multiple of 16:
  *
- *   k_cache  [num_blocks][kv_heads][k_dim][block_size]   keys of a block side by side, so that one vector holds the
- *                                                        same component of many keys and no horizontal sum is needed
+ *   k_cache  [num_blocks][kv_heads][k_dim][block_size]   one vector holds the same component of several keys, so that
+ *                                                        no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
- * Where pairs of bfloat16 are multiplied, and queries are of it, too, two components of a key lie side by side,
- * and the same component of two keys' values:
+ * If queries are bfloat16 and pairs of it are multiplied (PAIRS), two components of a key are adjacent, and so is the same
+ * component of two values:
  *
  *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]
  *   v_cache  [num_blocks][kv_heads][block_size / 2][padded(v_dim)][2]
  *
- * k_dim is free; a row of values is padded to a multiple of 16, and the padding, which may hold anything, ends in lanes
- * of `mixed` that are never stored.
+ * k_dim is arbitrary. A row of values is padded to a multiple of 16. The padding may hold anything: it ends in lanes of the
+ * accumulators that are never stored.
  *
- * One unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query
- * attention) and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of
- * them. Keys are taken by columns of LANES, which never cross a block, and the softmax is computed online over chunks
- * of columns (Milakov and Gimelshein 2018, FlashAttention); sums are kept in float32 whatever the cache's type. A row's
- * bits do not depend on the rows beside it, as long as what is in the caches is finite.
+ * A unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query attention)
+ * and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of them. Keys are
+ * processed in columns of LANES, which never cross a block. The softmax is computed online over chunks of columns (Milakov
+ * and Gimelshein 2018, FlashAttention). Sums are float32, whatever the type of the cache. The result of a row does not depend
+ * on the other rows, as long as the content of the caches is finite.
  *
- * Decode waits for memory: while a chunk is computed, as many columns are asked for that come a chunk later, also across
- * the end of a unit, because blocks lie anywhere and the processor cannot guess the next. They go into L2: L1 has no room
- * for two chunks. Prefill waits for the products: see add_steps.
+ * Decode is bound by memory: while a chunk is computed, the columns of the next chunk are prefetched, also across the end of a
+ * unit. Blocks lie anywhere, so the hardware cannot predict the next one. Prefetches go to L2, as L1 does not hold two chunks.
+ * Prefill is bound by the products: see add_steps.
  *
- * Plain C with GCC/Clang vector extensions: no header of torch, compiles in a few seconds.
+ * Plain C with GCC/Clang vector extensions: needs no header of torch, and compiles in a few seconds.
  */
 #include <omp.h>
 #include <stdlib.h>
@@ -36,26 +36,26 @@
 #include "../native/struct_layout.h"
 #include "cache_slots.h"
 
-/* Of 32 registers 24 sums leave eight, for the columns and a row's element. */
+/* 24 of 32 registers hold sums. The other eight hold the columns and the element of a row. */
 #define MAX_ROWS 6
 #define MAX_COLUMNS 4
-/* Where there are 16 registers, more rows than these are computed with two columns at most. */
+/* With 16 registers, more rows than this are computed with at most two columns. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MAX_WIDE_ROWS MAX_ROWS
 #else
 #define MAX_WIDE_ROWS 3
 #endif
 
-#define LINE 64 /* bytes that come from memory at once */
-#define CHUNK (128 / LANES) /* columns (of LANES keys) between two steps of the online softmax */
+#define LINE 64 /* bytes of a cache line */
+#define CHUNK (128 / LANES) /* columns of LANES keys in one step of the online softmax */
 
 typedef struct {
     layer_args layer;
     step_args step;
-    int by_matrix_tiles, columns_together; /* columns of keys that are taken as one, and lie in one block */
+    int by_matrix_tiles, columns_together; /* columns_together: columns that form one unit, within one block */
 } attention_args;
 
-/* Query heads that share a KV head. */
+/* Returns the number of query heads that share a KV head. */
 static inline int group_of(const attention_args *a) { return a->layer.num_heads / a->layer.num_kv_heads; }
 
 static inline int min(int a, int b) { return a < b ? a : b; }
@@ -64,18 +64,18 @@ static inline int min(int a, int b) { return a < b ? a : b; }
 
 /* sum[rows][columns] += a[rows][depth] . b[depth][columns * LANES].
  *
- * Rows and columns are constants, so that the sums live in registers, and beside them what there is less of: the rows'
- * elements or the columns. Of 16 registers one too many would cost as much as all else. Each sum is one chain of
- * additions in the order of `depth`, whatever the tile's shape: a row's bits do not depend on the rows beside it. `a`
- * lies by steps where it is `packed`, else by rows of scores. The columns of b are given apart, as two blocks may hold
- * them. `ahead` is what is read later, or NULL: asking for as much of it as is computed with keeps memory busy. */
+ * Rows and columns are constants, so that the sums stay in registers, next to the elements of the rows or the columns,
+ * whichever are fewer. With 16 registers, a single spilled one would double the time. Each sum adds up in the order of
+ * `depth`, whatever the shape of the tile, so the result of a row does not depend on the other rows. A `packed` matrix a lies
+ * by steps, otherwise by rows of scores. The columns of b have a pointer each, as they may be in two blocks. `ahead` is the
+ * data to prefetch, or NULL. Each step prefetches as much as it reads, which keeps memory busy. */
 static inline __attribute__((always_inline)) void
 add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, const float *a, const char *const *b,
           int64_t b_stride, const char *const *ahead, int64_t ahead_stride, int depth, int kind) {
     int stride = packed ? 1 : CHUNK * LANES, column_bytes = LANES * step_bytes(kind);
     for (int k = 0; k < depth; k++) {
         const float *x = a + (packed ? k * rows : k);
-        /* Columns that share a line need one request for all, and so do two steps of one. */
+        /* Columns that share a cache line need one prefetch, and so do two steps that share one. */
         for (int c = 0; ahead && c < columns; c += LINE / column_bytes ? LINE / column_bytes : 1)
             if (columns * column_bytes >= LINE || ahead_stride >= LINE || k % 2 == 0)
                 __builtin_prefetch(ahead[c] + k * ahead_stride, 0, 2);
@@ -97,7 +97,7 @@ static inline int tile_columns(int rows, int left) {
     return left >= MAX_COLUMNS && rows <= MAX_WIDE_ROWS ? MAX_COLUMNS : left >= 2 ? 2 : 1;
 }
 
-/* Calls the function of a tile with `rows` and `columns`, which stand where it is used, as constants. */
+/* Calls FUNCTION with the variables `rows` and `columns` of its context as constants. */
 #define TILE_CASE(FUNCTION, ROWS, ...)                                                 \
     case ROWS:                                                                         \
         if (columns == 1) FUNCTION(ROWS, 1, __VA_ARGS__);                              \
@@ -113,19 +113,19 @@ static inline int tile_columns(int rows, int left) {
 
 typedef struct {
     int sequence, first_token, num_tokens, kv_head;
-} unit; /* of work */
+} unit;
 
-/* Where a run of up to CHUNK columns of one sequence and KV head lies. */
+/* The addresses of up to CHUNK columns of one sequence and KV head. */
 typedef struct {
     const char *k[CHUNK], *v[CHUNK];
     int first_column, num_columns;
 } chunk;
 
-/* A way through the columns of a unit. */
+/* A position in the columns of a unit. */
 typedef struct {
     const int32_t *table;
-    int kv_head, column, end, place, offset; /* the column's block in the table, and its first key there */
-} walk;
+    int kv_head, column, end, place, offset; /* place: index of the block in the table; offset: first key in it */
+} cursor;
 
 static inline int first_position(const attention_args *a, const unit *u) {
     return a->step.seq_lens[u->sequence] - (a->step.query_start[u->sequence + 1] - u->first_token);
@@ -136,20 +136,20 @@ static inline int last_column(const attention_args *a, const unit *u) {
     return last / a->columns_together * a->columns_together + a->columns_together - 1;
 }
 
-/* The column of the oldest key that any row of the unit sees. */
+/* Returns the column of the oldest key that any row of the unit sees. */
 static inline int oldest_column(const attention_args *a, const unit *u) {
     int oldest = a->layer.window > 0 ? first_position(a, u) - a->layer.window + 1 : 0;
     return oldest > 0 ? oldest / LANES / a->columns_together * a->columns_together : 0;
 }
 
-static inline walk begin(const attention_args *a, const unit *u, int first_column) {
+static inline cursor begin(const attention_args *a, const unit *u, int first_column) {
     const int32_t *table = a->step.block_table + (int64_t)a->step.table_rows[u->sequence] * a->step.max_blocks;
     int key = first_column * LANES;
-    return (walk){table, u->kv_head, first_column, last_column(a, u) + 1, key / a->layer.block_size, key % a->layer.block_size};
+    return (cursor){table, u->kv_head, first_column, last_column(a, u) + 1, key / a->layer.block_size, key % a->layer.block_size};
 }
 
-/* Columns from..to of the chunk are the next ones of the walk, as far as it goes. Returns where it ended. */
-static inline int locate(const attention_args *a, walk *w, chunk *found, int from, int to, int kind) {
+/* Sets columns from..to of the chunk to the next columns of the cursor. Returns where the unit ended, if before `to`. */
+static inline int locate(const attention_args *a, cursor *w, chunk *found, int from, int to, int kind) {
     const layer_args *l = &a->layer;
     int64_t k_stride = (int64_t)l->block_size * step_bytes(kind), element = l->cache_dtype == FLOAT32 ? 4 : 2;
     for (; from < to && w->column < w->end; from++, w->column++) {
@@ -162,17 +162,16 @@ static inline int locate(const attention_args *a, walk *w, chunk *found, int fro
     return from;
 }
 
-/* Chunks end at multiples of CHUNK columns wherever the first one begins, so that a row's sums are the same in every
- * unit that it can be part of. */
-static inline chunk next_chunk(const attention_args *a, walk *w, int kind) {
+/* Chunks end at multiples of CHUNK columns wherever the first one begins. So the sums of a row are the same in every unit. */
+static inline chunk next_chunk(const attention_args *a, cursor *w, int kind) {
     chunk found = {.first_column = w->column};
     found.num_columns = locate(a, w, &found, 0, CHUNK - w->column % CHUNK, kind);
     return found;
 }
 
-/* As many columns as the chunk has that come behind those asked for before, here or in the unit to come. Where there are
- * no more, the chunk's own stand: to ask for what is there costs nothing. */
-static inline chunk look_ahead(const attention_args *a, const chunk *now, walk *ahead, const unit **upcoming, int kind) {
+/* Returns the columns to prefetch during a chunk: as many as the chunk has, from this unit or the upcoming one. If there are no
+ * more, the columns of the chunk itself fill the rest: to prefetch what is in the cache is free. */
+static inline chunk locate_prefetch(const attention_args *a, const chunk *now, cursor *ahead, const unit **upcoming, int kind) {
     chunk found = *now;
     int located = locate(a, ahead, &found, 0, now->num_columns, kind);
     if (located < now->num_columns && *upcoming) {
@@ -207,26 +206,26 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
         }
 }
 
-/* The sums stay in registers from column to column, wherever their blocks lie. `single` is the pair of an odd last key. */
+/* The sums stay in registers from column to column, wherever the blocks are. `single` is the pair of an odd last key. */
 static inline __attribute__((always_inline)) void
-mix_tile(int rows, int columns, const float *weights, const chunk *now, const chunk *next, int lane, int64_t v_stride,
-         int num_keys, const float *single, float *mixed, int kind) {
+accumulate_tile(int rows, int columns, const float *weights, const chunk *now, const chunk *next, int lane, int64_t v_stride,
+         int num_keys, const float *single, float *accumulators, int kind) {
     f32x sum[MAX_ROWS][MAX_COLUMNS];
     const char *v[MAX_COLUMNS], *ahead[MAX_COLUMNS];
     int64_t row_bytes = v_stride * step_bytes(kind);
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) sum[r][c] = *(f32x *)(mixed + r * v_stride + lane + c * LANES);
-    /* Values to come are asked for in the order of memory, a step as many as it takes. */
-    int64_t steps = num_steps(kind, LANES), column_bytes = steps * row_bytes, asked = columns * LANES * step_bytes(kind);
+        for (int c = 0; c < columns; c++) sum[r][c] = *(f32x *)(accumulators + r * v_stride + lane + c * LANES);
+    /* Upcoming values are prefetched in the order of memory, as much in each step as the step reads. */
+    int64_t steps = num_steps(kind, LANES), column_bytes = steps * row_bytes, prefetched = columns * LANES * step_bytes(kind);
     for (int key = 0; key < num_keys; key += LANES) {
         int keys = min(num_keys - key, LANES);
         for (int c = 0; c < columns; c++) v[c] = now->v[key / LANES] + (lane + c * LANES) * step_bytes(kind);
         if (next) {
-            int64_t place = steps * (lane * step_bytes(kind) * now->num_columns + key / LANES * asked);
+            int64_t place = steps * (lane * step_bytes(kind) * now->num_columns + key / LANES * prefetched);
             for (int c = 0; c < columns; c++)
                 ahead[c] = next->v[place / column_bytes] + place % column_bytes + c * LANES * step_bytes(kind);
         }
-        add_steps(sum, rows, columns, 0, weights + num_steps(kind, key), v, row_bytes, next ? ahead : NULL, asked,
+        add_steps(sum, rows, columns, 0, weights + num_steps(kind, key), v, row_bytes, next ? ahead : NULL, prefetched,
                   kind == PAIRS ? keys / 2 : keys, kind);
     }
     if (kind == PAIRS && num_keys % 2) {
@@ -234,15 +233,15 @@ mix_tile(int rows, int columns, const float *weights, const chunk *now, const ch
         add_steps(sum, rows, columns, 0, weights + num_keys / 2, v, row_bytes, NULL, 0, 1, kind);
     }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) *(f32x *)(mixed + r * v_stride + lane + c * LANES) = sum[r][c];
+        for (int c = 0; c < columns; c++) *(f32x *)(accumulators + r * v_stride + lane + c * LANES) = sum[r][c];
 }
 
-/* mixed[all] += weights . values of the chunk */
+/* accumulators[all] += weights . values of the chunk */
 static inline __attribute__((always_inline)) void
-mix_chunk(const attention_args *a, const float *weights, const chunk *now, const chunk *next, float *mixed, int all,
-          int num_keys, float *single, int kind) {
+accumulate_chunk(const attention_args *a, const float *weights, const chunk *now, const chunk *next, float *accumulators,
+                 int all, int num_keys, float *single, int kind) {
     int v_stride = padded(a->layer.v_dim);
-    if (kind == PAIRS && num_keys % 2) { /* there is no second key to the last: its place may hold anything */
+    if (kind == PAIRS && num_keys % 2) { /* the last key has no second: its slot may hold anything */
         const uint16_t *last = (const uint16_t *)now->v[num_keys / LANES] + num_keys % LANES / 2 * 2 * v_stride;
         for (int d = 0; d < v_stride; d++) copy_pair(single + d, last + 2 * d, 0, 1);
     }
@@ -250,21 +249,21 @@ mix_chunk(const attention_args *a, const float *weights, const chunk *now, const
         for (int lane = 0, columns; lane < v_stride; lane += columns * LANES) {
             int rows = min(all - row, MAX_ROWS);
             columns = tile_columns(rows, (v_stride - lane) / LANES);
-            TILE(mix_tile, weights + row * CHUNK * LANES, now, row ? NULL : next, lane, v_stride, num_keys, single,
-                 mixed + row * v_stride, kind)
+            TILE(accumulate_tile, weights + row * CHUNK * LANES, now, row ? NULL : next, lane, v_stride, num_keys, single,
+                 accumulators + row * v_stride, kind)
         }
 }
 
-/* Functions of their own for each kind: inside `attend`, its constants would push a tile's columns out of registers. */
+/* One function for each kind: inlined into `attend`, its constants would push the columns of a tile out of registers. */
 #define OF_KIND(NAME, KIND)                                                                                             \
     static __attribute__((noinline)) void score_##NAME(const attention_args *a, const float *queries, const chunk *now, \
                                                        const chunk *next, float *scores, int all) {                     \
         score_chunk(a, queries, now, next, scores, all, KIND);                                                          \
     }                                                                                                                   \
-    static __attribute__((noinline)) void mix_##NAME(const attention_args *a, const float *weights, const chunk *now,   \
-                                                     const chunk *next, float *mixed, int all, int num_keys,            \
-                                                     float *single) {                                                   \
-        mix_chunk(a, weights, now, next, mixed, all, num_keys, single, KIND);                                           \
+    static __attribute__((noinline)) void accumulate_##NAME(const attention_args *a, const float *weights,              \
+                                                            const chunk *now, const chunk *next, float *accumulators,   \
+                                                            int all, int num_keys, float *single) {                     \
+        accumulate_chunk(a, weights, now, next, accumulators, all, num_keys, single, KIND);                             \
     }
 OF_KIND(float32, FLOAT32)
 OF_KIND(bfloat16, BFLOAT16)
@@ -272,14 +271,14 @@ OF_KIND(pairs, PAIRS)
 
 static inline int64_t token_of(const unit *u, int group, int row) { return u->first_token + row / group; }
 
-/* Of queries and output; a constant but for the kind that serves both types. */
+/* Returns the type of queries and output: a constant, except for the kind that serves both types. */
 static inline int dtype_of(const attention_args *a, int kind) {
     return kind == FLOAT32 ? FLOAT32 : kind == PAIRS ? BFLOAT16 : a->layer.dtype;
 }
 
 static inline int head_of(const unit *u, int group, int row) { return u->kv_head * group + row % group; }
 
-/* The queries of a tile of rows, by steps. */
+/* Packs the queries of a tile of rows by steps. */
 static inline __attribute__((always_inline)) void
 pack_tile(const attention_args *a, const unit *u, float *target, int first, int rows, int kind) {
     int k_dim = a->layer.k_dim, steps = num_steps(kind, k_dim), step = 0, group = group_of(a);
@@ -290,7 +289,7 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
                   head_of(u, group, first + i) * a->step.query_head_stride;
 #ifdef __AVX512F__
     for (; step + LANES <= (kind == PAIRS ? k_dim / 2 : k_dim); step += LANES) {
-        f32x array[MOST_INTERLEAVED] = {0};
+        f32x array[MAX_INTERLEAVED] = {0};
         for (int i = 0; i < rows; i++)
             if (kind == PAIRS) memcpy(array + i, (const uint16_t *)a->step.query + base[i] + 2 * step, sizeof *array);
             else array[i] = load_vector(a->step.query, base[i] + step, dtype) * query_scale(a);
@@ -303,59 +302,60 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
             else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, dtype) * query_scale(a);
 }
 
-/* Before its first chunk a row has gathered nothing, but a sink's weight. */
-static inline void begin_rows(const attention_args *a, const unit *u, int rows, float *most, f32x *total) {
+/* Initialises the running maximum and denominator of each row: empty, except for the weight of a sink. */
+static inline void begin_rows(const attention_args *a, const unit *u, int rows, float *running_max, f32x *denominator) {
     for (int row = 0; row < rows; row++) {
-        float sink = a->layer.sinks ? a->layer.sinks[head_of(u, group_of(a), row)] * LOG2_E : NOTHING_SEEN;
-        most[row] = sink > NOTHING_SEEN ? sink : NOTHING_SEEN; /* a sink of -infinity is none */
-        total[row] = broadcast(0);
-        if (sink > NOTHING_SEEN) total[row][0] = 1.0f;
+        float sink = a->layer.sinks ? a->layer.sinks[head_of(u, group_of(a), row)] * LOG2_E : INITIAL_MAX;
+        running_max[row] = sink > INITIAL_MAX ? sink : INITIAL_MAX; /* -infinity means no sink */
+        denominator[row] = broadcast(0);
+        if (sink > INITIAL_MAX) denominator[row][0] = 1.0f;
     }
 }
 
-static inline void finish_output(const attention_args *a, const unit *u, int row, const float *mixed, f32x total, int dtype) {
+static inline void finish_output(const attention_args *a, const unit *u, int row, const float *accumulators, f32x denominator,
+                                 int dtype) {
     int group = group_of(a), v_dim = a->layer.v_dim;
     int64_t base = (token_of(u, group, row) * a->layer.num_heads + head_of(u, group, row)) * v_dim;
-    float inverse = 1.0f / sum_lanes(total);
+    float inverse = 1.0f / sum_lanes(denominator);
     int d = 0;
-    for (; d + LANES <= v_dim; d += LANES) store_vector(a->step.output, base + d, *(f32x *)(mixed + d) * inverse, dtype);
-    for (; d < v_dim; d++) store_scalar(a->step.output, base + d, mixed[d] * inverse, dtype);
+    for (; d + LANES <= v_dim; d += LANES) store_vector(a->step.output, base + d, *(f32x *)(accumulators + d) * inverse, dtype);
+    for (; d < v_dim; d++) store_scalar(a->step.output, base + d, accumulators[d] * inverse, dtype);
 }
 
-/* `ahead` is what to ask for next, about CHUNK columns before it is needed: of this unit, and later of the one to come. */
+/* Computes a unit. `ahead` is the position of the prefetches, about CHUNK columns ahead, in this unit or the upcoming one. */
 static inline __attribute__((always_inline)) void
-attend(const attention_args *a, const unit *u, const unit *upcoming, walk *ahead, float *scratch, int kind) {
+attend(const attention_args *a, const unit *u, const unit *upcoming, cursor *ahead, float *scratch, int kind) {
     int group = group_of(a), rows = u->num_tokens * group;
     int k_dim = a->layer.k_dim, v_stride = padded(a->layer.v_dim), dtype = dtype_of(a, kind);
-    f32x *total = (f32x *)scratch;
-    float *scores = (float *)(total + rows), *mixed = scores + (int64_t)rows * CHUNK * LANES;
-    float *queries = mixed + (int64_t)rows * v_stride, *most = queries + (int64_t)rows * k_dim;
-    float *single = most + rows;
+    f32x *denominator = (f32x *)scratch;
+    float *scores = (float *)(denominator + rows), *accumulators = scores + (int64_t)rows * CHUNK * LANES;
+    float *queries = accumulators + (int64_t)rows * v_stride, *running_max = queries + (int64_t)rows * k_dim;
+    float *single = running_max + rows;
     int position = first_position(a, u), num_positions = position + u->num_tokens;
 
-    for (int row = 0; row < rows; row += MAX_ROWS) { /* whole tiles without a loop over rows */
+    for (int row = 0; row < rows; row += MAX_ROWS) { /* a constant number of rows for whole tiles */
         float *target = queries + row * num_steps(kind, k_dim);
         if (rows - row >= MAX_ROWS) pack_tile(a, u, target, row, MAX_ROWS, kind);
         else pack_tile(a, u, target, row, rows - row, kind);
     }
-    begin_rows(a, u, rows, most, total);
-    memset(mixed, 0, sizeof(float) * rows * v_stride);
+    begin_rows(a, u, rows, running_max, denominator);
+    memset(accumulators, 0, sizeof(float) * rows * v_stride);
 
-    for (walk w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
-        const chunk now = next_chunk(a, &w, kind), next = look_ahead(a, &now, ahead, &upcoming, kind);
+    for (cursor w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
+        const chunk now = next_chunk(a, &w, kind), next = locate_prefetch(a, &now, ahead, &upcoming, kind);
         int first_key = now.first_column * LANES;
         int num_keys = min(num_positions - first_key, now.num_columns * LANES);
         (kind == FLOAT32 ? score_float32 : kind == PAIRS ? score_pairs : score_bfloat16)(a, queries, &now, &next, scores, rows);
-        weigh_rows(a, scores, first_key, now.num_columns, position, rows, most, total, mixed, kind);
-        (kind == FLOAT32 ? mix_float32 : kind == PAIRS ? mix_pairs : mix_bfloat16)(
-            a, scores, &now, &next, mixed, rows, num_keys, single);
+        softmax_rows(a, scores, first_key, now.num_columns, position, rows, running_max, denominator, accumulators, kind);
+        (kind == FLOAT32 ? accumulate_float32 : kind == PAIRS ? accumulate_pairs : accumulate_bfloat16)(
+            a, scores, &now, &next, accumulators, rows, num_keys, single);
     }
-    for (int row = 0; row < rows; row++) finish_output(a, u, row, mixed + row * v_stride, total[row], dtype);
+    for (int row = 0; row < rows; row++) finish_output(a, u, row, accumulators + row * v_stride, denominator[row], dtype);
 }
 
 #include "attention_matrix_tiles.h"
 
-/* The unit of that number; `sequence` is where the search begins. */
+/* Returns the unit with this number. The search begins at `sequence`. */
 static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_t number, int run, int sequence) {
     while (number >= first_unit[sequence + 1]) sequence++;
     int64_t local = number - first_unit[sequence];
@@ -363,8 +363,7 @@ static unit find_unit(const attention_args *a, const int64_t *first_unit, int64_
     return (unit){sequence, first, min(a->step.query_start[sequence + 1] - first, run), (int)(local % a->layer.num_kv_heads)};
 }
 
-/* What a thread has claimed of the units: several at once, as to claim waits until all that was stored before is seen by
- * others. */
+/* The units that a thread has claimed: several at once, because a claim waits until all earlier stores are visible. */
 typedef struct {
     int64_t next, end, at_once;
 } claim;
@@ -381,7 +380,7 @@ static int64_t take_unit(claim *own, int64_t *claimed) {
     return own->next++;
 }
 
-/* Fills first_unit[num_sequences + 1] for units of so many tokens. Returns how many these are. */
+/* Fills first_unit[num_sequences + 1] for units of `run` tokens. Returns the number of units. */
 static int64_t count_units(const attention_args *a, int run, int64_t *first_unit) {
     int64_t num_units = 0;
     for (int s = 0; s < a->step.num_sequences; s++) {
@@ -391,7 +390,7 @@ static int64_t count_units(const attention_args *a, int run, int64_t *first_unit
     return first_unit[a->step.num_sequences] = num_units;
 }
 
-/* All KV heads of a sequence, unless threads would wait for the one that has the longest. */
+/* All KV heads of a sequence, unless the threads would then wait for the one with the longest sequence. */
 static int units_at_once(const attention_args *a) {
     int64_t longest = 0, all = 0;
     for (int s = 0; s < a->step.num_sequences; s++) {
@@ -401,22 +400,22 @@ static int units_at_once(const attention_args *a) {
     return 8 * a->step.num_threads * longest <= all ? a->layer.num_kv_heads : 1;
 }
 
-/* A thread's part of all units. */
+/* Computes units until none is left to claim. */
 static void attend_units(const attention_args *a, const int64_t *first_unit, int run, int64_t *claimed, float *memory) {
     int64_t num_units = first_unit[a->step.num_sequences];
     int kind = kind_of_cache(&a->layer), located = 0;
-    walk ahead = {0};
+    cursor ahead = {0};
     tiled_scratch tiled = {0};
     unit now = {0}, upcoming = {0};
     if (a->by_matrix_tiles) divide_scratch(a, run / tokens_of_subunit(a), memory, &tiled);
     claim own = {.at_once = units_at_once(a)};
     for (int64_t number = take_unit(&own, claimed), following; number < num_units; number = following) {
         now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
-        /* Behind a short unit it can be less than a chunk ahead, and would stay so. */
+        /* After a short unit the prefetches may be less than a chunk ahead, and would stay so. */
         int first_ahead = oldest_column(a, &now) + CHUNK;
         if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
-        /* The next unit is claimed early, so that its memory can be asked ahead for; but not one of the last, which
-         * another thread may have time for sooner. */
+        /* The next unit is claimed early, so that its memory can be prefetched. One of the last units is not, as another thread
+         * may get to it sooner. */
         int early = a->step.num_threads == 1 || own.next < own.end || number + 2 * a->step.num_threads < num_units;
         following = early ? take_unit(&own, claimed) : 0;
         located = early && following < num_units;
@@ -431,12 +430,12 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
     }
 }
 
-/* What one thread computes of a layer: all that no other one has claimed. `claimed` is common to all and begins at 0.
- * Returns 0, or -1 when memory for the scratch space is lacking. */
+/* Computes the units of a layer that no other thread has claimed. `claimed` is shared and starts at 0.
+ * Returns 0, or -1 if there is no memory for the scratch space. */
 int headrace_attention_part(const layer_args *layer, const step_args *step, int64_t *claimed) {
     int tiled = fits_matrix_tiles(layer), group = layer->num_heads / layer->num_kv_heads;
     const attention_args joined = {*layer, *step, tiled, tiled ? TILE_INPUTS / LANES : 1}, *a = &joined;
-    int subunit = tokens_of_subunit(a), run = subunit * (tiled ? MOST_SUBUNITS : 1); /* query tokens a unit of work */
+    int subunit = tokens_of_subunit(a), run = subunit * (tiled ? MAX_SUBUNITS : 1); /* query tokens of a unit */
     int64_t *first_unit = malloc(sizeof(int64_t) * (step->num_sequences + 1));
     if (!first_unit) return -1;
     while (count_units(a, run, first_unit) < 8 * step->num_threads && run > subunit) run -= subunit;
@@ -452,7 +451,7 @@ int headrace_attention_part(const layer_args *layer, const step_args *step, int6
     return memory ? 0 : -1;
 }
 
-/* A layer by all threads. Returns as its parts do. */
+/* Computes a layer with all threads. Returns 0, or -1 if there is no memory for the scratch space. */
 int headrace_attention(const layer_args *layer, const step_args *step) {
     int64_t claimed = 0;
     int failed = 0;
@@ -461,8 +460,8 @@ int headrace_attention(const layer_args *layer, const step_args *step) {
     return failed;
 }
 
-/* Whether two components of a key in bfloat16 lie side by side, under queries in bfloat16. */
-int headrace_attention_has_pairs(void) { return pairs_pay; }
+/* Returns whether two components of a bfloat16 key are adjacent if the queries are bfloat16 too. */
+int headrace_attention_has_pairs(void) { return pairs_are_faster; }
 
 EXPORT_LAYOUT(layer_args, FIELD(layer_args, dtype), FIELD(layer_args, cache_dtype), FIELD(layer_args, num_heads),
               FIELD(layer_args, num_kv_heads), FIELD(layer_args, k_dim), FIELD(layer_args, v_dim),

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: slow, obvious, and right for every shape. The yardstick of the compiled kernel."""
+"""Paged attention in plain torch: slow, simple, and correct for every shape. The reference for the kernels."""
 
 import torch
 
@@ -6,7 +6,7 @@ from headrace_engine.runner.attention.backend import AttentionMetadata, Attentio
 
 
 class ReferenceBackend:
-    """K/V memory `[slots, kv_heads, k_dim or v_dim]` a layer; one sequence after the other."""
+    """K/V memory is `[slots, kv_heads, k_dim or v_dim]` for each layer. Computes one sequence after the other."""
 
     name = "torch"
 
@@ -83,7 +83,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One sequence: query [q, heads, k_dim] are the last q of the [k, kv_heads, k_dim] keys' positions."""
+    """Attend over one sequence. query [q, heads, k_dim] has the last q positions of key [k, kv_heads, k_dim]."""
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads

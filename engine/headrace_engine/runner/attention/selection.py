@@ -1,6 +1,6 @@
 """Chooses the attention backend.
 
-On the CPU: the compiled kernel where it can serve the model, plain torch where it cannot. On a GPU: Triton.
+On the CPU: the compiled kernel if it can serve the model, otherwise plain torch. On a GPU: Triton.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_backend(wanted: str, spec: AttentionSpec, device: torch.device) -> AttentionBackend:
-    """Raises ConfigError: the wanted backend cannot serve the model on this device."""
+    """Create the wanted backend. Raises ConfigError if it cannot serve the model on this device."""
     if wanted == "triton" or (wanted == "auto" and device.type != "cpu"):
         reason = TritonBackend.unsupported_reason(spec, device)
         if reason is None:

@@ -1,7 +1,7 @@
 """Paged attention by the kernels of `triton_kernels.py`: on a GPU, or in Triton's interpreter on the CPU.
 
-The interpreter runs the very same kernels with numpy, thousands of times slower: it is there to check them. It is asked
-for by TRITON_INTERPRET=1, which must be set before Triton is imported.
+The interpreter runs the same kernels with numpy, thousands of times slower, for tests. TRITON_INTERPRET=1 enables it.
+It must be set before Triton is imported.
 """
 
 import importlib.util
@@ -16,26 +16,26 @@ from headrace_engine.runner.attention.backend import AttentionMetadata, Attentio
 _DTYPES = (torch.float32, torch.bfloat16)
 _ROUNDED_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _FP8_CAPABILITY = (8, 9)
-"""The oldest GPUs for which Triton knows float8_e4m3fn: Ada Lovelace and Hopper."""
+"""The oldest GPUs for which Triton supports float8_e4m3fn: Ada Lovelace and Hopper."""
 _MOST_HEAD_DIM = 256
 _LEAST_DOT = 16
 """The smallest side of a matrix that Triton multiplies."""
 _STAGES = 3
 _MOST_SPLITS = 32
 _WRITE_TOKENS = 16
-# Programs of a split that are wanted for each multiprocessor, so that a lone sequence reads memory everywhere.
+# Target number of programs for each multiprocessor when a sequence is split, so that all of them read memory.
 _PROGRAMS_PER_PROCESSOR = 2
-# Bytes of keys and values that the stages of one program hold: several decoding programs share a multiprocessor's
-# shared memory (228 KiB on Hopper), a prefilling one has most of it, beside its queries.
+# Bytes of keys and values in the pipeline stages of one program. Several decoding programs share the shared memory of a
+# multiprocessor (228 KiB on Hopper). A prefill program has most of it, besides its queries.
 _DECODE_BYTES, _PREFILL_BYTES = 64 << 10, 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the work of one layer is cut into programs. Nothing here changes what is computed."""
+    """How the work of a layer is divided into programs. It does not affect the results."""
 
     block_m: int
-    """Rows of a program: tokens times query heads of one K/V head."""
+    """Rows of a program: tokens times the query heads of one K/V head."""
     tile: int
     """Keys that a program reads at a time."""
     splits: int
@@ -43,11 +43,11 @@ class Launch:
 
 
 class TritonBackend:
-    """K/V memory `[blocks, kv_heads, block_size, k_dim or v_dim]` a layer.
+    """K/V memory is `[blocks, kv_heads, block_size, k_dim or v_dim]` for each layer.
 
     Args:
-        device: where queries come from and K/V memory is taken; the CPU needs the interpreter.
-        num_processors: multiprocessors of the device, for which long sequences are split.
+        device: the device of queries and K/V memory. The CPU needs the interpreter.
+        num_processors: multiprocessors of the device, among which long sequences are split.
     """
 
     name = "triton"
@@ -61,7 +61,7 @@ class TritonBackend:
 
     @staticmethod
     def unsupported_reason(spec: AttentionSpec, device: torch.device) -> str | None:
-        """Why the kernels cannot serve this model on this device; None when they can."""
+        """Return why the kernels cannot serve this model on this device, or None if they can."""
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: it comes with the extra headrace[gpu]"
         if device.type == "cpu" and not is_interpreted():
@@ -98,7 +98,7 @@ class TritonBackend:
                 self._k_cache.append(torch.empty((*heads, layer.k_dim), **options))
                 self._v_cache.append(torch.empty((*heads, layer.v_dim), **options))
                 for cache in (self._k_cache[-1], self._v_cache[-1]):
-                    cache[0].zero_()  # the null block, which padding reads: its numbers shall be numbers
+                    cache[0].zero_()  # padding reads the null block: it must be finite
             else:
                 self._k_cache.append(self._k_cache[layer.kv_source])
                 self._v_cache.append(self._v_cache[layer.kv_source])
@@ -204,15 +204,15 @@ class TritonBackend:
         )
 
     def _launch(self, spec: LayerSpec, num_seqs: int, metadata: AttentionMetadata) -> Launch:
-        """Chosen from shapes and `max_query_len` alone, never from what lies on the device.
+        """Plan a launch from shapes and `max_query_len` only, without reading the device.
 
-        Not tuned: the sizes are those that fit a Hopper multiprocessor by arithmetic.
+        The sizes are not tuned. They are computed to fit a multiprocessor of Hopper.
         """
         group = spec.num_heads // spec.num_kv_heads
         least_rows = max(_LEAST_DOT, _next_power_of_2(group))
         row_bytes = (padded_dim(spec.k_dim) + padded_dim(spec.v_dim)) * self._spec.dtype.itemsize * _STAGES
         if metadata.max_query_len > 1:
-            # two sizes and no more, so that few kernels are compiled
+            # only two sizes, so that few kernels are compiled
             is_wide = metadata.max_query_len * group > 64 and row_bytes <= 512 * _STAGES
             rows = max(least_rows, 128 if is_wide else 64)
             return Launch(rows, _tile(_PREFILL_BYTES, row_bytes, 64), 1, num_warps=8 if rows >= 128 else 4)
@@ -229,7 +229,7 @@ def is_interpreted() -> bool:
 
 
 def padded_dim(size: int) -> int:
-    """A head's size as the kernels hold it: Triton's blocks are powers of 2."""
+    """Return the size of a head in the kernels: Triton's blocks are powers of 2."""
     return max(_LEAST_DOT, _next_power_of_2(size))
 
 

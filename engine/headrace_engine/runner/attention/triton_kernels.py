@@ -1,14 +1,14 @@
 """Triton kernels of paged attention: one family for prefill, decode and both in one step.
 
-After the unified kernel of vLLM (arXiv 2511.11581): queries of one K/V head are packed into the rows of one matrix
-(grouped-query attention costs no repeated keys), the softmax is online in float32, and few long sequences are split
-along their keys, with a second kernel that joins the parts. Grids depend on the shapes of tensors alone, so a launch
+After the unified kernel of vLLM (arXiv 2511.11581). The queries of one K/V head are the rows of one matrix, so
+grouped-query attention does not repeat keys. The softmax is online, in float32. If there are only a few long sequences,
+their keys are split, and a second kernel combines the parts. Grids depend only on the shapes of tensors, so a launch
 can be captured in a CUDA graph.
 
-    rows of a program, 2 tokens of a sequence with 3 query heads a K/V head, BLOCK_M 8:
+    rows of a program: 2 tokens of a sequence, 3 query heads for each K/V head, BLOCK_M 8:
         (t0 h0) (t0 h1) (t0 h2) (t1 h0) (t1 h1) (t1 h2)  -  -
 
-Scores are kept in units of log 2, as exp2 is what the hardware has.
+Scores are base 2 logarithms, because the hardware computes exp2.
 """
 
 import triton
@@ -19,7 +19,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_sequence(query_start_ptr, program, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence of a program: sequence i owns the programs from query_start[i] // BLOCK_Q + i on."""
+    """Return the sequence of a program. Sequence i has the programs from query_start[i] // BLOCK_Q + i on."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -34,8 +34,8 @@ def _find_sequence(query_start_ptr, program, num_seqs, BLOCK_Q: tl.constexpr):
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def paged_attention_kernel(
     output_ptr,  # [tokens, heads, V_DIM]; or, of SPLITS > 1, [tokens, heads, SPLITS, BLOCK_V] float32, not yet divided
-    max_ptr,  # [tokens, heads, SPLITS] float32: largest score of each split
-    sum_ptr,  # [tokens, heads, SPLITS] float32: sum of the weights against that largest score
+    max_ptr,  # [tokens, heads, SPLITS] float32: maximum score of each split
+    denominator_ptr,  # [tokens, heads, SPLITS] float32: denominator relative to that maximum
     query_ptr,  # [tokens, heads, K_DIM]
     k_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, K_DIM], of the queries' type, or bfloat16 or float8e4nv
     v_cache_ptr,  # [blocks, kv_heads, BLOCK_SIZE, V_DIM]
@@ -70,7 +70,7 @@ def paged_attention_kernel(
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if ONE_TOKEN:  # each sequence has one token in this step: nothing to search
+    if ONE_TOKEN:  # each sequence has one token in this step: no search
         seq = program
         query_block = 0
     else:
@@ -97,18 +97,18 @@ def paged_attention_kernel(
         mask=row_ok[:, None] & (k_dims < K_DIM)[None, :],
         other=0.0,
     )
-    if WIDEN:  # Triton's interpreter multiplies the bits of bfloat16; products of two such are exact in float32
+    if WIDEN:  # Triton's interpreter would multiply the bits of bfloat16. Products in float32 are exact
         query = query.to(tl.float32)
 
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    denominator = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if HAS_SINKS:
         if split == 0:
-            largest = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
-            total = total + 1.0
+            running_max = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
+            denominator = denominator + 1.0
 
-    # Keys that any row of this program sees, in whole tiles; this split's share of them.
+    # Keys that any row of this program sees, in whole tiles, and the part of this split.
     end = past + tl.minimum(first_token + BLOCK_Q, num_queries)
     begin = 0
     if WINDOW > 0:
@@ -132,7 +132,7 @@ def paged_attention_kernel(
             mask=(k_dims < K_DIM)[:, None] & key_ok[None, :],
             other=0.0,
         )
-        key = key.to(query_ptr.dtype.element_ty)  # from what it is kept in
+        key = key.to(query_ptr.dtype.element_ty)  # from the type of the cache
         if WIDEN:
             key = key.to(tl.float32)
         scores = tl.dot(query, key, input_precision="ieee")
@@ -149,12 +149,12 @@ def paged_attention_kernel(
             visible = visible & (keys[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible & row_ok[:, None], scores, float("-inf"))
 
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen no key yet: minus infinity less itself would be no number.
-        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        # A row without a visible key so far: minus infinity minus itself would be NaN.
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - reference[:, None])
-        faded = tl.exp2(largest - reference)
-        total = total * faded + tl.sum(weights, 1)
+        rescale = tl.exp2(running_max - reference)
+        denominator = denominator * rescale + tl.sum(weights, 1)
         value = tl.load(
             v_cache_ptr + cache_row[:, None] * V_DIM + v_dims[None, :],
             mask=key_ok[:, None] & (v_dims < V_DIM)[None, :],
@@ -165,21 +165,21 @@ def paged_attention_kernel(
         if WIDEN:
             weights = weights.to(tl.float32)
             value = value.to(tl.float32)
-        mixed = tl.dot(weights, value, mixed * faded[:, None], input_precision="ieee")
-        largest = new_largest
+        accumulator = tl.dot(weights, value, accumulator * rescale[:, None], input_precision="ieee")
+        running_max = new_max
 
     place = query_row * (NUM_KV_HEADS * GROUP) + head
     if SPLITS > 1:
         place = place * SPLITS + split
-        tl.store(output_ptr + place[:, None] * BLOCK_V + v_dims[None, :], mixed, mask=row_ok[:, None])
-        tl.store(max_ptr + place, largest, mask=row_ok)
-        tl.store(sum_ptr + place, total, mask=row_ok)
+        tl.store(output_ptr + place[:, None] * BLOCK_V + v_dims[None, :], accumulator, mask=row_ok[:, None])
+        tl.store(max_ptr + place, running_max, mask=row_ok)
+        tl.store(denominator_ptr + place, denominator, mask=row_ok)
     else:
-        # A padding row has seen no key: it becomes 0, not 0 / 0.
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        # A padding row has no visible key: it becomes 0, not 0 / 0.
+        accumulator = accumulator / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
         tl.store(
             output_ptr + place[:, None] * V_DIM + v_dims[None, :],
-            mixed.to(output_ptr.dtype.element_ty),
+            accumulator.to(output_ptr.dtype.element_ty),
             mask=row_ok[:, None] & (v_dims < V_DIM)[None, :],
         )
 
@@ -187,41 +187,41 @@ def paged_attention_kernel(
 @triton.jit
 def join_splits_kernel(
     output_ptr,  # [tokens, heads, V_DIM]
-    mixed_ptr,  # [tokens, heads, SPLITS, BLOCK_V]
+    accumulator_ptr,  # [tokens, heads, SPLITS, BLOCK_V]
     max_ptr,  # [tokens, heads, SPLITS]
-    sum_ptr,
+    denominator_ptr,
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One program a token and head: weigh the splits by their largest scores, and divide."""
+    """Combine the splits of a token and head: weight them by their maximum scores, and divide."""
     place = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     v_dims = tl.arange(0, BLOCK_V)
-    largest = tl.load(max_ptr + place * SPLITS + splits)
-    best = tl.max(largest, 0)
-    weights = tl.exp2(largest - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(tl.load(sum_ptr + place * SPLITS + splits) * weights, 0)
-    mixed = tl.load(mixed_ptr + (place * SPLITS + splits)[:, None] * BLOCK_V + v_dims[None, :])
-    joined = tl.sum(mixed * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    running_max = tl.load(max_ptr + place * SPLITS + splits)
+    overall_max = tl.max(running_max, 0)
+    weights = tl.exp2(running_max - tl.where(overall_max == float("-inf"), 0.0, overall_max))
+    denominator = tl.sum(tl.load(denominator_ptr + place * SPLITS + splits) * weights, 0)
+    accumulator = tl.load(accumulator_ptr + (place * SPLITS + splits)[:, None] * BLOCK_V + v_dims[None, :])
+    joined = tl.sum(accumulator * weights[:, None], 0) / tl.where(denominator == 0.0, 1.0, denominator)
     tl.store(output_ptr + place * V_DIM + v_dims, joined.to(output_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
-# Numbers are rounded by our own arithmetic, down to bits: the interpreter's casts truncate, overflow to NaN and turn
-# NaN into numbers, and what is checked there shall be what runs.
+# Rounding is explicit arithmetic on bits. The casts of the interpreter truncate, overflow to NaN and convert NaN to
+# numbers, and the tests must check the code that runs on the device.
 
 
 @triton.jit
 def _nearest_e4m3(numbers):
-    """float32 to the nearest number with four bits of exponent and three of mantissa, ties to even, at most 448."""
+    """Round float32 to 4 bits of exponent and 3 bits of mantissa, ties to even, at most 448."""
     bits = numbers.to(tl.int32, bitcast=True)
     is_number = numbers == numbers
     magnitude = tl.where(is_number, tl.minimum(tl.abs(numbers), 448.0), 0.0)
     power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    # Added to 2^23 times the distance between two neighbours, a number loses all that is finer.
+    # Adding 2^23 times the distance between adjacent numbers rounds to that distance.
     scale = tl.maximum(power, 0.015625) * 1048576.0
     nearest = (magnitude + scale) - scale
-    # From 2^-6 on the two types' bits differ by a shift and the exponent's bias; below, neighbours are 2^-9 apart.
+    # From 2^-6 on, the bits of both types differ by a shift and the bias. Below, adjacent numbers are 2^-9 apart.
     normal = (nearest.to(tl.int32, bitcast=True) >> 20) - 960
     kept = tl.where(nearest < 0.015625, (nearest * 512.0).to(tl.int32), normal)
     kept = tl.where(is_number, kept, 0x7F) | ((bits >> 24) & 0x80)
@@ -230,7 +230,7 @@ def _nearest_e4m3(numbers):
 
 @triton.jit
 def _nearest_bfloat16(numbers):
-    """float32 to the nearest bfloat16, which is its upper half, ties to even."""
+    """Round float32 to bfloat16, which is its upper half, ties to even."""
     bits = numbers.to(tl.int32, bitcast=True)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(numbers == numbers, kept, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -238,7 +238,7 @@ def _nearest_bfloat16(numbers):
 
 @triton.jit
 def _as_kept(numbers, kept: tl.constexpr):
-    """Rounded to the type of the cache; where that is their own, nothing is done."""
+    """Round to the type of the cache, unless it is the type of the values."""
     if kept == tl.float8e4nv:
         numbers = _nearest_e4m3(numbers.to(tl.float32))
     elif kept == tl.bfloat16 and numbers.dtype == tl.float32:
@@ -266,7 +266,7 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """One program for BLOCK_TOKENS tokens of one head; a token with a negative slot is padding."""
+    """Write K/V of BLOCK_TOKENS tokens of one head. A token with a negative slot is padding."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     head = tl.program_id(1)
     slot = tl.load(slot_mapping_ptr + token, mask=token < num_tokens, other=-1)

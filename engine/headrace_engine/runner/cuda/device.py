@@ -11,15 +11,15 @@ from headrace_engine.private_folder import first_private
 
 logger = logging.getLogger(__name__)
 
-# Left free: CUDA graphs, cuBLAS' workspaces, and what fragments.
+# The rest is for CUDA graphs, cuBLAS workspaces and fragmentation.
 _MEMORY_SHARE = 0.92
 
 
 def find_device() -> torch.device:
-    """The first GPU that torch sees (`CUDA_VISIBLE_DEVICES` chooses another one).
+    """Return the first GPU that torch finds (`CUDA_VISIBLE_DEVICES` selects another one).
 
     Raises:
-        ConfigError: there is none; nothing goes on with the CPU instead.
+        ConfigError: there is none. The engine does not fall back to the CPU.
     """
     if torch.version.cuda is None:
         raise ConfigError(f"device cuda was asked for, but torch {torch.__version__} is built without CUDA")
@@ -32,7 +32,7 @@ def find_device() -> torch.device:
 
 
 def keep_kernels_private(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let Triton keep what it compiles where nobody else can write, unless `TRITON_CACHE_DIR` names a folder."""
+    """Make Triton cache its kernels where only this user can write, unless `TRITON_CACHE_DIR` names a folder."""
     if environ.get("TRITON_CACHE_DIR"):
         return
     try:
@@ -42,5 +42,5 @@ def keep_kernels_private(environ: MutableMapping[str, str] = os.environ) -> None
 
 
 def kv_memory(free: int, activations: int) -> int:
-    """Bytes for K/V out of the free ones, when a step's activations take that many."""
+    """Return the bytes for K/V, given the free bytes and those of the activations of a step."""
     return max(0, int(free * _MEMORY_SHARE) - activations)

@@ -1,4 +1,4 @@
-"""CUDA graphs of decoding steps: one a batch size, all kernels of a forward pass launched by one call."""
+"""CUDA graphs of decode steps: one for each batch size. One call launches all kernels of a forward pass."""
 
 import bisect
 import logging
@@ -14,17 +14,17 @@ from headrace_engine.runner.batch import StepInputs
 logger = logging.getLogger(__name__)
 
 _WARM_RUNS = 2
-"""Before a capture: Triton compiles, cuBLAS takes its workspace, neither of which a graph can hold."""
+"""Runs before a capture: Triton compiles and cuBLAS allocates its workspace, which must not happen in a graph."""
 
 
 class DecodeGraphs:
-    """Runs decoding steps of fixed sizes; on a device without graphs it computes them one operation after the other.
+    """Runs decode steps of fixed sizes. On a device without graphs it runs the operations one by one.
 
     Args:
-        most: the largest number of sequences.
-        padding: a step of that many sequences on the device, all padding, at the addresses that every later step of
-            this size has.
-        forward: computes a step on the device; logits.
+        most: maximum number of sequences.
+        padding: returns a step with a number of padding sequences, at the addresses that every later step of this size
+            has.
+        forward: computes the logits of a step on the device.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Captured] = {}
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest size that holds them."""
+        """Return the smallest size for a number of sequences."""
         return self._sizes[bisect.bisect_left(self._sizes, num_seqs)]
 
     @property
@@ -49,10 +49,10 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def capture(self) -> None:
-        """Largest first: the smaller ones fit into its memory.
+        """Capture the graphs, the largest first: the smaller ones share its memory.
 
         Raises:
-            ConfigError: the model does what a graph cannot hold, such as reading a value back to the host.
+            ConfigError: a graph cannot hold an operation of the model, such as reading a value on the host.
         """
         if self._device.type != "cuda":
             return
@@ -80,7 +80,7 @@ class DecodeGraphs:
         logger.info("%d CUDA graphs captured in %.1f s", len(self._graphs), time.perf_counter() - started)
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits of a padded step, valid until the next run."""
+        """Return the logits of a padded step. They are valid until the next run."""
         if self._device.type != "cuda":
             return self._forward(inputs)
         captured = self._graphs[len(inputs.input_ids)]
@@ -97,7 +97,7 @@ class _Captured:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """1, 2, 4, then multiples of 8 up to 256 and of 16 beyond; the last one holds `most`."""
+    """Return 1, 2, 4, then multiples of 8 up to 256 and of 16 beyond, until one is at least `most`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, most + 16, 16)]
     smaller = [size for size in sizes if size < most]
     return [*smaller, most]

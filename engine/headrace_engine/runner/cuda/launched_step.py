@@ -1,4 +1,4 @@
-"""Steps that were given to the device: those whose tokens are on their way, and those that the host waited for."""
+"""Launched steps: those with tokens still on the device, and those that the host has waited for."""
 
 import time
 
@@ -20,11 +20,11 @@ class CompleteStep:
 
 
 class PendingStep:
-    """Implements `LaunchedStep`: tokens that were drawn on the device come to the requests when somebody asks for them.
+    """Implements `LaunchedStep` for a step whose tokens were drawn on the device. `result` passes them to the requests.
 
     Args:
-        expected: one a row of `drawn`.
-        output: of the step, all but its tokens.
+        expected: one for each row of `drawn`.
+        output: the output of the step without its tokens.
     """
 
     is_complete = False
@@ -36,13 +36,13 @@ class PendingStep:
         self.has_arrived = False
 
     def result(self) -> StepOutput:
-        """Wait for the tokens; asked again, the same output."""
+        """Wait for the tokens. Later calls return the same output."""
         if self.has_arrived:
             return self._output
         started = time.perf_counter()
-        if self._drawn is not None and self._expected:  # parts of prompts are not waited for
+        if self._drawn is not None and self._expected:  # chunks of prompts have no tokens to wait for
             self._arrive(*self._drawn.wait())
-        self._drawn = None  # and with it logits
+        self._drawn = None  # frees the logits too
         self._output.phase_seconds["sample"] = time.perf_counter() - started
         self.has_arrived = True
         return self._output

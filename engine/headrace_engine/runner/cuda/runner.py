@@ -1,7 +1,7 @@
-"""The GPU's runner: transformers' modelling code, Triton's paged attention, CUDA graphs for decoding, draws over there.
+"""The GPU runner: transformers' models, paged attention in Triton, CUDA graphs for decode, sampling on the device.
 
-The host packs a step, sends it in one copy, launches, and waits once, for the tokens. Everything here also runs on the
-CPU, without graphs and pinned memory: that is how it is tested.
+The host packs a step, sends it with one copy, launches it, and waits once for the tokens. The code also runs on the
+CPU, without graphs and pinned memory, for tests.
 """
 
 import logging
@@ -31,10 +31,10 @@ class CUDARunner:
     """Implements `LaunchingRunner` on one GPU in float32 or bfloat16.
 
     Args:
-        device: where the model lies; the CPU for tests.
+        device: the device of the model; the CPU for tests.
 
     Raises:
-        ConfigError: an option is set that this runner does not know.
+        ConfigError: this runner does not support an option.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class CUDARunner:
         self._sampler: DeviceSampler
         self._graphs: DecodeGraphs | None = None
         self._in_flight: PendingStep | None = None
-        """The step launched last, where its tokens were not waited for."""
+        """The last launched step, if the host has not waited for its tokens."""
         self._activations = 0
         self._warm_up_seconds = 0.0
 
@@ -77,7 +77,7 @@ class CUDARunner:
 
     @torch.inference_mode()
     def _measure_largest_step(self) -> int:
-        """Bytes beside weights and K/V that the largest step takes; compiles the kernels of prompts on the way."""
+        """Measure the memory of the largest step besides weights and K/V. Compiles the kernels for prompts too."""
         scheduler = self._config.scheduler
         self._model.allocate(1)
         inputs = self._steps.largest_prompt(
@@ -115,7 +115,7 @@ class CUDARunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture a graph of each size of a decoding step, so that no request waits for one."""
+        """Capture the graphs of all sizes, so that no request waits for one."""
         if self._config.model.enforce_eager:
             return
         started = time.perf_counter()
@@ -138,7 +138,7 @@ class CUDARunner:
         rows = None
         if self._in_flight is not None and not self._in_flight.has_arrived:
             rows = self._batch.sampling_rows(inputs)
-            if not self._may_draw_ahead(batch, inputs, rows):  # such a step comes behind known tokens
+            if not self._may_draw_ahead(batch, inputs, rows):  # such a step needs known tokens
                 waiting = time.perf_counter()
                 self._in_flight.result()
                 self._batch.fill_in(inputs)
@@ -151,7 +151,7 @@ class CUDARunner:
             num_padded_tokens=num_padded,
             compiled_graphs=self._graphs.num_graphs if self._graphs else 0,
             warm_up_seconds=self._warm_up_seconds,
-            # The device computes while the host goes on: its time shows where the host waits, in "sample".
+            # The device computes asynchronously: its time shows where the host waits, in "sample".
             phase_seconds={"prepare": prepared - started, "forward": launched - prepared},
         )
         if rows is None:
@@ -167,7 +167,7 @@ class CUDARunner:
         return self._in_flight
 
     def _may_draw_ahead(self, batch: StepBatch, inputs: StepInputs, rows: list[SamplingRow]) -> bool:
-        """Whether the device can draw all tokens of a step, and the host need not look at anything."""
+        """Whether the device can draw all tokens of a step without the host."""
         if batch.grammar_bitmask is not None or batch.draft_token_ids or inputs.prompt_targets:
             return False
         if any(self._batch.requests[request_id].needs_tokens for request_id in inputs.sampled_ids):
@@ -186,13 +186,13 @@ class CUDARunner:
         output.prompt_logprobs = self._batch.prompt_logprobs(logits[len(rows) :], inputs)
 
     def _forward(self, batch: StepBatch, inputs: StepInputs) -> tuple[torch.Tensor, int]:
-        """Logits in the order of `inputs.logits_indices`, and how many tokens were padding."""
+        """Return the logits in the order of `inputs.logits_indices`, and the number of padding tokens."""
         num_seqs = len(inputs.metadata.seq_lens)
         if self._graphs is None or batch.num_tokens != num_seqs or inputs.prompt_targets:
             return self._model.forward(self._steps.to_device(inputs)), 0
         size = self._graphs.size_for(num_seqs)
         logits = self._graphs.run(self._steps.to_device_padded(inputs, size))
-        if len(inputs.logits_indices) != num_seqs:  # the last but one token of a prompt, say
+        if len(inputs.logits_indices) != num_seqs:  # for example the second to last token of a prompt
             logits = logits[inputs.logits_indices.to(self._device)]
         return logits, size - num_seqs
 
@@ -203,7 +203,7 @@ class CUDARunner:
         raise AssertionError("the core refuses adapters for a runner that says it serves none")
 
     def shutdown(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: the end of the process frees everything."""
 
 
 def _check_options(config: EngineConfig) -> None:

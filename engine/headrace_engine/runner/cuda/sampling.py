@@ -18,11 +18,11 @@ from headrace_engine.runner.sampling.sampler import SamplingRow, draw_tokens, sa
 
 _CHUNK = 1024
 _HOTTEST = 1e30
-"""Larger temperatures make no difference, and do not fit into a float32."""
+"""Larger temperatures do not change the result, and do not fit in float32."""
 
 
 class DrawnAhead:
-    """Tokens that the device draws, on their way to the host.
+    """Tokens that the device draws, and their copy to the host.
 
     Args:
         drawn: on the device.
@@ -36,11 +36,11 @@ class DrawnAhead:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """[rows] int64 on the device, those that `wait` replaces included."""
+        """[rows] int64 on the device, including those that `wait` replaces."""
         return self._drawn.tokens
 
     def wait(self) -> tuple[list[int], set[int]]:
-        """The tokens, and the rows for which the host found another one than the device."""
+        """Return the tokens, and the rows for which the host has drawn another token than the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         token_ids, is_exact = self._found.tolist()
@@ -59,28 +59,30 @@ class DrawnAhead:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What the device says of a step's rows."""
+    """The tokens of the rows of a step."""
 
     tokens: torch.Tensor
     """[rows] int64"""
     is_exact: torch.Tensor
-    """[rows] int64; 0 where a token may be the wrong one."""
+    """[rows] int64; 0 if the token may be wrong."""
     limited: list[int]
-    """The rows that were drawn from the most likely tokens, of which there may have been too few."""
+    """The rows that were drawn from candidates, of which there may have been too few."""
     logits: torch.Tensor
     """[limited, vocabulary] float32, a copy."""
     rows: list[SamplingRow]
-    """Those of the limited."""
+    """The sampling rows of `limited`."""
 
 
 def draws_on_device(row: SamplingRow) -> bool:
-    """Whether the device can draw for a row, and its token is mostly the right one."""
+    """Whether the device can draw for a row, and usually draws the right token."""
     return not needs_host(row) and row.params.top_k <= CANDIDATES
 
 
 class DeviceSampler:
-    """Args:
-    max_rows: most rows of logits of one step.
+    """Samples on the device.
+
+    Args:
+        max_rows: maximum number of rows of logits in a step.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -89,12 +91,12 @@ class DeviceSampler:
         is_cuda = device.type == "cuda"
         self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
         self._drawn = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        # Two, in turn: a step's tokens are read when the next step is launched already.
+        # Two buffers in turn: the tokens of a step are read after the next step was launched.
         self._found_ahead = torch.empty((2, 2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
         self._turn = 0
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """As `runner.sampler.sample`.
+        """Sample as `runner.sampling.sampler.sample` does.
 
         Args:
             logits: [at least rows, vocabulary] on the device, any float type; not changed.
@@ -113,9 +115,9 @@ class DeviceSampler:
         return token_ids, {on_host[index]: entry for index, entry in logprobs.items()}
 
     def draw_ahead(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> DrawnAhead:
-        """Draw without waiting; for rows of which all `draws_on_device`.
+        """Draw without waiting, for rows that all satisfy `draws_on_device`.
 
-        What the call before the last one gave must have been waited for.
+        The result of the call before the previous one must have been waited for.
         """
         drawn = self._drawn_on_device(logits[: len(rows)], rows, set())
         self._turn = 1 - self._turn
@@ -131,7 +133,7 @@ class DeviceSampler:
     def _draw(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], skipped: set[int]
     ) -> tuple[list[int], list[int]]:
-        """What the device says of all rows; of skipped ones it says something, too."""
+        """Draw for all rows on the device. Results for skipped rows are undefined."""
         drawn = self._drawn_on_device(logits, rows, skipped)
         here = self._found[:, : len(rows)]
         here[0].copy_(drawn.tokens, non_blocking=True)
@@ -179,9 +181,9 @@ class DeviceSampler:
 def draw_from_all(
     logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, u: torch.Tensor
 ) -> torch.Tensor:
-    """One token a row from the whole vocabulary: the first whose cumulative weight exceeds u of all of it.
+    """Draw one token for each row from the whole vocabulary: the first whose cumulative weight exceeds u times the sum.
 
-    The sum is made of chunks, so that float64 is needed for their sums and for one chunk only.
+    The sum is computed in chunks, so that only their sums and one chunk need float64.
 
     Args:
         logits: [rows, vocabulary] float32
@@ -206,5 +208,5 @@ def draw_from_all(
 
 
 def _last(weights: torch.Tensor) -> torch.Tensor:
-    """The last positive entry of each row: where rounding would go beyond the end."""
+    """Return the last positive entry of each row, for results that rounding would put beyond the end."""
     return weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""One step's inputs on the device, and the block table that stays there."""
+"""The inputs of a step on the device, and the block table, which stays there."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,14 +15,14 @@ from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
 
 
 class DeviceSteps:
-    """Brings packed steps to the device, as they are or padded to a number of sequences.
+    """Copies packed steps to the device, unchanged or padded to a number of sequences.
 
-    Of the block table only what changes is sent; the table itself lies on the device for good.
+    The block table stays on the device. Only its changes are sent.
 
     Args:
-        max_tokens: most tokens of a step.
-        max_num_seqs: most sequences of a step.
-        max_blocks: most blocks of a sequence.
+        max_tokens: maximum number of tokens in a step.
+        max_num_seqs: maximum number of sequences in a step.
+        max_blocks: maximum number of blocks of a sequence.
     """
 
     def __init__(self, max_tokens: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
@@ -40,10 +40,10 @@ class DeviceSteps:
         self._table = torch.zeros((max_num_seqs + 1, max_blocks), dtype=torch.int32, device=device)
         self._changes: list[tuple[int, list[int]]] = []
         self.drawn: torch.Tensor | None = None
-        """[rows] int64 on the device: the tokens of the step before, which the next one may hold."""
+        """[rows] int64 on the device: the tokens of the previous step, which the next one may include."""
 
     def note_blocks(self, batch: StepBatch, requests: Mapping[str, RunningRequest]) -> None:
-        """Remember which blocks a step brings; call when `requests` have taken them."""
+        """Remember the new blocks of a step. Call after `requests` has been updated."""
         width = self._table.shape[1]
         for arrival in batch.new_requests:
             self._changes.append((requests[arrival.request_id].table_row * width, arrival.block_ids))
@@ -52,13 +52,13 @@ class DeviceSteps:
             self._changes.append((request.table_row * width + request.num_blocks - len(block_ids), block_ids))
 
     def to_device(self, inputs: StepInputs) -> StepInputs:
-        """The step as it is."""
+        """Return the step without padding."""
         return self._send(inputs, inputs.metadata.max_query_len)
 
     def to_device_padded(self, inputs: StepInputs, size: int) -> StepInputs:
-        """A step of one token a sequence, padded to `size` sequences; every row gives logits.
+        """Return a step of one token for each sequence, padded to `size` sequences. Every row has logits.
 
-        A padding row is a sequence of one token in the null block, of which nobody reads.
+        A padding row is a sequence of one token in the null block, which is never read.
         """
         metadata = inputs.metadata
         missing = size - len(metadata.seq_lens)
@@ -81,7 +81,7 @@ class DeviceSteps:
         return self._send(padded, 1)
 
     def padding(self, size: int) -> StepInputs:
-        """A decoding step of `size` sequences, all of them padding."""
+        """Return a decode step of `size` padding sequences."""
         nothing, none = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.int32)
         metadata = AttentionMetadata(
             query_start=torch.zeros(1, dtype=torch.int32),
@@ -97,7 +97,7 @@ class DeviceSteps:
         return self.to_device_padded(empty, size)
 
     def largest_prompt(self, num_tokens: int, max_model_len: int, num_logits: int) -> StepInputs:
-        """A prompt of `num_tokens` tokens that have no place in the cache: to see what a step takes. Triton only."""
+        """Return a prompt of `num_tokens` tokens without cache slots, to measure the memory of a step. Triton only."""
         metadata = AttentionMetadata(
             query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
             seq_lens=torch.zeros(1, dtype=torch.int32),
@@ -124,7 +124,7 @@ class DeviceSteps:
                 *(metadata.query_start, metadata.seq_lens, metadata.table_rows),
             )
         ]
-        # What follows is behind the rest, whose addresses must not depend on it.
+        # These come last, so that the addresses of the others do not depend on them.
         arrays.append(np.array(list(inputs.expected), dtype=np.int64))
         arrays.append(np.array([expected.row for expected in inputs.expected.values()], dtype=np.int64))
         if self._changes:

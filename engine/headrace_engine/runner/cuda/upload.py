@@ -1,4 +1,4 @@
-"""Host arrays on their way to the device: packed into one pinned buffer, copied by one call, never waited for."""
+"""Copies host arrays to the device: packed in one pinned buffer, with one asynchronous copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +17,12 @@ _DTYPES = {
 
 
 class UploadBuffer:
-    """One pinned host buffer and its counterpart on the device.
+    """A pinned host buffer and a buffer of the same size on the device.
 
-    Arrays of the same sizes always come to lie at the same addresses, as a captured graph wants it.
+    Arrays of the same sizes always have the same addresses, as captured graphs require.
 
     Args:
-        capacity: bytes of all arrays of one upload, `room_for` them.
+        capacity: bytes of all arrays of one upload, from `room_for`.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -33,9 +33,9 @@ class UploadBuffer:
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays on the device, in one dimension; valid until the next upload."""
+        """Return the arrays on the device, one-dimensional. They are valid until the next upload."""
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one still reads the host buffer; it is long done
+            self._copied.synchronize()  # the previous copy must have read the host buffer
         views, end = [], 0
         for array in arrays:
             start, end = end, end + array.nbytes
@@ -49,7 +49,7 @@ class UploadBuffer:
 
 
 def room_for(*sizes: tuple[int, int]) -> int:
-    """Bytes for arrays of (elements, bytes an element)."""
+    """Return the bytes for arrays of (elements, bytes of an element)."""
     return sum(_aligned(count * itemsize) for count, itemsize in sizes)
 
 

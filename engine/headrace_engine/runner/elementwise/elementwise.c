@@ -1,14 +1,13 @@
-/* What stands between the matrix products of a model and behind them, one pass over memory each.
+/* The operations between and after the matrix products of a model, in one pass over memory each.
  *
- * Sums and products are made in float32 whatever the type of the data, and rounded once. Loops are plain C that GCC and
- * Clang turn into vectors of whatever width the processor has. Rows are shared among threads only where there is
- * enough work to pay for waking them.
+ * All arithmetic is float32, whatever the type of the data, and is rounded once. The loops are plain C, which GCC and Clang
+ * vectorise for the processor. Rows are divided among threads only if there is enough work to wake them for.
  */
 #include <math.h>
 
 #include "../native/vectors.h"
 
-#define MOST_DIM 32768           /* elements of a row; the scratch row lives on the stack */
+#define MAX_DIM 32768           /* elements of a row; a copy of it is on the stack */
 #define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */
 
 static inline void load(float *restrict to, const void *from, int64_t at, int n, int dtype) {
@@ -56,12 +55,12 @@ static inline float silu(float x) {
     return x * (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-/* out = rms_norm(hidden) * weight, for [rows][dim]. Where delta is given, hidden += delta comes first. */
+/* out = rms_norm(hidden) * weight, for [rows][dim]. If delta is given, hidden += delta comes first. */
 void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
                            const void *weight, float eps, void *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        float x[MOST_DIM], w[MOST_DIM];
+        float x[MAX_DIM], w[MAX_DIM];
         load(x, hidden, row * dim, dim, dtype);
         if (delta) {
             load(w, delta, row * dim, dim, dtype);
@@ -75,9 +74,9 @@ void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *
     }
 }
 
-/* In place on the queries and keys of rows begin..end of [tokens][token_stride]: the first q_heads and the k_heads behind
- * them. Each head is normalised first where norm weights are given, and then its first rotary_dim elements are turned.
- * cosine and sine are [tokens][rotary_dim], or NULL where positions are not encoded. */
+/* Changes the queries and keys of rows begin..end of [tokens][token_stride] in place: the first q_heads, and the k_heads after
+ * them. Normalises each head if norm weights are given, then rotates its first rotary_dim elements. cosine and sine are
+ * [tokens][rotary_dim], or NULL if positions are not encoded. */
 void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads,
                              int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
                              float eps, const void *cosine, const void *sine) {
@@ -109,7 +108,7 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
     }
 }
 
-/* The same of all tokens. */
+/* headrace_norm_rope_rows for all tokens. */
 void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads,
                         int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
                         float eps, const void *cosine, const void *sine) {
@@ -134,27 +133,27 @@ void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void
     }
 }
 
-/* Round each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. What one row holds
- * changes no other row. A row with a value that is not finite gets that for a scale, and so passes it on. */
+/* Rounds each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. Rows do not affect each other.
+ * A row with a value that is not finite gets NaN as its scale. */
 void headrace_quantise_rows(int dtype, int threads, int64_t rows, int dim, const void *values, uint8_t *out,
                             float *scales) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        float x[MOST_DIM];
+        float x[MAX_DIM];
         load(x, values, row * dim, dim, dtype);
-        float most = 0, sum = 0;
+        float largest = 0, sum = 0;
         for (int i = 0; i < dim; i++) {
             float size = fabsf(x[i]);
-            most = size > most ? size : most;
-            sum += x[i] - x[i]; /* 0, or not a number */
+            largest = size > largest ? size : largest;
+            sum += x[i] - x[i]; /* 0, or NaN if x is not finite */
         }
-        float inverse = most > 0 && sum == 0 ? 127.0f / most : 0.0f;
+        float inverse = largest > 0 && sum == 0 ? 127.0f / largest : 0.0f;
         uint8_t *restrict target = out + row * dim;
         for (int i = 0; i < dim; i++) {
             float level = (x[i] * inverse + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
             target[i] = inverse > 0 ? (uint8_t)((int32_t)level + 128) : 129;
         }
-        scales[row] = sum == 0 ? most / 127.0f : NAN;
+        scales[row] = sum == 0 ? largest / 127.0f : NAN;
     }
 }
 
@@ -174,7 +173,7 @@ void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const fl
     }
 }
 
-/* Where the first element equal to the largest stands, or the first that is no number, where there is one. */
+/* Returns the index of the first NaN, or of the first largest element if there is no NaN. */
 static inline __attribute__((always_inline)) int first_largest(const void *values, int64_t at, int dim, int dtype) {
     f32x vector = broadcast(-INFINITY);
     i32x no_number = {0};
@@ -182,29 +181,29 @@ static inline __attribute__((always_inline)) int first_largest(const void *value
     for (; i + LANES <= dim; i += LANES) {
         f32x x = load_vector(values, at + i, dtype);
         no_number |= x != x;
-        vector = max_vector(x, vector); /* which stays where x is no number */
+        vector = max_vector(x, vector); /* unchanged where x is NaN */
     }
-    float most = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) strange |= no_number[lane], most = vector[lane] > most ? vector[lane] : most;
+    float largest = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) strange |= no_number[lane], largest = vector[lane] > largest ? vector[lane] : largest;
     for (; i < dim; i++) {
         float x = load_scalar(values, at + i, dtype);
-        strange |= x != x, most = x > most ? x : most;
+        strange |= x != x, largest = x > largest ? x : largest;
     }
     for (int start = 0; start < dim; start += 256) {
         int n = dim - start < 256 ? dim - start : 256, found = 0;
         for (i = start; i < start + n; i++) {
             float x = load_scalar(values, at + i, dtype);
-            found |= strange ? x != x : x == most;
+            found |= strange ? x != x : x == largest;
         }
         for (i = start; found; i++) {
             float x = load_scalar(values, at + i, dtype);
-            if (strange ? x != x : x == most) return i;
+            if (strange ? x != x : x == largest) return i;
         }
     }
-    return 0; /* of no elements */
+    return 0; /* dim is 0 */
 }
 
-/* out[rows]: the index of each row's first largest element; a NaN is larger than all numbers, as NumPy has it. */
+/* out[rows]: the index of the first largest element of each row. NaN counts as the largest, as in NumPy. */
 void headrace_argmax(int dtype, int threads, int64_t rows, int64_t stride, int dim, const void *values, int64_t *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++)

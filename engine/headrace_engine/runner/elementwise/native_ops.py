@@ -1,6 +1,6 @@
-"""What stands between the matrix products of a model and behind them, by the compiled kernels of `elementwise.c`.
+"""`ElementwiseOps` for the CPU, and other row-wise operations, by the compiled kernels of `elementwise.c`.
 
-All tensors are float32 or bfloat16 of one type, contiguous, two-dimensional: [tokens, features].
+All tensors of a call have one type, float32 or bfloat16. They are contiguous and two-dimensional: [tokens, features].
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ct
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernels. Raises OSError, whose message says what is missing."""
+    """Load the compiled kernels. Raises OSError that says what is missing."""
     kernels = native_library.load("headrace_engine.runner.elementwise", "elementwise.c")
     common = (_int, _int, _long)  # type, threads, rows
     signatures = {
@@ -42,17 +42,17 @@ def library() -> ctypes.CDLL:
 
 
 def is_built() -> bool:
-    """Whether layers can be fused with these kernels; the log says what is missing."""
+    """Whether the kernels are available. Logs what is missing."""
     try:
         library()
     except OSError as error:
-        logger.warning("what stands between matrix products is computed by torch: %s", error)
+        logger.warning("the compiled elementwise kernels are not available, torch computes these operations: %s", error)
         return False
     return True
 
 
 def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hidden += delta` in place, where there is one; returns its root-mean-square norm (Zhang and Sennrich 2019)."""
+    """Add `delta`, if given, to hidden in place. Return the root mean square norm (Zhang and Sennrich 2019)."""
     rows, features = hidden.shape
     out = torch.empty_like(hidden)
     library().headrace_add_rms_norm(
@@ -81,12 +81,12 @@ def norm_rope(
     cosine: torch.Tensor | None,
     sine: torch.Tensor | None,
 ) -> None:
-    """Normalise and turn the queries and keys at the front of each row, in place.
+    """Normalise and rotate the queries and keys at the front of each row, in place.
 
     Args:
         qkv: [tokens, at least (q_heads + k_heads) * head_dim].
-        q_weight, k_weight: [head_dim] of a norm a head; None without.
-        cosine, sine: [tokens, rotary_dim], in halves as transformers makes them (Su et al. 2021); None without.
+        q_weight, k_weight: [head_dim] weights of a norm for each head, or None.
+        cosine, sine: [tokens, rotary_dim], in halves as in transformers (Su et al. 2021), or None.
     """
     library().headrace_norm_rope(
         native_library.DTYPES[qkv.dtype],
@@ -122,7 +122,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row in 8 bits with a scale of its own, so that no row depends on another.
+    """Round each row to 8 bits with a scale of its own, so that rows do not depend on each other.
 
     Returns:
         levels [rows, features], uint8 with 128 for zero, and scales [rows], float32: values = (levels - 128) * scale.
@@ -145,7 +145,7 @@ def quantise_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def scale_rows(
     values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """values [rows, features] * scales [rows] + bias [features], computed in float32; values may be overwritten."""
+    """Return values [rows, features] * scales [rows] + bias [features], computed in float32. May overwrite values."""
     rows, features = values.shape
     out = values if dtype is torch.float32 else torch.empty((rows, features), dtype=dtype)
     library().headrace_scale_rows(
@@ -162,9 +162,9 @@ def scale_rows(
 
 
 def argmax(values: torch.Tensor) -> torch.Tensor:
-    """The first largest of each row, [rows] int64; a NaN counts as larger than all numbers."""
+    """Return the first largest element of each row, [rows] int64. NaN counts as the largest."""
     rows, features = values.shape
-    assert values.stride(1) == 1, "a row's elements are to lie side by side"
+    assert values.stride(1) == 1, "the elements of a row must be contiguous"
     out = torch.empty(rows, dtype=torch.int64)
     library().headrace_argmax(
         native_library.DTYPES[values.dtype],

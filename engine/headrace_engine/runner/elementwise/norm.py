@@ -1,4 +1,4 @@
-"""The parameters of a root-mean-square norm, read from whatever module a model has for it."""
+"""The parameters of a root mean square norm, read from the module of a model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any) -> "Norm | None":
-        """Those of a module that may be such a norm; None where it cannot be."""
+        """Return the parameters of a module that may be such a norm, or None if it cannot be one."""
         weight = getattr(module, "weight", None)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if weight is None or eps is None or weight.dim() != 1 or getattr(module, "bias", None) is not None:

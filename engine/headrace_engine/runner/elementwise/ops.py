@@ -9,12 +9,12 @@ import torch
 
 
 class ElementwiseOps(Protocol):
-    """All tensors are float32 or bfloat16 of one type, contiguous, two-dimensional: [tokens, features]."""
+    """All tensors of a call have one type, float32 or bfloat16. They are contiguous and 2D: [tokens, features]."""
 
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """`hidden += delta` in place, where there is one; returns its root-mean-square norm."""
+        """Add `delta`, if given, to hidden in place. Return the root mean square norm of hidden."""
         ...
 
     def norm_rope(
@@ -30,7 +30,7 @@ class ElementwiseOps(Protocol):
         cosine: torch.Tensor | None,
         sine: torch.Tensor | None,
     ) -> None:
-        """Normalise and turn the queries and keys at the front of each row, in place; see `elementwise.norm_rope`."""
+        """Normalise and rotate the queries and keys at the front of each row, in place. See `native_ops.norm_rope`."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

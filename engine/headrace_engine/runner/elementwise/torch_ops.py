@@ -1,6 +1,6 @@
-"""The passes between matrix products in plain torch: `ElementwiseOps` for a device without Triton, and for tests.
+"""`ElementwiseOps` in plain torch, for a device without Triton and for tests.
 
-Each result is rounded to the type of the data where transformers' modules round it.
+Results are rounded to the type of the data at the same places as in transformers.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hidden += delta` in place, where there is one; returns its root-mean-square norm (Zhang and Sennrich 2019)."""
+    """Add `delta`, if given, to hidden in place. Return the root mean square norm (Zhang and Sennrich 2019)."""
     if delta is not None:
         hidden += delta
     return _rms_norm(hidden, weight, eps)
@@ -26,7 +26,7 @@ def norm_rope(
     cosine: torch.Tensor | None,
     sine: torch.Tensor | None,
 ) -> None:
-    """Normalise and turn the queries and keys at the front of each row, in place; see `elementwise.norm_rope`."""
+    """Normalise and rotate the queries and keys at the front of each row, in place. See `native_ops.norm_rope`."""
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     for part, weight in ((heads[:, :q_heads], q_weight), (heads[:, q_heads : q_heads + k_heads], k_weight)):
         if weight is not None:

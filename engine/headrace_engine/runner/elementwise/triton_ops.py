@@ -1,17 +1,17 @@
 """`ElementwiseOps` for a GPU, by the kernels of `triton_kernels.py`.
 
-Sizes of blocks are arithmetic, not measured. On the CPU the kernels run in Triton's interpreter, to be checked.
+Block sizes are computed, not measured. On the CPU the kernels run in Triton's interpreter, for tests only.
 """
 
 import torch
 
 _SILU_BLOCK = 1024
-# Elements of queries and keys that a program turns: some heads, which share their cosines and sines.
+# Elements of queries and keys that one program rotates: several heads share their cosines and sines.
 _ROPE_BLOCK = 2048
 
 
 def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`hidden += delta` in place, where there is one; returns its root-mean-square norm (Zhang and Sennrich 2019)."""
+    """Add `delta`, if given, to hidden in place. Return the root mean square norm (Zhang and Sennrich 2019)."""
     from headrace_engine.runner.elementwise.triton_kernels import add_rms_norm_kernel
 
     rows, features = hidden.shape
@@ -43,7 +43,7 @@ def norm_rope(
     cosine: torch.Tensor | None,
     sine: torch.Tensor | None,
 ) -> None:
-    """Normalise and turn the queries and keys at the front of each row, in place; see `elementwise.norm_rope`.
+    """Normalise and rotate the queries and keys at the front of each row, in place. See `native_ops.norm_rope`.
 
     Raises:
         ValueError: queries alone are normalised, or keys alone, or not by one weight an element of a head.

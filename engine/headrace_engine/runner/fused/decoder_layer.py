@@ -1,9 +1,8 @@
-"""`FusedDecoderLayer`: a pre-norm decoder layer of the Llama kind, with merged projections and fused passes.
+"""`FusedDecoderLayer`: a pre-norm decoder layer like Llama's, with merged projections and fused operations.
 
     norm -> [q|k|v] -> (head norms) rope -> paged attention -> o, added -> norm -> [gate|up] -> silu * -> down, added
 
-The parts are those of the transformers layer that it replaces; whether it computes the same is not assumed here but
-measured, in `fusion.py`.
+Its parts come from the transformers layer that it replaces. `fusion.py` verifies that it computes the same.
 """
 
 from collections.abc import Callable
@@ -34,17 +33,19 @@ class AttentionShape:
 
 
 class FusedDecoderLayer(nn.Module):
-    """Args:
-    layer: a layer that `unsupported_reason` has nothing against; keeps its modules until `strip` takes them.
-    options: what the layer passes to its attention function.
-    with_rope: whether it turns queries and keys.
-    with_gate: whether its MLP is a gated SiLU, to be fused; otherwise the layer's own module is called.
-    linear: what the projections become; brings the passes between them.
+    """Replaces a decoder layer of transformers.
+
+    Args:
+        layer: a layer without an `unsupported_reason`. It keeps its modules until `strip` is called.
+        options: the arguments that the layer passes to its attention function.
+        with_rope: whether the layer rotates queries and keys.
+        with_gate: whether its MLP is a gated SiLU, which is fused. Otherwise the MLP of the layer is called.
+        linear: the class of the projections. It determines the elementwise operations too.
     """
 
     attend: Attend
     in_chain = False
-    """Whether each layer of the model gets what the one before it gives, and all the same position embeddings."""
+    """Whether each layer gets exactly the output of the previous one, and all get the same position embeddings."""
 
     def __init__(
         self,
@@ -95,14 +96,14 @@ class FusedDecoderLayer(nn.Module):
     def attention_block(
         self, normed: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """[tokens, hidden] -> what attention adds to the residual stream."""
+        """Return what attention adds to the residual stream, for normalised hidden states [tokens, hidden]."""
         out: torch.Tensor = self.o(self._attended(self.qkv(normed), position_embeddings))
         return out
 
     def _attended(
         self, qkv: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """[tokens, queries | keys | values] -> the values that the heads gathered, [tokens, heads * head_dim]."""
+        """[tokens, queries | keys | values] -> output of the attention heads, [tokens, heads * head_dim]."""
         shape = self.shape
         cosine, sine = position_embeddings if self.with_rope and position_embeddings is not None else (None, None)
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -120,20 +121,22 @@ class FusedDecoderLayer(nn.Module):
             )
         heads = qkv.view(1, qkv.shape[0], -1, shape.head_dim).transpose(1, 2)
         query, key, value = torch.split(heads, [shape.q_heads, shape.k_heads, shape.k_heads], dim=1)
-        mixed, _ = self.attend(self.attention, query, key, value, None, **self.options)
-        return mixed.reshape(qkv.shape[0], -1)
+        output, _ = self.attend(self.attention, query, key, value, None, **self.options)
+        return output.reshape(qkv.shape[0], -1)
 
     def _add_mlp(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor | None:
-        """Add to the stream what is still to be added, and then what the MLP makes of it, or return the latter."""
+        """Add `delta` and the output of the MLP to the residual stream, or return the latter for the caller to add."""
         if self.mlp is not None:
             normed = self.ops.add_rms_norm(hidden, delta, norm.weight, norm.eps)
             found = self.mlp(normed[None])
-            own: torch.Tensor = found[0] if isinstance(found, tuple) else found  # experts give their router's view, too
+            own: torch.Tensor = (
+                found[0] if isinstance(found, tuple) else found
+            )  # mixtures of experts return router logits too
             return own.view(normed.shape)
         return self.down.add_to(hidden, self.gated.after_norm(hidden, delta, norm))
 
     def strip(self) -> None:
-        """Give up the weights that are held merged now."""
+        """Remove the original projections from the attention module, as the merged ones replace them."""
         for name in PROJECTIONS:
             delattr(self.attention, name)
 
@@ -146,7 +149,7 @@ def attention_shape(attention: Any) -> AttentionShape:
 
 
 def unsupported_reason(layer: nn.Module) -> str | None:
-    """What keeps a layer from being even tried; None when nothing does."""
+    """Return why a layer cannot be fused, or None if it may be tried."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or mlp is None:
         return "it has no self_attn and mlp"
@@ -171,13 +174,13 @@ def unsupported_reason(layer: nn.Module) -> str | None:
 
 
 def is_gated(mlp: nn.Module) -> bool:
-    """Whether an MLP has the parts of a gated one; what its activation is, a comparison must tell."""
+    """Whether an MLP has the projections of a gated one. Its activation is verified by comparison."""
     parts = {name for name, child in mlp.named_children() if type(child) is nn.Linear}
     return parts == set(_GATED)
 
 
 class _Gated(nn.Module):
-    """gate and up projections in one, and what is made of both."""
+    """Merged gate and up projections, followed by silu(gate) * up."""
 
     def __init__(self, gate_up: PreparedLinear) -> None:
         super().__init__()
@@ -194,7 +197,7 @@ def _gated(linear: LinearKind, gate: nn.Linear, up: nn.Linear) -> "_Gated | Nati
 
 
 def _merged(linear: LinearKind, *layers: nn.Linear) -> PreparedLinear:
-    """One layer whose output is those of all, side by side."""
+    """Return one layer whose output is the concatenation of the outputs of all."""
     if len(layers) == 1:
         return linear(layers[0].weight, layers[0].bias)
     biases = [layer.bias for layer in layers]

@@ -1,4 +1,4 @@
-"""`DecoderStack`: all decoder layers in one call, where every part of them is a kernel of ours."""
+"""`DecoderStack`: all decoder layers in one call, if native kernels compute every part of them."""
 
 import ctypes
 import functools
@@ -22,7 +22,7 @@ from headrace_engine.runner.native.struct_layout import check_layout
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
-_KERNELS = ("linear_room", "room", "linear", "norm_rope", "write_kv", "attention")
+_KERNELS = ("linear_scratch_floats", "scratch", "linear", "norm_rope", "write_kv", "attention")
 
 
 class _Kernels(ctypes.Structure):
@@ -49,7 +49,10 @@ class _DecoderStep(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("kernels", "layers")),
         *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
         ("rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden", "qkv", "mixed", "gated", "cosine", "sine", "attention")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("hidden", "qkv", "attention_output", "gated", "cosine", "sine", "attention")
+        ),
         ("wanted", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_wanted", "cache_bytes")),
         ("wanted_attention", ctypes.c_void_p),
@@ -57,29 +60,30 @@ class _DecoderStep(ctypes.Structure):
 
 
 class DecoderStack(nn.Module):
-    """Stands in a model's list of layers for all of them.
-
-    Raises OSError, whose message says what is missing to build its kernel.
+    """Replaces all layers in the layer list of a model.
 
     Args:
-        layers: what `stackable` found; they are all the layers that the backend knows, in their order.
-        backend: whose memory attention reads and writes; `bind` takes it up.
+        layers: the result of `stackable`: all layers of the backend, in their order.
+        backend: owns the K/V memory. Call `bind` after its allocation.
+
+    Raises:
+        OSError: the kernel cannot be built. The message says what is missing.
     """
 
     inputs: StepInputs | None = None
-    """The step's, to be set before each."""
+    """The inputs of the current step. Set before each step."""
 
     def __init__(self, layers: Sequence[FusedDecoderLayer], backend: NativeBackend) -> None:
         super().__init__()
-        self._layers = nn.ModuleList(layers)  # they own what the kernels read
+        self._layers = nn.ModuleList(layers)  # they own the memory that the kernels read
         self._backend = backend
         self._shape = layers[0].shape
         self._width = max(_native(layer.down).in_features for layer in layers)
         linear, attention = native_linear.library(), backend.library
         self._compute = _library().headrace_decoder_layers
         self._kernels = _Kernels(
-            _address(linear.headrace_linear_room),
-            _address(linear.headrace_room),
+            _address(linear.headrace_linear_scratch_floats),
+            _address(linear.headrace_scratch),
             _address(linear.headrace_linear_part),
             _address(native_ops.library().headrace_norm_rope_rows),
             _address(attention.headrace_write_kv_rows),
@@ -97,7 +101,7 @@ class DecoderStack(nn.Module):
         )
 
     def bind(self) -> None:
-        """Take up the memory that the backend has allocated."""
+        """Take the addresses of the memory that the backend has allocated."""
         layers: Any = self._layers
         for place, (own, layer) in enumerate(zip(self._own, layers, strict=True)):
             own.qkv, own.o = layer.qkv.args(layer.input_norm), layer.o.args(adds=True)
@@ -120,36 +124,36 @@ class DecoderStack(nn.Module):
     ) -> torch.Tensor:
         """[1, tokens, hidden] -> the same shape, in place.
 
-        Where the step says whose logits are asked for, the rows of other tokens hold numbers without a meaning.
+        If only some tokens have logits in this step, the rows of the others are undefined.
         """
         shape, dtype, rows = self._shape, hidden_states.dtype, hidden_states.shape[1]
         heads = shape.q_heads + 2 * shape.k_heads
         qkv = torch.empty((rows, heads * shape.head_dim), dtype=dtype)
-        mixed = torch.empty((rows, shape.q_heads * shape.head_dim), dtype=dtype)
+        attention_output = torch.empty((rows, shape.q_heads * shape.head_dim), dtype=dtype)
         gated = torch.empty((rows, self._width), dtype=dtype)
         step = self._step
         step.dtype, step.threads, step.rows = native_library.DTYPES[dtype], torch.get_num_threads(), rows
         step.hidden, step.qkv = hidden_states.data_ptr(), qkv.data_ptr()
-        step.mixed, step.gated = mixed.data_ptr(), gated.data_ptr()
+        step.attention_output, step.gated = attention_output.data_ptr(), gated.data_ptr()
         if position_embeddings is not None:
             cosine, sine = position_embeddings
             step.rotary_dim, step.cosine, step.sine = cosine.shape[-1], cosine.data_ptr(), sine.data_ptr()
         else:
             step.rotary_dim, step.cosine, step.sine = 0, None, None
         assert hidden_states.is_contiguous()
-        self._point_attention_at(qkv, mixed)
+        self._point_attention_at(qkv, attention_output)
         if self._compute(ctypes.byref(step)):
             raise MemoryError(f"no memory to compute {rows} tokens")
         return hidden_states
 
-    def _point_attention_at(self, qkv: torch.Tensor, mixed: torch.Tensor) -> None:
-        """Let it read queries, keys and values from rows of `qkv`, and write to `mixed`, as the step wants it."""
+    def _point_attention_at(self, qkv: torch.Tensor, attention_output: torch.Tensor) -> None:
+        """Point the arguments of attention at `qkv` and `attention_output`, for the wanted rows of the step."""
         inputs, shape, step, attention = self.inputs, self._shape, self._step, self._attention_step
         assert inputs is not None
         attention.of(inputs.metadata)
         attention.num_tokens, attention.attention_writes = qkv.shape[0], True
         head = shape.head_dim * qkv.itemsize
-        attention.query, attention.output = qkv.data_ptr(), mixed.data_ptr()
+        attention.query, attention.output = qkv.data_ptr(), attention_output.data_ptr()
         attention.key = qkv.data_ptr() + shape.q_heads * head
         attention.value = qkv.data_ptr() + (shape.q_heads + shape.k_heads) * head
         for name in ("query", "key", "value"):
@@ -159,7 +163,7 @@ class DecoderStack(nn.Module):
             step.wanted_attention = None
             return
         assert int(inputs.logits_start[-1]) == len(inputs.logits_indices)
-        # As all sequences end where they did, it is enough to say where their queries begin; some have none.
+        # The sequences end at the same tokens, so only the starts of their queries change. Some have no queries.
         self._wanted_attention = StepArgs.from_buffer_copy(attention)
         self._wanted_attention.query_start = inputs.logits_start.data_ptr()
         step.wanted, step.num_wanted = inputs.logits_indices.data_ptr(), len(inputs.logits_indices)
@@ -167,7 +171,7 @@ class DecoderStack(nn.Module):
 
 
 def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
-    """The layers, where they are of one shape and every part of them is a kernel of ours; none otherwise."""
+    """Return the layers if they have one shape and native kernels compute every part of them. Else an empty list."""
     fused = [layer for layer in layers if isinstance(layer, FusedDecoderLayer)]
     whole = len(fused) == len(layers) and all(
         layer.in_chain
@@ -184,9 +188,9 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
 
 
 def _last_cache_bytes() -> int:
-    """Of the cache that cores share, 0 where the system does not say; the C library's answer may be for all of many."""
+    """Return the size of the last-level cache, 0 if unknown. The C library may report the sum of several caches."""
     try:
-        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10  # Linux says it in KiB
+        return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10  # in KiB
     except (OSError, ValueError):
         return 0
 

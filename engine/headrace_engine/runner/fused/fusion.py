@@ -1,7 +1,7 @@
-"""Replacing a model's decoder layers by fused ones, each only after it was seen to compute the same.
+"""Replaces decoder layers of a model by fused ones, after a check that each computes the same.
 
-Nothing here knows the name of an architecture. A layer with the parts of the common kind is run on a few tokens beside
-its would-be replacement, attention included, and is replaced where the two agree up to rounding.
+The code knows no names of architectures. A layer with the usual parts and its replacement are run on a few tokens,
+including attention. The layer is replaced if the results are equal up to rounding.
 """
 
 import logging
@@ -23,14 +23,14 @@ from headrace_engine.runner.memory import release_unused
 logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 12
-# Relative error of what a layer adds to the residual stream. A part that is missing or other than thought shows as
-# many times as much; rounding in another order does not come near.
+# Relative error of what a layer adds to the residual stream. A missing or different part causes a much larger error,
+# and another order of rounding a much smaller one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04}
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What one layer got and gave in the probing run."""
+    """Inputs and outputs of one layer in the probe run."""
 
     hidden: torch.Tensor
     position_embeddings: Any
@@ -46,13 +46,12 @@ def fuse_decoder_layers(
     keep: Collection[nn.Module] = (),
     linear: LinearKind = PackedLinear,
 ) -> int:
-    """Replace what can be replaced; returns how many layers.
+    """Replace the layers that can be fused. Return their number.
 
     Args:
-        model: on the device where it will compute, its linear layers not packed yet, with an attention function of its
-            own name.
-        keep: linear layers whose weights the model's own code reads.
-        linear: what the projections become once the layer was seen to compute the same.
+        model: on its final device, with its original linear layers and with an attention function of its own.
+        keep: linear layers whose weights the code of the model reads.
+        linear: the class of the projections of fused layers.
     """
     layers = decoder_layers(model)
     if layers is None:
@@ -78,14 +77,14 @@ def fuse_decoder_layers(
             layers[index] = fused
             count += 1
         del layer
-        release_unused()  # or the original weights would pile up beside the merged ones
+        release_unused()  # otherwise original weights would accumulate next to the merged ones
     if count < tried:
-        logger.info("%d of %d decoder layers compute something of their own and stay as they are", tried - count, tried)
+        logger.info("%d of %d decoder layers cannot be fused and are kept", tried - count, tried)
     return count
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The list that a model runs through; None where it has none of that kind."""
+    """Return the list of decoder layers of a model, or None if it has no such list."""
     found = getattr(model.get_decoder(), "layers", None)
     return found if isinstance(found, nn.ModuleList) else None
 
@@ -98,9 +97,9 @@ def _is_chain(seen: Sequence[_Seen]) -> bool:
 
 
 def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_len: int) -> dict[int, _Seen]:
-    """Run the model on a few tokens and note what goes through each candidate.
+    """Run the model on a few tokens and record the inputs and outputs of each candidate.
 
-    Positions reach to the very end of the context: what a layer does there alone must show, too.
+    Positions reach to the end of the context, so that behaviour specific to late positions shows too.
     """
     seen: dict[int, _Seen] = {}
     by_attention: dict[nn.Module, int] = {}
@@ -152,7 +151,7 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
 
 
 def probe_tokens(model: PreTrainedModel, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and positions [tokens] for seeing what a model computes; the positions reach to its context's end."""
+    """Return token ids and positions [tokens] for a probe run. Positions reach to the end of the context."""
     vocab_size: int = model.config.get_text_config().vocab_size
     token_ids = torch.arange(_PROBE_TOKENS, device=model.device) * 7919 % vocab_size
     return token_ids, torch.linspace(0, max_model_len - 1, _PROBE_TOKENS).long().to(model.device)
@@ -168,15 +167,15 @@ def _plain_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over one sequence; windows and caps are the backend's, and the same for both layers."""
-    mixed = nn.functional.scaled_dot_product_attention(
+    """Causal attention over one sequence. It has no windows and caps, for the layer and its replacement alike."""
+    output = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return mixed.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype, linear: LinearKind) -> FusedDecoderLayer | None:
-    """The first way to fuse the layer that computes what it computes."""
+    """Return a fused layer that computes the same as the layer, or None."""
     if seen is None or seen.output is None or seen.attention_output is None or len(seen.options) != 1:
         return None
     gated = is_gated(getattr(layer, "mlp"))  # noqa: B009  # nn.Module's attributes have no type
@@ -187,7 +186,7 @@ def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype, linear: 
         try:
             if _computes_the_same(fused, layer, seen, dtype):
                 return fused if linear.exact else make(linear=linear)
-        except (RuntimeError, TypeError, ValueError) as error:  # its parts do not fit together in this way
+        except (RuntimeError, TypeError, ValueError) as error:  # the parts do not fit together in this way
             logger.debug("a decoder layer cannot be fused: %s", error)
     return None
 
@@ -205,11 +204,11 @@ def _computes_the_same(fused: FusedDecoderLayer, layer: nn.Module, seen: _Seen, 
 
 
 def _constant(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that do not belong to one step."""
+    """Return the options that do not depend on the step."""
     return {name: value for name, value in options.items() if name not in ("position_ids", "cache_position", "dropout")}
 
 
 def differs(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether they are two things, not one rounded in two ways."""
+    """Whether two results differ by more than rounding."""
     error = (one.float() - other.float()).norm() / other.float().norm()
-    return not bool(error < _TOLERANCE[dtype])  # also where it is not a number
+    return not bool(error < _TOLERANCE[dtype])  # true for NaN too

@@ -1,4 +1,4 @@
-"""Linear layers of a GPU: torch's own matrix products, on weights as they are."""
+"""Linear layers for a GPU: torch's own matrix products, with weights in their original layout."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 
 
 class DeviceLinear(PreparedLinear):
-    """Takes the place of one or several merged `nn.Linear`, on the device of their weights."""
+    """Replaces one `nn.Linear`, or several merged ones, on the device of their weights."""
 
     ops: ClassVar[ElementwiseOps] = torch_ops
 
@@ -25,7 +25,7 @@ class DeviceLinear(PreparedLinear):
         return nn.functional.linear(x, self._weight, self._bias)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """The product itself adds, without another pass over memory; a bias is left to the caller's pass."""
+        """Add in the product itself, without another pass over memory, unless there is a bias."""
         if self._bias is not None:
             return nn.functional.linear(x, self._weight, self._bias)
         out.addmm_(x, self._weight.t())
@@ -33,6 +33,6 @@ class DeviceLinear(PreparedLinear):
 
 
 class TritonLinear(DeviceLinear):
-    """With Triton's kernels between the products."""
+    """A `DeviceLinear` with Triton's elementwise kernels."""
 
     ops: ClassVar[ElementwiseOps] = triton_ops

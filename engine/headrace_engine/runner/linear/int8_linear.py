@@ -1,7 +1,8 @@
-"""Linear layers in 8 bits: weights rounded at load, a scale for each output; inputs at each call, a scale for each row.
+"""Linear layers in 8 bits.
 
-The products are sums of integers, exact, by oneDNN's kernels for processors with VNNI instructions. Since every row of
-the input has its own scale, no request's result depends on what is computed beside it.
+Weights are rounded at load, with a scale for each output. Inputs are rounded in each call, with a scale for each row.
+So the result of a request does not depend on the rest of the batch. The products are exact sums of integers, by
+oneDNN's kernels for processors with VNNI instructions.
 """
 
 import torch
@@ -10,19 +11,19 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 
-_ROWS_HINT = 64  # as in `packed_linear`
-_ZERO_POINT = 128  # oneDNN's fast kernels take unsigned inputs only
+_ROWS_HINT = 64  # see `packed_linear`
+_ZERO_POINT = 128  # oneDNN's fast kernels need unsigned inputs
 
 
 class Int8Linear(PreparedLinear):
-    """Stands for an `nn.Linear` in inference, with an error of about 1 % of the output's norm.
+    """Replaces an `nn.Linear` in inference, with an error of about 1 % of the norm of the output.
 
     Args:
         weight: [out_features, in_features].
-        bias: [out_features], kept as it is.
+        bias: [out_features], not rounded.
 
     Raises:
-        ConfigError: the rows are longer than the kernels take.
+        ConfigError: the rows are too long for the kernels.
     """
 
     exact = False
@@ -40,7 +41,7 @@ class Int8Linear(PreparedLinear):
         levels = (values / self._scales[:, None]).round_().to(torch.int8)
         self._packed = torch.ops.onednn.qlinear_prepack(levels, [_ROWS_HINT, self.in_features])
         self._zero_points = torch.zeros(self.out_features, dtype=torch.int32)
-        self.num_bytes = weight.nbytes  # of what it replaces
+        self.num_bytes = weight.nbytes  # size of the original weight
         self._bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,7 @@ class Int8Linear(PreparedLinear):
 
 
 def check_supported() -> None:
-    """Raises ConfigError where int8 products would be slow, wrong or not possible."""
+    """Raise ConfigError if int8 products would be slow, wrong or impossible on this machine."""
     capabilities = torch.cpu.get_capabilities()
     if not (capabilities.get("avx512_vnni") or capabilities.get("avx_vnni") or capabilities.get("amx_int8")):
         raise ConfigError("quantization int8 needs a processor with VNNI or AMX instructions, which this one lacks")

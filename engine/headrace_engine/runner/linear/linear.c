@@ -1,17 +1,16 @@
-/* Linear layers: x[rows][in] times a packed weight, summed in float32 whatever the type of what is read and written.
+/* Linear layers: x[rows][in] times a packed weight. Sums are float32, whatever the type of the data.
  *
- * The weight lies in panels of PANEL outputs, [panels][in][PANEL], so that a panel is read once, from its beginning to
- * its end, for all rows of a decode step; while one panel is multiplied, the next is on its way from memory. The input
- * is copied into tiles of rows.
+ * The weight is stored in panels of PANEL outputs, [panels][in][PANEL]. A panel is read once, from begin to end, for all rows
+ * of a decode step. While one panel is multiplied, the next one is prefetched. The input is copied into tiles of rows.
  *
- * Of bfloat16 two inputs lie side by side and are one step of a sum, [panels][in / 2][PANEL][2]. Where the processor
- * multiplies such pairs they stay pairs, elsewhere they are widened.
+ * In bfloat16, two adjacent inputs are one step of a sum, [panels][in / 2][PANEL][2]. They stay pairs if the processor
+ * multiplies pairs, otherwise they are widened.
  *
- * A sum runs over `in` in one order, whatever else is computed beside it: what a row becomes depends neither on the
- * number of rows nor on the number of threads.
+ * A sum always runs over `in` in the same order. So the result of a row depends neither on the number of rows nor on the
+ * number of threads.
  *
  * After Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008). Plain C with GCC/Clang vector
- * extensions; the loops over rows and columns of a tile have constant bounds and vanish.
+ * extensions. The loops over rows and columns of a tile have constant bounds and are unrolled.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -29,23 +28,23 @@
 #define VECTORS 3
 #endif
 #define PANEL (VECTORS * LANES)
-#define LINE 64 /* bytes that come from memory at once */
+#define LINE 64 /* bytes of a cache line */
 
 static inline f32x silu(f32x x, int dtype) {
 #ifdef __AVX512DQ__
-    if (dtype == BFLOAT16) /* a quotient in full would take as long as all else, and is rounded next */
+    if (dtype == BFLOAT16) /* the result is rounded next, so an approximate reciprocal is enough */
         return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
 #endif
-    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is nothing, and its divisor has no reciprocal */
+    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is zero, and its divisor has no reciprocal */
     f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
 #ifdef __AVX512F__
     f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
-    return x * (inverse * (2.0f - divisor * inverse)); /* Newton's step doubles its bits */
+    return x * (inverse * (2.0f - divisor * inverse)); /* one Newton step doubles the precise bits */
 #endif
     return x / divisor;
 }
 
-/* out[row][column..] = the sums of one row, with what belongs to them; `up` are the sums of the gate's other half. */
+/* Stores the sums of one row to out[row][column..], with bias, addition or gate. `up`: the sums of the other half, or NULL. */
 static inline __attribute__((always_inline)) void
 finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {
     int64_t at = row * a->out_stride + column;
@@ -62,7 +61,7 @@ finish_row(const linear_args *a, int64_t row, int column, int width, float *sums
 }
 
 static float inverse_rms(const linear_args *a, int64_t from) {
-    f32x sums[2] = {0}; /* one would wait for itself */
+    f32x sums[2] = {0}; /* two chains of dependent instructions */
     int k = 0, dim = a->in_features;
     for (; k + LANES <= dim; k += LANES) {
         f32x x = load_vector(a->x, from + k, a->dtype);
@@ -84,22 +83,22 @@ static inline float load_input(const linear_args *a, int64_t from, int k, float 
     return a->norm_weight ? x * (load_scalar(a->norm_weight, k, a->dtype) * scale) : x;
 }
 
-static inline int by_tiles(const linear_args *a) { return matrix_tiles_lent && a->dtype == BFLOAT16; }
+static inline int by_tiles(const linear_args *a) { return matrix_tiles_enabled && a->dtype == BFLOAT16; }
 
-/* As weights lie: those of bfloat16 always in pairs, two inputs of which are widened with one instruction each. */
+/* The layout of weights. bfloat16 is always stored in pairs: each half is widened by one instruction. */
 static inline int kind_of_weight(int dtype) { return kind_of(dtype) == BFLOAT16 ? WIDENED : kind_of(dtype); }
 
 static inline int64_t pairs_in_tiles(int in) { return (in + TILE_INPUTS - 1) / TILE_INPUTS * (TILE_INPUTS / 2); }
 
-/* Of a panel's column. */
+/* Steps in a column of a panel. */
 static inline int64_t steps_of(const linear_args *a) {
     return by_tiles(a) ? pairs_in_tiles(a->in_features) : num_steps(kind_of_weight(a->dtype), a->in_features);
 }
 
-/* Outputs that are stored. */
+/* Columns of out. */
 static inline int width_of(const linear_args *a) { return a->result == SILU_MUL ? a->out_features / 2 : a->out_features; }
 
-/* Of a gated product pairs of them. */
+/* Panels, or pairs of them for a gated product. */
 static inline int num_panels(const linear_args *a) { return (width_of(a) + PANEL - 1) / PANEL; }
 
 static inline int64_t panel_bytes(const linear_args *a) { return steps_of(a) * PANEL * (int64_t)sizeof(float); }
@@ -108,7 +107,7 @@ static inline const char *panel_of(const linear_args *a, int index) {
     return (const char *)a->weight + (a->result == SILU_MUL ? 2 : 1) * index * panel_bytes(a);
 }
 
-/* Rows of a tile, or of two, go out as soon as they are summed: while memory takes them, the next ones are multiplied. */
+/* Stores the rows of one or two tiles as soon as they are summed: the stores overlap with the next products. */
 static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
     int left = width_of(a) - column < PANEL ? width_of(a) - column : PANEL;
     for (int64_t i = 0; i < rows; i++) {
@@ -121,9 +120,9 @@ static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int col
 #include "linear_vectors.h"
 #include "linear_matrix_tiles.h"
 
-/* Room for tiles, kept from call to call: fresh pages would cost more than their use. It is kept behind the
- * end of the thread that calls, too: a process has one engine thread. */
-float *headrace_room(int64_t floats) {
+/* Returns scratch space for tiles, or NULL. It is kept from call to call: fresh pages would cost more than their use. It is never
+ * freed, as a process has one engine thread. */
+float *headrace_scratch(int64_t floats) {
     static _Thread_local float *held;
     static _Thread_local int64_t size;
     if (size < floats) {
@@ -135,7 +134,7 @@ float *headrace_room(int64_t floats) {
     return held;
 }
 
-/* The number of a block's next group of panels; beyond the last one when all are taken. */
+/* Claims the next group of panels. Returns a number beyond the last group if all are taken. */
 static int take_group(int *taken) {
     int group;
 #pragma omp atomic capture
@@ -143,38 +142,38 @@ static int take_group(int *taken) {
     return group;
 }
 
-/* How a product is divided: tiles of rows into blocks, whose tiles stay in L2, panels into groups that are taken by one
- * thread each. Groups belong to cells. A thread begins with a cell of its own and helps with the others' in the end.
+/* How a product is divided. Tiles of rows form blocks, which stay in L2. Panels form groups, which one thread claims at a time.
+ * Groups belong to cells. A thread starts with a cell of its own, and helps with the other cells at the end.
  *
- * A single block is packed by all threads for all, and each has a cell of panels that lie side by side: what it asks
- * memory for is what it multiplies next. Of several blocks each is a cell, with all panels. A thread packs it right
- * before it multiplies with it; to pack one twice in the end is less than to wait. */
+ * With a single block, all threads pack it together, and each thread has a cell of adjacent panels: it prefetches what it
+ * multiplies next. With several blocks, each block is a cell with all panels. A thread packs the block right before it uses
+ * it. Two threads may pack the same block at the end: that takes less time than waiting. */
 typedef struct {
-    int64_t row_floats, tile_rows, tiles, blocks, block_tiles, cells; /* row_floats: of a packed row, or as many pairs */
-    int panels, groups; /* groups: of a cell */
+    int64_t row_floats, tile_rows, tiles, blocks, block_tiles, cells; /* row_floats: floats, or pairs, of a packed row */
+    int panels, groups; /* groups: in a cell */
 } division;
 
 static division divide(const linear_args *a) {
     division d = {.tile_rows = by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
     d.row_floats = by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
     d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
-    d.block_tiles = by_tiles(a) ? most_matrix_tiles(d.row_floats) : most_vector_tiles(d.row_floats, d.tiles);
+    d.block_tiles = by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
     d.cells = d.blocks > 1 ? d.blocks : a->threads;
-    /* Enough for threads that are not equally fast. */
+    /* Enough groups to balance threads of different speed. */
     int64_t wanted = (int64_t)a->threads * 24 / d.cells;
     int64_t panels = d.blocks > 1 ? d.panels : (d.panels + d.cells - 1) / d.cells;
     d.groups = (int)(wanted < 1 ? 1 : wanted > panels ? panels : wanted);
     return d;
 }
 
-/* Tile `tile` to its place among those of a block that begins with tile `first`. */
+/* Packs a tile into the block that begins with tile `first`. */
 static void pack_into_block(const linear_args *a, const division *d, float *packed, int64_t first, int64_t tile) {
     if (by_tiles(a)) pack_matrix_tile(a, packed + (tile - first) * TILE_ROWS * d->row_floats, tile);
     else pack_vector_tile(a, packed, d->tiles, first, tile);
 }
 
-/* All that is left of a cell. `packed` is room for its block; where there is one for all, it is filled. */
+/* Multiplies all unclaimed groups of a cell. `packed` is the space for its block; a single block is packed already. */
 static void multiply_cell(const linear_args *a, const division *d, float *packed, int64_t cell, int *taken) {
     int filled = d->blocks == 1;
     int64_t block = filled ? 0 : cell, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
@@ -184,23 +183,22 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
         filled = 1;
         int from = (int)(begin + (end - begin) * group / d->groups);
         int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
-        /* What lies behind a cell is another thread's, or nothing of this weight: to ask memory for it would cost as much
-         * as to need it. */
+        /* The data after a cell belongs to another thread or another weight: a prefetch would be wasted bandwidth. */
         const char *behind = to < end ? panel_of(a, to) : NULL;
         if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to, behind);
         else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to, behind);
     }
 }
 
-/* Floats that a thread packs into. */
+/* Floats that one thread packs into. */
 static inline int64_t own_floats(const division *d) { return d->block_tiles * d->tile_rows * d->row_floats; }
 
-/* Floats that all of them pack into; behind these it is counted what is taken of each cell. */
+/* Floats that all threads pack into. The counters of claimed groups follow them, one for each cell. */
 static inline int64_t packed_floats(const linear_args *a, const division *d) {
     return d->blocks > 1 ? a->threads * own_floats(d) : d->tiles * d->tile_rows * d->row_floats;
 }
 
-int64_t headrace_linear_room(const linear_args *a) {
+int64_t headrace_linear_scratch_floats(const linear_args *a) {
     division d = divide(a);
     return packed_floats(a, &d) + d.cells;
 }
@@ -213,7 +211,7 @@ void headrace_linear_part(const linear_args *a, float *packed, const member *m) 
     if (m->thread == 0) memset(taken, 0, sizeof(int) * d.cells);
     int64_t last = d.blocks == 1 ? d.tiles * (m->thread + 1) / m->threads : 0;
     for (int64_t tile = d.tiles * m->thread / m->threads; tile < last; tile++) pack_into_block(a, &d, mine, 0, tile);
-    meet(m);
+    barrier(m);
     if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
     for (int64_t i = 0; i < d.cells; i++) {
         int64_t cell = (d.cells * m->thread / m->threads + i) % d.cells;
@@ -222,13 +220,13 @@ void headrace_linear_part(const linear_args *a, float *packed, const member *m) 
     if (by_tiles(a)) end_matrix_tiles();
 }
 
-/* x and out must not overlap. Returns 0, or -1 when memory for the tiles is lacking. */
+/* Computes a linear layer. x and out must not overlap. Returns 0, or -1 if there is no memory for the tiles. */
 int headrace_linear(const linear_args *a) {
     if (!a->rows) return 0;
-    float *packed = headrace_room(headrace_linear_room(a));
+    float *packed = headrace_scratch(headrace_linear_scratch_floats(a));
     if (!packed) return -1;
-    seat seats[a->threads];
-    team all = {.seats = memset(seats, 0, sizeof seats), .spins = a->spins};
+    team_slot slots[a->threads];
+    team all = {.slots = memset(slots, 0, sizeof slots), .spins = a->spins};
 #pragma omp parallel num_threads(a->threads)
     {
         const member own = join_team(&all);
@@ -237,27 +235,27 @@ int headrace_linear(const linear_args *a) {
     return 0;
 }
 
-/* Whether bfloat16 is multiplied as it is; else it is widened first. */
-int headrace_has_pairs(void) { return pairs_pay; }
+/* Returns whether bfloat16 is multiplied in pairs, without widening. */
+int headrace_has_pairs(void) { return pairs_are_faster; }
 
-/* Whether the processor's instructions for bfloat16 are known here, be they worth their use or not. */
+/* Returns whether this build has the instructions for pairs, even if widening is faster. */
 int headrace_knows_pairs(void) { return HAS_PAIRS; }
 
-/* Whether it is multiplied by matrix tiles. */
-int headrace_has_matrix_tiles(void) { return matrix_tiles_lent; }
+/* Returns whether bfloat16 is multiplied by matrix tiles. */
+int headrace_has_matrix_tiles(void) { return matrix_tiles_enabled; }
 
 static linear_args weight_args(int dtype, int gated, int in, int out) {
     return (linear_args){.dtype = dtype, .result = gated ? SILU_MUL : STORE, .in_features = in, .out_features = out};
 }
 
-/* Elements of a packed weight. */
+/* Returns the number of elements of a packed weight. */
 int64_t headrace_packed_size(int dtype, int gated, int in, int out) {
     linear_args a = weight_args(dtype, gated, in, out);
     return num_panels(&a) * (gated + 1) * panel_bytes(&a) / (dtype == BFLOAT16 ? 2 : 4);
 }
 
-/* [out][in] -> [panels][steps of in][PANEL], zeros behind the last output and the last input. With gated, the first half
- * of the outputs is gate and the second up, and their panels alternate. */
+/* Packs a weight: [out][in] -> [panels][steps of in][PANEL], with zeros after the last output and the last input. If gated, the
+ * first half of the outputs is gate and the second half is up, and their panels alternate. */
 void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, const void *weight, void *packed) {
     linear_args a = weight_args(dtype, gated, in, out);
     int width = width_of(&a), steps = (int)steps_of(&a), per_step = dtype == BFLOAT16 ? 2 : 1;

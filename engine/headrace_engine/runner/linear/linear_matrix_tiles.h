@@ -1,20 +1,20 @@
-/* Products by matrix tiles, where the processor has them: bfloat16 in pairs, 32 inputs a step.
+/* Products by matrix tiles, if the processor has them: bfloat16 in pairs, 32 inputs in each step.
  *
- * A panel lies as for PAIRS, [steps][PANEL][2], zeros behind the last input; the input is copied into tiles of 16 rows,
- * [tiles][in / 32][16 rows][32], zeros behind the last row and input. Two tiles of rows and a panel, or a part of it, are
- * multiplied at a time, their six tiles of sums in registers. */
-#define MOST_TILES 32 /* of rows, that are multiplied with one panel before the next, */
-#define MOST_TILES_BYTES (768 << 10) /* and stay in L2 */
+ * A panel has the layout of PAIRS, [steps][PANEL][2], with zeros after the last input. The input is copied into tiles of 16
+ * rows, [tiles][in / 32][16 rows][32], with zeros after the last row and input. Two tiles of rows are multiplied with a panel,
+ * or a part of it, at a time. Their six tiles of sums stay in registers. */
+#define MAX_TILES 32 /* of rows that are multiplied with one panel before the next; */
+#define MAX_TILES_BYTES (768 << 10) /* they stay in L2 */
 
-static inline int64_t most_matrix_tiles(int64_t pairs) {
-    int64_t fit = MOST_TILES_BYTES / (pairs * 4 * TILE_ROWS);
-    return fit > MOST_TILES ? MOST_TILES : fit < 2 ? 2 : fit / 2 * 2;
+static inline int64_t max_matrix_tiles(int64_t pairs) {
+    int64_t fit = MAX_TILES_BYTES / (pairs * 4 * TILE_ROWS);
+    return fit > MAX_TILES ? MAX_TILES : fit < 2 ? 2 : fit / 2 * 2;
 }
 
 #if HAS_MATRIX_TILES
-#define ROW_BYTES (PANEL * 4) /* of a panel: of one pair */
-#define MOST_PART 6           /* steps of a panel: with as many of rows they stay in L1 */
-#define FEW_TILES 4           /* of rows, for which a panel is not taken in parts */
+#define ROW_BYTES (PANEL * 4) /* of a panel: one pair of inputs */
+#define MAX_PART 6           /* steps of a panel that stay in L1 together with the same steps of the rows */
+#define FEW_TILES 4           /* for this many tiles of rows, a panel is not divided */
 
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) {
     int in = a->in_features;
@@ -36,22 +36,21 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
     }
 }
 
-/* What memory is asked for while products are computed, so many lines with each: in one go they would keep all else from
- * coming. */
+/* What is prefetched during products: `lines` cache lines with each. All at once would delay all other reads. */
 typedef struct {
     const char *line, *end;
     int lines;
-} tile_requests;
+} tile_prefetch;
 
-static inline void ask(tile_requests *r) {
+static inline void prefetch_lines(tile_prefetch *r) {
     for (int i = 0; i < r->lines && r->line < r->end; i++, r->line += LINE) __builtin_prefetch(r->line, 0, 2);
 }
 
-/* sums[32][PANEL] of two tiles of rows, or [16][PANEL] of one; `begun`: what stands there is added to. */
+/* Computes sums[32][PANEL] of two tiles of rows, or [16][PANEL] of one. `begun`: add to the sums that are stored. */
 static inline __attribute__((always_inline)) void
-multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, tile_requests *ahead,
+multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, float *sums, int begun, tile_prefetch *ahead,
                int two) {
-    settle_memory();
+    compiler_barrier();
     if (begun) {
         _tile_loadd(0, sums, ROW_BYTES);
         _tile_loadd(1, sums + TILE_ROWS, ROW_BYTES);
@@ -71,28 +70,28 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
         _tile_zero(4);
         _tile_zero(5);
     }
-    tile_requests own = *ahead;
+    tile_prefetch own = *ahead;
     for (int k = 0; k < depth; k++, x += TILE_ROWS * TILE_BYTES, weight += TILE_ROWS * ROW_BYTES) {
         _tile_loadd(6, x, TILE_BYTES);
         _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
         _tile_dpbf16ps(0, 6, WEIGHT_TILE);
-        ask(&own);
+        prefetch_lines(&own);
         _tile_loadd(WEIGHT_TILE, weight + TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(1, 6, WEIGHT_TILE);
-        ask(&own);
+        prefetch_lines(&own);
         _tile_loadd(WEIGHT_TILE, weight + 2 * TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(2, 6, WEIGHT_TILE);
-        ask(&own);
+        prefetch_lines(&own);
         if (!two) continue;
         _tile_loadd(6, x + x_bytes, TILE_BYTES);
         _tile_dpbf16ps(5, 6, WEIGHT_TILE);
-        ask(&own);
+        prefetch_lines(&own);
         _tile_loadd(WEIGHT_TILE, weight + TILE_BYTES, ROW_BYTES);
         _tile_dpbf16ps(4, 6, WEIGHT_TILE);
-        ask(&own);
+        prefetch_lines(&own);
         _tile_loadd(WEIGHT_TILE, weight, ROW_BYTES);
         _tile_dpbf16ps(3, 6, WEIGHT_TILE);
-        ask(&own);
+        prefetch_lines(&own);
     }
     ahead->line = own.line;
     _tile_stored(0, sums, ROW_BYTES);
@@ -103,32 +102,32 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
         _tile_stored(4, second + TILE_ROWS, ROW_BYTES);
         _tile_stored(5, second + 2 * TILE_ROWS, ROW_BYTES);
     }
-    settle_memory();
+    compiler_barrier();
 }
 
-/* Rows that are multiplied with one panel before the next, and their sums. */
+/* The rows that are multiplied with one panel before the next, and their sums. */
 typedef struct {
     const char *packed;
     int64_t first_row, tiles;
-    float sums[2][MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* of the gate, and of up */
+    float sums[2][MAX_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* gate, up */
 } row_block;
 
-/* Of so many products of tiles, which take turns in asking. */
-static tile_requests plan_tile_requests(const char *next, int64_t bytes, int64_t products) {
-    if (!next) return (tile_requests){0};
-    return (tile_requests){next, next + bytes, (int)((bytes / LINE + products - 1) / products)};
+/* Spreads the prefetch of `bytes` bytes over `products` products of tiles. */
+static tile_prefetch plan_tile_prefetch(const char *next, int64_t bytes, int64_t products) {
+    if (!next) return (tile_prefetch){0};
+    return (tile_prefetch){next, next + bytes, (int)((bytes / LINE + products - 1) / products)};
 }
 
-/* Sums of one panel; of a gated product the gate's come first. Many rows go by parts of it that stay in L1 for all of
- * them; of few, to put sums aside would take longer than to read the panel from L2 again. Results go out tile by tile, as
- * soon as these are summed. `next` is what is multiplied afterwards, or NULL. */
+/* Computes the sums of one panel; a gated product has the gate first. For many rows the panel is divided into parts that stay
+ * in L1. For a few rows that is slower than reading the panel from L2 again. Results are stored tile by tile. `next` is what is
+ * multiplied afterwards, or NULL. */
 static __attribute__((noinline)) void
 multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, int half, const char *next) {
     int depth = (int)steps_of(a) / TILE_ROWS, gated = a->result == SILU_MUL;
     int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES;
     const char *weight = panel_of(a, index) + half * panel_bytes(a);
-    int parts = b->tiles > FEW_TILES ? (depth + MOST_PART - 1) / MOST_PART : 1;
-    tile_requests ahead = plan_tile_requests(next, panel_bytes(a), b->tiles * VECTORS * depth);
+    int parts = b->tiles > FEW_TILES ? (depth + MAX_PART - 1) / MAX_PART : 1;
+    tile_prefetch ahead = plan_tile_prefetch(next, panel_bytes(a), b->tiles * VECTORS * depth);
     for (int part = 0; part < parts; part++) {
         int from = depth * part / parts, steps = depth * (part + 1) / parts - from;
         const char *w = weight + from * TILE_ROWS * ROW_BYTES;
@@ -145,11 +144,11 @@ multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, in
     }
 }
 
-/* All rows of tiles first..last times the panels begin..end; where the result is gated, times as many pairs of them.
+/* Multiplies the rows of tiles first..last with the panels begin..end, or as many pairs of panels if the result is gated.
  * `behind` are the weights that are multiplied next, or NULL. */
 static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin,
                                            int end, const char *behind) {
-    row_block b; /* whose sums need no zeros */
+    row_block b; /* uninitialised: the sums need no zeros */
     b.packed = (const char *)packed, b.first_row = first * TILE_ROWS, b.tiles = last - first;
     for (int index = begin; index < end; index++) {
         const char *next = index + 1 < end ? panel_of(a, index + 1) : behind;

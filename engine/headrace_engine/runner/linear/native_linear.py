@@ -1,6 +1,6 @@
-"""Linear layers by the compiled kernel of `linear.c`: products in float32, weights in panels of the kernel's own.
+"""Linear layers by the compiled kernel of `linear.c`: products in float32, weights in the kernel's own panel layout.
 
-A row's result depends on that row alone, not on how many rows are computed or by how many threads.
+The result of a row depends on that row only, not on the number of rows or threads: it is batch-invariant.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ class LinearArgs(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled kernel. Raises OSError, whose message says what is missing."""
+    """Load the compiled kernel. Raises OSError that says what is missing."""
     return declared(native_library.load("headrace_engine.runner.linear", "linear.c"))
 
 
@@ -55,9 +55,9 @@ def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def preferred(dtype: torch.dtype) -> bool:
-    """Whether this kernel is the fastest that there is here for weights of this type.
+    """Whether this kernel is the fastest one on this processor for weights of this type.
 
-    It was measured on processors with AVX2, with AVX-512 and with AMX.
+    Measured on processors with AVX2, AVX-512 and AMX.
     """
     capabilities = torch.cpu.get_capabilities()
     if not (capabilities.get("avx2") and capabilities.get("fma3")):
@@ -65,18 +65,18 @@ def preferred(dtype: torch.dtype) -> bool:
     try:
         kernels = library()
     except OSError as error:
-        logger.warning("matrix products are oneDNN's, which is slower here: %s", error)
+        logger.warning("the compiled linear kernel is not available, oneDNN is used, which is slower: %s", error)
         return False
     if dtype is not torch.bfloat16:
         return True
-    # A compiler may be older than the processor's instructions for bfloat16, which oneDNN knows and uses.
+    # The compiler may be older than the processor's bfloat16 instructions, which oneDNN uses.
     if capabilities.get("amx_bf16"):
         return bool(kernels.headrace_has_matrix_tiles())
     return bool(kernels.headrace_knows_pairs()) or not packed_linear.computes_bfloat16()
 
 
 class NativeLinear(PreparedLinear):
-    """Drop-in for `nn.Linear` in inference; the weight as it was read is gone."""
+    """Replaces an `nn.Linear` in inference. Does not keep the original weight."""
 
     gated = False
 
@@ -109,17 +109,17 @@ class NativeLinear(PreparedLinear):
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self._width)
 
     def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        """The kernel makes the norm while it copies its input."""
+        """The kernel normalises its input while it copies it."""
         if delta is not None:
             hidden += delta
         return self._compute(self.args(norm), hidden)
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """In the kernel, without another pass over memory."""
+        """The kernel adds to `out` without another pass over memory."""
         self._compute(self.args(adds=True), x, out)
 
     def args(self, norm: Norm | None = None, *, adds: bool = False) -> LinearArgs:
-        """What the kernel is called with, but for rows, threads, x and out; `adds` to what stands in out."""
+        """Return the arguments of the kernel, except rows, threads, x and out. `adds`: add the result to out."""
         args = LinearArgs.from_buffer_copy(self._args)
         args.result = _ADD if adds else self._result
         if norm is not None:
@@ -142,9 +142,9 @@ class NativeLinear(PreparedLinear):
 
 
 class NativeGatedLinear(NativeLinear):
-    """gate and up projections in one: [rows, in_features] -> silu(gate) * up, [rows, half of out_features].
+    """Merged gate and up projections: [rows, in_features] -> silu(gate) * up, [rows, half of out_features].
 
-    After SwiGLU (Shazeer 2020); without biases.
+    After SwiGLU (Shazeer 2020), without biases.
     """
 
     gated = True

@@ -13,7 +13,7 @@ _ROWS_HINT = 64
 
 
 class PackedLinear(PreparedLinear):
-    """Drop-in for `nn.Linear` in inference; the unpacked weight is gone."""
+    """Replaces an `nn.Linear` in inference. Does not keep the original weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)

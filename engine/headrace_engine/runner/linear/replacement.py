@@ -17,7 +17,7 @@ _RELEASE_AFTER = 64 << 20
 
 
 class _Watched(nn.Linear):
-    """A linear layer that notices when somebody else reads its weight."""
+    """A linear layer that notices when other code reads its weight."""
 
     read_by_others = False
     _in_forward = False
@@ -30,7 +30,7 @@ class _Watched(nn.Linear):
             self._in_forward = False
 
     def __getattribute__(self, name: str) -> Any:
-        # The parameter itself is found by nn.Module's __getattr__, so this sees every access to it.
+        # nn.Module finds parameters in __getattr__, so this sees every access.
         if name == "weight" and not self._in_forward:
             self.read_by_others = True
         return super().__getattribute__(name)
@@ -38,9 +38,9 @@ class _Watched(nn.Linear):
 
 @contextmanager
 def watch_weights(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """While it lasts, find the linear layers whose weight the model's own code reads: those must not be packed.
+    """Find the linear layers whose weights the code of the model reads within the block. They must not be replaced.
 
-    The set is complete when the block ends.
+    The yielded set is complete when the block ends.
     """
     found: set[nn.Module] = set()
     layers = [module for module in model.modules() if type(module) is nn.Linear]
@@ -58,16 +58,16 @@ def watch_weights(model: nn.Module) -> Iterator[set[nn.Module]]:
 
 
 def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = (), linear: LinearKind = PackedLinear) -> int:
-    """Replace every plain linear layer of the model but those of `keep`; returns how many.
+    """Replace every plain linear layer of the model, except those of `keep`. Return their number.
 
-    Subclasses of nn.Linear are left alone.
+    Subclasses of nn.Linear are kept.
 
     Args:
-        linear: what takes a layer's place.
+        linear: the class of the new layers.
     """
     count = 0
-    copied = _RELEASE_AFTER  # what was read before, to look at the model, goes first
-    # The list must not hold the layers themselves, or no original would be freed before the last is packed.
+    copied = _RELEASE_AFTER  # releases first what the inspection of the model has read
+    # The list must not hold the layers themselves: otherwise no weight would be freed before the last one is packed.
     for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name, child in list(parent.named_children()):
             if child in keep:
@@ -77,7 +77,7 @@ def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = (), linea
                 release_unused()
             if type(child) is nn.Linear:
                 packed = linear(child.weight, child.bias)
-            elif type(child) is Conv1D:  # GPT-2 keeps its weights transposed
+            elif type(child) is Conv1D:  # GPT-2 stores its weights transposed
                 packed = linear(cast(torch.Tensor, child.weight).t(), cast(torch.Tensor, child.bias))
             else:
                 continue

@@ -1,7 +1,7 @@
-"""Reading a LoRA adapter as PEFT saves it: `adapter_config.json` and `adapter_model.safetensors`. Nothing is unpickled.
+"""Reads a LoRA adapter in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. Nothing is unpickled.
 
-What PEFT can express and we cannot compute is refused, with everything that is wrong named at once. Method: Hu et al.
-2021 (LoRA), Kalajdzievski 2023 (rank-stabilised scaling).
+Unsupported features of PEFT are refused, and the error names all of them at once. Method: Hu et al. 2021 (LoRA),
+Kalajdzievski 2023 (rank-stabilised scaling).
 """
 
 import json
@@ -24,7 +24,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MOST_PROBLEMS_SHOWN = 12
 _PREFIX = "base_model.model."
 _TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
-# What must be absent or empty, and how to say what it would mean.
+# Settings that must be absent or empty, with their meaning for the error.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "modules_to_save": "fully trained modules",
@@ -35,7 +35,7 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA",
     "use_qalora": "QALoRA",
 }
-# These change the base weights when the adapter is made; the others only choose where training starts.
+# Initialisations that do not change the base weights.
 _HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
@@ -49,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LoRAWeights:
-    """One layer's share: y += (x @ down) @ up."""
+    """The weights for one layer: y += (x @ down) @ up."""
 
     down: torch.Tensor
     """[in_features, rank]: PEFT's A, transposed."""
@@ -58,14 +58,14 @@ class LoRAWeights:
 
 
 Adapter = dict[str, LoRAWeights]
-"""By the layer's name in the model."""
+"""By the name of the layer in the model."""
 
 
 def read_adapter(request: LoRARequest, targets: Mapping[str, Target], *, max_rank: int, dtype: torch.dtype) -> Adapter:
-    """The weights of an adapter, in the model's type.
+    """Read the weights of an adapter, in the type of the model.
 
     Args:
-        targets: the model's linear layers by name.
+        targets: the linear layers of the model by name.
 
     Raises:
         LoRAError: the adapter cannot be served with this model and these limits.
@@ -102,7 +102,7 @@ def _refusal(request: LoRARequest, problems: list[str]) -> LoRAError:
 
 
 def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
-    # The folder is not named: the sentence may reach somebody who sent no more than the adapter's name.
+    # The folder is not named: a caller who sent only the name of the adapter may see the message.
     try:
         config = json.loads((folder / CONFIG_FILE).read_bytes())
     except FileNotFoundError:
@@ -159,14 +159,14 @@ def _check_config(config: Mapping[str, Any], targets: Mapping[str, Target], prob
 
 
 def _means(name: str, module: str) -> bool:
-    """PEFT's rule: a module is meant by its whole name, or by the end of it."""
+    """Whether a name matches a module by PEFT's rule: the whole name, or the end of it."""
     if name.startswith("^"):
         return module == name[1:]
     return module == name or module.endswith(f".{name}")
 
 
 def _setting(config: Mapping[str, Any], name: str, pattern: str, module: str) -> Any:
-    """The adapter's rank or alpha for one module: that of the first pattern that means it, else the general one."""
+    """Return the rank or alpha for a module: that of the first matching pattern, otherwise the general one."""
     exceptions = config.get(pattern) or {}
     return next((value for key, value in exceptions.items() if _means(key, module)), config[name])
 
@@ -174,7 +174,7 @@ def _setting(config: Mapping[str, Any], name: str, pattern: str, module: str) ->
 def _check_shapes(
     weights: Any, config: Mapping[str, Any], targets: Mapping[str, Target], max_rank: int, problems: list[str]
 ) -> dict[str, dict[str, str]]:
-    """The tensors' names by module and matrix (A, B); their shapes are checked before any of them is read."""
+    """Return the names of the tensors by module and matrix (A, B). Check their shapes before any is read."""
     found: dict[str, dict[str, str]] = {}
     for tensor in weights.keys():  # noqa: SIM118  # no mapping
         match = _TENSOR_NAME.fullmatch(tensor.removeprefix(_PREFIX))
@@ -218,7 +218,7 @@ def _layer(
     alpha = _setting(config, "lora_alpha", "alpha_pattern", module)
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     down, up = weights.get_tensor(names["A"]), weights.get_tensor(names["B"])
-    # Scaled before it is rounded to the model's type; transposed for good, as every step needs them.
+    # Scaled before it is rounded to the type of the model. Transposed once, as every step needs it.
     return LoRAWeights(down.t().to(dtype).contiguous(), (up.float() * scaling).t().to(dtype).contiguous())
 
 

@@ -1,11 +1,11 @@
-"""Adapters at work: what they add to the linear layers of a model, for each request of a packed step its own.
+"""Applies adapters to the linear layers of a model. The requests of a packed step may use different adapters.
 
     tokens of a step   | base | a  a  a | b | base | a |
-    groups             a: rows 1-3 and 6, b: row 4          the layers compute all rows as ever; then each group adds
+    groups             a: rows 1-3 and 6, b: row 4          the layers compute all rows; then each group adds
                                                             (x[rows] @ down) @ up to its rows
 
-The layers themselves are not touched: while a batch uses adapters, forward hooks stand on those that its adapters
-change; without one the model is exactly as it was loaded.
+The layers themselves do not change. While a batch uses adapters, the layers that they modify have forward hooks.
+Without adapters the model is exactly as it was loaded.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _Groups = list[tuple[_Rows, Adapter]]
 
 
 class LoRALayers:
-    """The adapters of one model, by version, and their place in its layers."""
+    """The adapters of one model by version, and the hooks that apply them."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, max_rank: int, dtype: torch.dtype) -> None:
         self._max_rank = max_rank
@@ -42,14 +42,14 @@ class LoRALayers:
         self._num_rows = (0, 0)
 
     def load(self, version: int, request: LoRARequest) -> None:
-        """Raises LoRAError."""
+        """Read an adapter. Raises LoRAError if it cannot be served."""
         self._adapters[version] = read_adapter(request, self._targets, max_rank=self._max_rank, dtype=self._dtype)
 
     def unload(self, version: int) -> None:
         del self._adapters[version]
 
     def use(self, inputs: StepInputs) -> None:
-        """Make the layers ready for a step; call before each."""
+        """Prepare the layers for a step. Call before each step."""
         if inputs.lora_versions is None:
             if self._hooks:
                 for handle in self._hooks.values():
@@ -88,10 +88,10 @@ class LoRALayers:
 
 
 def _target(name: str, module: nn.Module) -> Target | None:
-    """Whether an adapter may change this module: a linear layer through which each token of a step passes once."""
+    """Return the sizes of a module that adapters may modify: a linear layer that each token passes exactly once."""
     if ".experts." in name or any(True for _ in module.children()):
         return None
-    for inside, outside in (("in_features", "out_features"), ("nx", "nf")):  # GPT-2's Conv1D has the latter
+    for inside, outside in (("in_features", "out_features"), ("nx", "nf")):  # GPT-2's Conv1D has the second names
         sizes = getattr(module, inside, None), getattr(module, outside, None)
         if isinstance(sizes[0], int) and isinstance(sizes[1], int):
             return Target(sizes[0], sizes[1])
@@ -99,13 +99,13 @@ def _target(name: str, module: nn.Module) -> Target | None:
 
 
 def _spread(versions: Sequence[int | None], query_start: torch.Tensor) -> torch.Tensor:
-    """The version of each token, -1 for none: [tokens] int64."""
+    """Return the version of each token, -1 for none: [tokens] int64."""
     of_sequences = torch.tensor([-1 if version is None else version for version in versions])
     return of_sequences.repeat_interleave(query_start.diff())
 
 
 def _rows(mask: torch.Tensor) -> _Rows:
-    """Where the mask is set; a slice, which copies nothing, where that is one stretch."""
+    """Return the rows where the mask is set: a slice, which avoids a copy, if they are contiguous."""
     found = mask.nonzero()[:, 0]
     first, last = int(found[0]), int(found[-1])
     return slice(first, last + 1) if last - first + 1 == len(found) else found

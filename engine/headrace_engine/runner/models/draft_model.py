@@ -1,8 +1,9 @@
-"""A smaller model that guesses what the served one will draw next.
+"""A smaller model that drafts the next tokens of the served one.
 
-It keeps K/V of its own in blocks of the same ids, so the scheduler allocates once for both. In every step it first
-computes what the served model has computed, then goes on alone, one token at a time. Draws use the request's own
-parameters and its own u of each position: where both models agree on the distribution, they agree on the token.
+It has K/V of its own in blocks of the same ids, so the scheduler allocates once for both. In every step it first
+computes the tokens that the served model has computed, then continues alone, one token at a time. It draws with the
+parameters of the request and the same u for each position: if both models have the same distribution, they draw the
+same token.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ class DraftModel:
     """
     Args:
         config: with `speculative` of method draft_model.
-        served: the model whose draws are to be guessed.
+        served: the model that verifies the drafts.
 
     Raises:
         ModelLoadError: the draft model cannot be loaded.
@@ -38,11 +39,11 @@ class DraftModel:
                 config.model,
                 model=speculative.model,
                 max_model_len=served.max_model_len,
-                revision=None,  # these are the served model's
+                revision=None,  # these belong to the served model
                 tokenizer_revision=None,
                 generation_config="vllm",
                 override_generation_config={},
-                batch_invariant=False,  # a guess need not be exact to the last bit
+                batch_invariant=False,  # drafts need not be exact to the last bit
             )
             self._model = PagedModel(model_config, config.cache)
         except ConfigError as error:
@@ -65,17 +66,17 @@ class DraftModel:
         self._model.allocate(num_blocks)
 
     def propose(self, requests: RequestBatch, step: StepBatch, sampled_ids: Sequence[str]) -> dict[str, list[int]]:
-        """Follow the step that the served model has just computed, and guess behind the tokens that it drew.
+        """Catch up with the step of the served model, then draft after the tokens that it drew.
 
         Returns:
-            The drafts of those requests that have room for any.
+            The drafts of the requests that have room for any.
         """
         spans: list[TokenSpan] = []
         wanted: dict[str, int] = {}
         drawn = set(sampled_ids)
         for request_id in step.num_scheduled_tokens:
             request = requests.requests[request_id]
-            # Only what the served model has drawn itself is known to be written with the right tokens.
+            # K/V after the tokens that the served model has accepted may belong to rejected drafts.
             start = min(request.num_draft_computed, request.num_computed_tokens)
             count = self._num_drafts(request) if request_id in drawn else 0
             end = len(request.token_ids) if count > 0 else request.num_computed_tokens
@@ -102,7 +103,7 @@ class DraftModel:
         return drafts
 
     def _num_drafts(self, request: RunningRequest) -> int:
-        """Drafts that can be computed in the blocks that the request has, and that it could still use."""
+        """Return how many drafts fit in the blocks of the request and within its length limits."""
         length, params = len(request.token_ids), request.params
         room = request.num_blocks * self._block_size - length + 1
         most = min(self._num_tokens, room, self._max_model_len - length - 1)

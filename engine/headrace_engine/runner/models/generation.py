@@ -1,4 +1,4 @@
-"""What a checkpoint says about generation: tokens that end an output, and defaults of sampling parameters."""
+"""Reads the generation settings of a checkpoint: end tokens, and defaults of sampling parameters."""
 
 import logging
 import os
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def read_generation_config(config: ModelConfig, own: GenerationConfig | None) -> GenerationConfig | None:
-    """The generation config that the options name; `own` is the model's. Raises ModelLoadError."""
+    """Return the generation config that the options name. `own`: that of the model. Raises ModelLoadError."""
     if config.generation_config in ("auto", "vllm"):
         return own
     folder = config.generation_config
-    if not os.path.isdir(folder):  # noqa: PTH112  # False for what is no path at all, too
+    if not os.path.isdir(folder):  # noqa: PTH112  # False for an invalid path too
         raise ModelLoadError(
             f"generation_config is {folder!r}, and there is no such folder; give auto, vllm or a folder that holds "
             "generation_config.json"
@@ -30,9 +30,9 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
 
 
 def eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> list[int]:
-    """End tokens: the generation config's where it names any, else the model config's.
+    """Return the end tokens of the generation config, or of the model config if it names none.
 
-    One outside the vocabulary can never be drawn: it is left out, with a warning.
+    A token outside the vocabulary can never be drawn. It is ignored with a warning.
     """
     found = getattr(generation, "eos_token_id", None)
     if found is None:
@@ -47,9 +47,9 @@ def eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> list[i
 
 
 def default_sampling_params(config: ModelConfig, generation: GenerationConfig | None) -> dict[str, Any]:
-    """Sampling parameters for what a request does not name, as `generation_config` and the override say.
+    """Return the defaults of sampling parameters from `generation_config` and its override.
 
-    A value that `SamplingParams` refuses is left out, with a warning.
+    A value that `SamplingParams` refuses is ignored with a warning.
     """
     named: dict[str, Any] = {}
     if config.generation_config != "vllm" and generation is not None:
@@ -72,7 +72,7 @@ def default_sampling_params(config: ModelConfig, generation: GenerationConfig | 
 
 
 def drop_foreign_pad_token(hf_config: Any) -> None:
-    """Forget padding tokens outside the vocabulary, with which an embedding cannot be made. Nothing is padded here."""
+    """Remove a padding token outside the vocabulary: no embedding can be created with it. It is not used."""
     for config in {id(found): found for found in (hf_config, hf_config.get_text_config())}.values():
         token_id, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
         if token_id is not None and size is not None and not 0 <= token_id < size:

@@ -1,7 +1,7 @@
-"""Which failures of a load would be met again by the next try, and which may have passed by then.
+"""Tells permanent failures of a load from temporary ones.
 
-The first kind becomes a ModelLoadError, which ends a worker at once and with a sentence; the other is passed on as it
-is, and the engine process is started again.
+A permanent failure becomes a ModelLoadError, which ends a worker at once with its message. A temporary one is raised as
+it is, and the engine process is restarted.
 """
 
 import errno
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from headrace_engine.errors import HeadraceEngineError, ModelLoadError
 
-# Short of memory, descriptors or processes, or a disk or mount that does not answer now.
+# Shortage of memory, descriptors or processes, or a disk or mount that does not respond.
 _MAY_PASS = {
     errno.EAGAIN,
     errno.ECONNREFUSED,
@@ -29,7 +29,7 @@ _MAY_PASS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-# As torch and safetensors say it, whose errors have no numbers.
+# The words of torch and safetensors, whose errors have no numbers.
 _MAY_PASS_WORDS = ("memory", "unable to mmap", "can't start new thread", "i/o error", "input/output error", "cuda")
 
 
@@ -41,9 +41,9 @@ def lasting_errors(
     *,
     what: str = "model",
 ) -> Iterator[None]:
-    """Raise ModelLoadError for what another try would meet again.
+    """Raise ModelLoadError for permanent failures.
 
-    Its text is `<what> '...' cannot be <verb>: ...`, or what `describe` makes of transformers' own errors.
+    The message is `<what> '...' cannot be <verb>: ...`, or that of `describe` for errors of transformers.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def lasting_errors(
             raise
         if describe is not None and isinstance(error, (OSError, ValueError, ImportError)):
             raise describe(model, error) from error
-        # transformers' own sentences stand alone; "KeyError" or "OverflowError" says what kind of words follow
+        # messages of transformers are complete; others, like that of KeyError, need the name of the exception
         kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
         raise ModelLoadError(f"{what} {model!r} cannot be {verb}: {kind}{error}") from error
 

@@ -1,7 +1,7 @@
-"""Loading a transformers model so that its attention is ours.
+"""Loads a transformers model with Headrace's attention function.
 
-Weights come from safetensors or GGUF only; nothing is unpickled. A model that does not route its attention through the
-attention interface is refused.
+Weights come from safetensors or GGUF only; nothing is unpickled. A model whose attention does not use the attention
+interface of transformers is refused.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_config(config: ModelConfig) -> Any:
-    """The model's transformers config. Raises ModelLoadError naming the model."""
+    """Return the transformers config of the model. Raises ModelLoadError that names the model."""
     with lasting_errors(config.model, "read", unreadable):
         source, options = pretrained_source(config.model, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
@@ -41,10 +41,10 @@ def load_config(config: ModelConfig) -> Any:
 
 
 def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any) -> PreTrainedModel:
-    """The model with its attention function registered under a name of its own.
+    """Load the model, and register its attention function under a unique name.
 
     Args:
-        attention: a method, called as transformers calls attention functions (`AttentionInterface`).
+        attention: a method with the signature of an attention function of transformers (`AttentionInterface`).
     """
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
@@ -63,17 +63,17 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
             **options,
         )
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers would draw them at random
+    if missing:  # transformers would initialise them at random
         raise ModelLoadError(f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}")
-    _check_class(config, type(model))  # code from the model's own folder is known only now
+    _check_class(config, type(model))  # code from the folder of the model is loaded only now
     return model.eval()
 
 
 def check_architecture(config: ModelConfig, hf_config: Any) -> None:
-    """Refuse what the configuration alone rules out, before any weight is read.
+    """Refuse an unsupported architecture before any weight is read.
 
     Raises:
-        ModelLoadError: no decoder, or one whose attention cannot be paged.
+        ModelLoadError: the model is not a decoder, or its attention cannot be paged.
     """
     method = _quantisation(hf_config)
     if method is not None:
@@ -101,7 +101,7 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
 
 
 def _quantisation(hf_config: Any) -> str | None:
-    """The method that a configuration says its weights are quantised with."""
+    """Return the quantisation method of the weights, as the configuration names it."""
     for config in (hf_config, hf_config.get_text_config()):
         found = getattr(config, "quantization_config", None)
         if found:
@@ -126,7 +126,7 @@ def _check_class(config: ModelConfig, kind: type[PreTrainedModel]) -> None:
 
 
 def _without_holding(method: Any) -> Any:
-    """The same function for a registry that never forgets: it must not keep the method's owner and its model alive."""
+    """Wrap a method for a registry without removal, so that it does not keep the model alive."""
     reference = weakref.WeakMethod(method)
 
     def attend(*args: Any, **kwargs: Any) -> Any:
@@ -138,10 +138,10 @@ def _without_holding(method: Any) -> Any:
 
 
 def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: bool = True) -> torch.dtype:
-    """The option where it is given, else the checkpoint's own, bfloat16 for one that has neither of the two.
+    """Return the type of the option, otherwise that of the checkpoint. bfloat16 if the checkpoint has another type.
 
     Args:
-        computes_bfloat16: whether the device computes bfloat16 faster than float32, which then is taken by itself.
+        computes_bfloat16: whether the device computes bfloat16 faster than float32. Otherwise the default is float32.
     """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
@@ -154,7 +154,7 @@ def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: boo
 
 
 def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
-    """The option where it is given, else what the model is made for without length-dependent scaling."""
+    """Return the option, otherwise the length of the model without length-dependent scaling."""
     text_config = hf_config.get_text_config()
     limit: int | None = getattr(text_config, "max_position_embeddings", None)
     if config.max_model_len is None or config.max_model_len == FITTING_LENGTH:

@@ -1,7 +1,7 @@
-"""A transformers model together with the paged K/V memory that its attention reads and writes.
+"""`PagedModel`: a transformers model with the paged K/V memory of its attention.
 
-One runner may hold several: the model that it serves and, with speculative decoding, the one that drafts. They share
-block ids, not memory.
+A runner may have two: the served model and, for speculative decoding, the draft model. They share block ids, but not
+memory.
 """
 
 import logging
@@ -44,13 +44,13 @@ _CACHE_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "fp8": torch.float8_e
 
 
 class PagedModel:
-    """Loads the model in float32 or bfloat16; K/V memory is taken by `allocate`.
+    """Loads the model in float32 or bfloat16. `allocate` allocates the K/V memory.
 
     Args:
-        fuse_layers: merge the projections of layers of the common kind; their own modules are then called no more.
-        packed: bring linear layers into the forms that a CPU computes fastest; otherwise torch's own products compute
-            them, as a GPU needs it.
-        device: where it computes. The model is read and looked at on the CPU, then moved there.
+        fuse_layers: replace decoder layers by fused ones, which do not call the original modules.
+        packed: replace linear layers by those that a CPU computes fastest. Otherwise torch computes the products, as on
+            a GPU.
+        device: the device of the model. The model is read and inspected on the CPU, then moved there.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
@@ -112,7 +112,7 @@ class PagedModel:
         elif fuse_layers:
             linear = TritonLinear if self._backend.name == "triton" else DeviceLinear
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, read_weights, linear)
-        self._in_tiles = config.batch_invariant and not self._computes_rows_alone()
+        self._in_tiles = config.batch_invariant and not self._has_batch_invariant_products()
         self._lora: LoRALayers | None = None
 
     @property
@@ -120,7 +120,7 @@ class PagedModel:
         return self._backend.bytes_per_block
 
     def _pack_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
-        """Bring the linear layers into the form in which they are computed, all but those of `keep`."""
+        """Replace the linear layers, except those of `keep`, by the fastest ones for this CPU."""
         dtype = self.spec.dtype
         exact: LinearKind | None = PackedLinear if packed_linear.supports(dtype) else None
         if native_linear.preferred(dtype):
@@ -134,7 +134,7 @@ class PagedModel:
         if fuse_layers and native_ops.is_built():
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
             self._stack = self._stack_layers()
-        head = self._model.get_output_embeddings()  # rounded, it would cost more quality than all layers together
+        head = self._model.get_output_embeddings()  # rounding it would cost more quality than rounding all layers
         self.num_packed = pack_linear_layers(self._model, {*keep, head}, linear)
         if exact is not None:
             self.num_packed += pack_linear_layers(self._model, keep, exact)
@@ -142,10 +142,10 @@ class PagedModel:
             self._short_forward = ShortForward.of(self._model, self._stack, self.info.max_model_len)
 
     def enable_lora(self, max_rank: int) -> LoRALayers:
-        """Let requests run with adapters of at most this rank.
+        """Enable LoRA adapters of at most this rank.
 
         Raises:
-            ConfigError: the model computes logits that nobody asked for, so that an adapter's rows cannot be told.
+            ConfigError: the model computes the logits of all tokens, so the rows of an adapter are unknown.
         """
         if not self._layout.keeps_logits:
             raise ConfigError(f"LoRA adapters need logits_to_keep, which {self.info.architecture} does not have")
@@ -157,16 +157,16 @@ class PagedModel:
         if self._stack is not None:
             self._stack.bind()
 
-    def _computes_rows_alone(self) -> bool:
-        """Whether all products are our own, which give each row the same bits in any company."""
+    def _has_batch_invariant_products(self) -> bool:
+        """Whether native kernels compute all products. Their results are batch-invariant."""
         return self._stack is not None and isinstance(self._model.get_output_embeddings(), NativeLinear)
 
     def _stack_layers(self) -> DecoderStack | None:
-        """Let one call compute all layers, where all of them are of the kind for it."""
+        """Replace all layers by a `DecoderStack` if that is possible."""
         if not isinstance(self._backend, NativeBackend):
             return None
         layers = stackable(decoder_layers(self._model) or nn.ModuleList())
-        # A model may run its layers twice, or have attention elsewhere.
+        # A model may run its layers twice, or have attention outside of them.
         if not layers or list(self._layout.modules) != [layer.attention for layer in layers]:
             return None
         if any(layer.kv_source is not None for layer in self._layout.layers):
@@ -174,13 +174,13 @@ class PagedModel:
         try:
             stack = DecoderStack(layers, self._backend)
         except OSError as error:
-            logger.warning("decoder layers are computed one by one: %s", error)
+            logger.warning("decoder layers are computed one by one, which is slower: %s", error)
             return None
         self._model.get_decoder().layers = nn.ModuleList([stack])
         return stack
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Compute the packed tokens; returns the logits at `inputs.logits_indices`, [indices, vocabulary]."""
+        """Compute the packed tokens. Return the logits at `inputs.logits_indices`, [indices, vocabulary]."""
         if not self._in_tiles:
             return self._forward(inputs)
         parts, order = [], []
@@ -217,17 +217,20 @@ class PagedModel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,  # noqa: ARG002  # what a token sees was settled at load
+        attention_mask: torch.Tensor | None,  # noqa: ARG002  # the window of each layer was determined at load
         *,
         scaling: float | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """What transformers calls in every layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]."""
+        """Compute attention.
+
+        transformers calls it in every layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim].
+        """
         assert self._metadata is not None
         layer = self._next_layer
-        assert module is self._layout.modules[layer], "a forward pass calls its layers in another order than at load"
+        assert module is self._layout.modules[layer], "the forward pass calls its layers in another order than at load"
         self._next_layer += 1
         output = self._backend.forward(
             layer,

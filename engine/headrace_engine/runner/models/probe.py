@@ -1,8 +1,8 @@
-"""Finding out what a loaded model's attention is, by running it on a handful of tokens.
+"""Determines the attention layers of a loaded model by running it on a few tokens.
 
-Nothing here knows the name of an architecture. Three things are seen in the runs: which attention layers a forward
-pass calls and with which shapes; which mask each of them is given; and whether anything but attention carries
-information from one token to another. A model that the paged runner would compute wrongly is refused with the reason.
+The code knows no names of architectures. The runs show three things: which attention layers a forward pass calls, and
+their shapes; the mask of each layer; and whether anything other than attention passes information between tokens. A
+model that the paged runner would compute wrongly is refused, with the reason.
 """
 
 import inspect
@@ -19,22 +19,22 @@ from headrace_engine.runner.attention.backend import LayerSpec
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# What transformers' models hand to their attention function. Of the first the backends take account; the second have
-# no bearing on an inference step. Anything else has a meaning that would be lost.
+# Arguments of transformers' models for their attention function. The backends support the first ones. The second ones
+# have no effect on inference. Any other argument would be lost.
 _HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
 _IRRELEVANT = {"dropout", "position_ids", "cache_position"}
 
-# Rows of the second run: 3 and 4 are one token at one position, row 0 the same token at another, row 2 is poisoned.
+# Rows of the second run: 3 and 4 have the same token and position, 0 the same token at another position; 2 is NaN.
 _POISONED, _SAME, _OTHER = 2, (3, 4), 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """What a forward pass of the model does with its attention."""
+    """The attention layers of a model, as its forward pass calls them."""
 
     layers: tuple[LayerSpec, ...]
     modules: tuple[torch.nn.Module, ...]
-    """The module that makes each call, in order; a module may call more than once."""
+    """The module of each call, in order. A module may occur more than once."""
     keeps_logits: bool
     """Whether forward computes only the logits that `logits_to_keep` names."""
 
@@ -51,7 +51,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Stands in for attention: every token attends to itself alone."""
+    """Replaces attention: every token attends to itself only."""
 
     calls: list[_Call] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
@@ -83,10 +83,10 @@ class _Recorder:
 
 @torch.inference_mode()
 def inspect_model(model: PreTrainedModel, max_model_len: int) -> ModelLayout:
-    """Run the model twice on a few tokens; it must have been loaded with an attention function of its own name.
+    """Run the model twice on a few tokens. It must have been loaded with a unique attention function.
 
     Raises:
-        ModelLoadError: the model does something that the paged runner cannot compute.
+        ModelLoadError: the paged runner cannot compute this model.
     """
     name = type(model).__name__
     try:
@@ -110,11 +110,11 @@ def inspect_model(model: PreTrainedModel, max_model_len: int) -> ModelLayout:
 
 
 class _RefusedError(Exception):
-    """Completes the sentence "<model> cannot be served: it ..."."""
+    """The reason, which completes the sentence "<model> cannot be served: it ..."."""
 
 
 def _run_with_masks(model: PreTrainedModel, max_model_len: int) -> tuple[_Recorder, bool]:
-    """One sequence of ordinary positions, with the masks that the model asks transformers for."""
+    """Run one sequence with ordinary positions, and record the masks of the model."""
     recorder = _Recorder()
     length = min(6, max_model_len)
     kept = torch.tensor([0, length - 1])
@@ -131,7 +131,7 @@ def _run_with_masks(model: PreTrainedModel, max_model_len: int) -> tuple[_Record
 
 
 def _run_poisoned(model: PreTrainedModel, max_model_len: int) -> tuple[_Recorder, torch.Tensor]:
-    """Three sequences in one row, as in a real step, with NaN for one token's embedding."""
+    """Run three sequences in one row, as in a real step, with NaN as the embedding of one token."""
     recorder = _Recorder()
     far = min(9, max_model_len - 1)
 
@@ -154,7 +154,7 @@ def _run_poisoned(model: PreTrainedModel, max_model_len: int) -> tuple[_Recorder
 
 
 def _token_ids(model: PreTrainedModel, offsets: Any) -> torch.Tensor:
-    """Tokens from the middle of the vocabulary, where no special ones are."""
+    """Return tokens from the middle of the vocabulary, which has no special tokens."""
     vocab_size: int = model.config.get_text_config().vocab_size
     return torch.tensor([[(vocab_size // 2 + offset) % vocab_size for offset in offsets]])
 
@@ -170,7 +170,7 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, *, with_masks: boo
         yield
     finally:
         AttentionInterface.register(name, attention)
-        # Without a mask function of this name transformers makes no masks at all, which is what a real step wants.
+        # Without a mask function of this name transformers creates no masks, as in a real step.
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
@@ -209,7 +209,7 @@ def _layer(call: _Call, window: int | None, kv_source: int | None) -> LayerSpec:
 
 
 def _kv_source(calls: list[_Call], index: int) -> int | None:
-    """The first earlier call that was given the very same key and value memory."""
+    """Return the first earlier call with the same key and value memory."""
     own = calls[index]
     for earlier, call in enumerate(calls[:index]):
         if _same_memory(call.key, own.key) and _same_memory(call.value, own.value):
@@ -229,9 +229,9 @@ def _check_options(call: _Call) -> None:
 
 
 def _window(function: MaskFunction, max_model_len: int) -> int | None:
-    """How many tokens a token sees under a mask, itself included; None when it sees all before it.
+    """Return the window of a mask: how many tokens a token sees, including itself. None: all before it.
 
-    The mask is evaluated, not guessed from its name: it must be causal with at most one fixed window.
+    The mask function is evaluated. It must be causal, with at most one fixed window.
     """
     zero = torch.zeros((), dtype=torch.long)
     keys = torch.arange(max_model_len)
@@ -239,7 +239,7 @@ def _window(function: MaskFunction, max_model_len: int) -> int | None:
     def seen_from(position: int) -> torch.Tensor:
         try:
             return function(zero, zero, torch.tensor(position), keys).expand(max_model_len)
-        except Exception as error:  # a mask of foreign code; whatever it raises says the same
+        except Exception as error:  # the mask function is foreign code: any exception means that it is not supported
             raise _RefusedError(f"has attention masks that depend on more than positions ({error})") from error
 
     last = max_model_len - 1
@@ -259,7 +259,7 @@ def _window(function: MaskFunction, max_model_len: int) -> int | None:
 def _check_cache_keeps_what_masks_show(
     model: PreTrainedModel, calls: list[_Call], layers: tuple[LayerSpec, ...], max_model_len: int
 ) -> None:
-    """A model whose cache forgets more than its masks hide generates differently with every chunking."""
+    """Refuse a model whose cache drops more than its masks hide: its output would depend on the chunks."""
     kept = DynamicCache(config=model.config.get_text_config()).layers
     for call, layer in zip(calls, layers, strict=True):
         index = getattr(call.module, "layer_idx", None)
@@ -274,7 +274,7 @@ def _check_cache_keeps_what_masks_show(
 
 
 def _check_tokens_meet_in_attention_only(calls: list[_Call], logits: torch.Tensor) -> None:
-    """The poisoned token attends to itself alone, so whatever else turned to NaN was reached by another way."""
+    """Refuse a model that passes information between tokens outside attention: NaN has spread to other tokens."""
     rows = [t[0].transpose(0, 1).flatten(1) for call in calls for t in (call.query, call.key, call.value)]
     for row in (*rows, logits):
         tainted = row.isnan().any(dim=-1).nonzero().flatten().tolist()
@@ -286,12 +286,12 @@ def _check_tokens_meet_in_attention_only(calls: list[_Call], logits: torch.Tenso
 
 
 def _check_positions_are_taken(calls: list[_Call]) -> None:
-    """One token at one position must give one query and one key, wherever in the row it stands."""
+    """Refuse a model whose queries or keys depend on the place in the row, not only on token and position."""
     for call in calls:
         for tensor in (call.query, call.key):
             rows = tensor[0].transpose(0, 1).float()
             apart = (rows[_SAME[0]] - rows[_SAME[1]]).abs().max()
             moved = (rows[_SAME[0]] - rows[_OTHER]).abs().max()
-            # by rows they are one apart, the other one three: at least 0.44 of what that moves, with random weights
+            # a dependence on rows would show: 3 and 4 are one row apart, 0 and 3 are three rows apart
             if apart > 0.02 * rows[_SAME[0]].abs().max() and apart > 0.2 * moved:
                 raise _RefusedError("takes a token's place in the row for its position and ignores position_ids")

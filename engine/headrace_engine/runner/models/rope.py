@@ -1,7 +1,7 @@
-"""Rotary embeddings whose frequencies depend on how long the longest sequence of a batch is.
+"""Fixes rotary embeddings whose frequencies depend on the longest sequence of a batch.
 
-Left alone, a request would be computed differently whenever a longer one is in the same step. The choice is made
-once, at load, from the longest sequence that the engine admits.
+Otherwise the result of a request would depend on longer requests in the same step. The frequencies are chosen once, at
+load, for the longest sequence that the engine admits.
 """
 
 import logging
@@ -16,11 +16,11 @@ from headrace_engine.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _FIXED = "fixed"
-"""A rope type that transformers has no update for."""
+"""A rope type that transformers does not update."""
 
 
 def unscaled_length(text_config: Any) -> int | None:
-    """Tokens up to which the model is trained without scaling, for scalings that depend on length; else None."""
+    """Return the length up to which length-dependent scaling does not apply, or None without such scaling."""
     limits = [
         limit
         for parameters in _all_parameters(text_config)
@@ -45,13 +45,13 @@ def _all_parameters(text_config: Any) -> list[dict[str, Any]]:
 
 
 def fix_length_dependent_rope(model: nn.Module, config: ModelConfig, max_model_len: int) -> None:
-    """Settle every length-dependent rotary embedding of the model for sequences of up to `max_model_len` tokens.
+    """Fix every length-dependent rotary embedding of the model for sequences of up to `max_model_len` tokens.
 
-    `longrope`: the long factors when a sequence may exceed the original length, the short ones otherwise, for all
-    requests alike (as vLLM does). `dynamic` has a different base for every length, and is served unscaled only.
+    `longrope` uses the long factors for all requests if a sequence may exceed the original length, otherwise the short
+    ones (as in vLLM). `dynamic` has a different base for every length, and is served without scaling only.
 
     Raises:
-        ConfigError: `max_model_len` reaches into lengths at which `dynamic` scaling changes from token to token.
+        ConfigError: `max_model_len` exceeds the length from which `dynamic` scaling changes with every token.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -81,7 +81,7 @@ def _fix(module: nn.Module, config: ModelConfig, max_model_len: int, kind: str, 
             max_model_len,
             limit,
         )
-        # transformers' own update, once, at a position that asks for the long factors
+        # the update of transformers, once, at a position that selects the long factors
         positions = torch.tensor([[limit]])
         module(torch.zeros(1, 1, 1), positions, *([] if layer_type is None else [layer_type]))
     return _FIXED

@@ -1,10 +1,10 @@
-"""Batch-invariant computation: a step's rows in tiles that always have the same number of rows.
+"""Batch-invariant computation: divides a step into tiles with a fixed number of rows.
 
-A matrix product's last bit depends on its shape, because libraries choose another kernel or another order of sums for
-another number of rows; in bfloat16 that is seen in the logits (after "Defeating Nondeterminism in LLM Inference",
-He 2025). So each forward pass gets exactly `TILE_ROWS` tokens, the last one padded: every operation of the model then
-has one shape for ever, and what a row becomes depends on that row alone. Attention is not part of that: the compiled
-kernel sums over a sequence's own blocks in their order, whatever else is in the step.
+The last bits of a matrix product depend on its shape, because libraries choose another kernel or another order of sums
+for another number of rows. In bfloat16 the difference shows in the logits (see "Defeating Nondeterminism in LLM
+Inference", He 2025). So each forward pass gets exactly `TILE_ROWS` tokens, the last one with padding. Every operation
+of the model then has a fixed shape, and the result of a row depends on that row only. Attention needs no tiles: the
+compiled kernel sums over the blocks of a sequence in their order, whatever else is in the step.
 
     step     [ a a a a a a a b c c c ]
     tiles    [ a a a a ] [ a a a b ] [ c c c - ]
@@ -22,10 +22,10 @@ TILE_ROWS = 64
 
 
 def split(inputs: StepInputs) -> Iterator[tuple[StepInputs, torch.Tensor]]:
-    """The step's tiles in order; for each wanted row its place among the step's logits, and its row of the tile.
+    """Yield the tiles of a step in order, each with the indices of its wanted rows, [2, rows] int64.
 
-    [2, rows] int64. A tile that is wanted at all gives logits of all its rows, so that the last product has the same
-    shape too.
+    The indices are those among the logits of the step, and those in the tile. A tile with a wanted row computes logits
+    of all its rows, so that the last product has a fixed shape too.
     """
     num_tokens = len(inputs.input_ids)
     for start in range(0, num_tokens, TILE_ROWS):
@@ -48,7 +48,7 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 
 
 def _part(whole: AttentionMetadata, start: int, end: int) -> AttentionMetadata:
-    """Tokens start to end of the step; each token of padding is a sequence of its own in the null block."""
+    """Return the metadata of tokens start to end. Each padding token is a sequence of its own in the null block."""
     begins, ends = whole.query_start[:-1].clamp(start, end), whole.query_start[1:].clamp(start, end)
     present = ends > begins
     cut = (whole.query_start[1:] - ends)[present]  # tokens of a sequence that belong to later tiles

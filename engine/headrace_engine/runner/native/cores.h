@@ -1,15 +1,15 @@
-/* On which cores the threads of a team run, and how they change them.
+/* Moves the threads of a team between cores.
  *
- * On a busy machine Linux hardly looks for idle cores. A thread that wakes up waits behind another process on the core
- * where it ran before, and two threads stay on one core for milliseconds after another process has left the other one.
- * A team stands still meanwhile, or runs at half its speed, though there is an idle core. So
+ * On a busy machine Linux rarely looks for idle cores. A thread that wakes up waits behind another process on the core
+ * where it ran last, and two threads share one core for milliseconds after another process has left a second one. The
+ * team then stops, or runs at half its speed, although a core is idle. Therefore:
  *
- *   - whoever waits for a thread that is kept from running takes it to its own core, and sleeps;
- *   - where two are on one core, a helper on another core, which runs only when that has nothing else to do
- *     (SCHED_IDLE; beside processes of other control groups it may run sooner), fetches one of them.
+ *   - A thread that waits for a descheduled thread moves that thread to its own core, and sleeps.
+ *   - If two threads share a core, a helper thread on another core moves one of them there. The helper runs only when its
+ *     core has nothing else to do (SCHED_IDLE; next to processes of other control groups it may run sooner).
  *
- * To move a thread is to narrow the set of its cores; as soon as it runs it widens it again by itself. Where any of this
- * is refused, threads stay where they are.
+ * A thread is moved by a narrower affinity mask. It restores the mask itself as soon as it runs. If the system refuses any
+ * of these calls, the threads stay where they are.
  */
 #include <sched.h>
 #include <stdatomic.h>
@@ -31,7 +31,7 @@ static inline void spin_once(void) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static inline int32_t current_core(void) { return sched_getcpu() + 1; } /* counted from 1; 0: unknown */
+static inline int32_t current_core(void) { return sched_getcpu() + 1; } /* from 1; 0: unknown */
 
 static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
@@ -39,88 +39,88 @@ static inline void sleep_while(_Atomic int32_t *word, int32_t value) {
 
 static inline void wake_all(_Atomic int32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0); }
 
-/* A thread's state. From MOVABLE or MIGRATED somebody claims it as MIGRATING, and only who has claimed it changes its cores. Where
- * its thread wants to stay meanwhile, it says UNWANTED, and whoever moves it gives its cores back: nobody waits for another one
- * that may be kept from running. */
+/* The state of a thread. A mover claims it by the change from MOVABLE or MIGRATED to MIGRATING, and only the mover changes its
+ * affinity then. A thread that must not be moved meanwhile sets UNWANTED, and the mover restores the affinity. So no thread
+ * waits for another one that may be descheduled. */
 enum { FIXED, MOVABLE, MIGRATING, MIGRATED, UNWANTED };
 
-/* A thread, for those who move it. */
+/* A thread that others may move. */
 typedef struct {
     int32_t thread;
-    _Atomic int32_t core, state; /* core: where it was seen last */
-    cpu_set_t allowed;           /* before it was moved */
+    _Atomic int32_t core, state; /* core: the last one reported */
+    cpu_set_t allowed;           /* the affinity before the move */
 } movable_thread;
 
-/* The caller's, or NULL. It is kept behind the thread's end, as helpers may look at it. */
+/* Returns the record of the calling thread, or NULL. It outlives the thread, because helpers may read it. */
 static movable_thread *own_thread(void) {
     static _Thread_local movable_thread *own;
     if (!own && (own = calloc(1, sizeof *own))) own->thread = (int32_t)syscall(SYS_gettid);
     return own;
 }
 
-static inline int changes(movable_thread *p, int32_t from, int32_t to) {
+static inline int change_state(movable_thread *p, int32_t from, int32_t to) {
     return atomic_compare_exchange_strong(&p->state, &from, to);
 }
 
-/* `again`: also where it was moved before, and has not run since. Returns whether it was moved. */
+/* Returns whether the thread was moved. `again`: also move a thread that has not run since its last move. */
 static int migrate_to(movable_thread *p, int32_t core, int again) {
-    int before = changes(p, MOVABLE, MIGRATING) ? MOVABLE : again && changes(p, MIGRATED, MIGRATING) ? MIGRATED : FIXED;
+    int before = change_state(p, MOVABLE, MIGRATING) ? MOVABLE : again && change_state(p, MIGRATED, MIGRATING) ? MIGRATED : FIXED;
     if (before == FIXED) return 0;
     cpu_set_t only;
     CPU_ZERO(&only);
     CPU_SET(core - 1, &only);
     int known = before == MIGRATED || !sched_getaffinity(p->thread, sizeof p->allowed, &p->allowed);
     int moved = known && CPU_ISSET(core - 1, &p->allowed) && !sched_setaffinity(p->thread, sizeof only, &only);
-    if (changes(p, MIGRATING, moved ? MIGRATED : before)) return moved;
+    if (change_state(p, MIGRATING, moved ? MIGRATED : before)) return moved;
     if (known) sched_setaffinity(p->thread, sizeof p->allowed, &p->allowed);
     atomic_store(&p->state, FIXED);
     return 0;
 }
 
-/* It may be moved from now on. */
+/* Allows others to move the thread. */
 static inline void allow_migration(movable_thread *p) {
-    if (p) changes(p, FIXED, MOVABLE);
+    if (p) change_state(p, FIXED, MOVABLE);
 }
 
-/* The caller may run anywhere again where it was moved. */
+/* Restores the affinity of the calling thread if it was moved. */
 static inline void restore_affinity(movable_thread *p) {
-    if (!p || atomic_load_explicit(&p->state, memory_order_relaxed) != MIGRATED || !changes(p, MIGRATED, MIGRATING)) return;
+    if (!p || atomic_load_explicit(&p->state, memory_order_relaxed) != MIGRATED || !change_state(p, MIGRATED, MIGRATING)) return;
     sched_setaffinity(0, sizeof p->allowed, &p->allowed);
     atomic_store(&p->state, MOVABLE);
 }
 
-/* The caller is not moved any more: outside of a team nobody would give its cores back, and threads that it makes inherit
- * them. */
+/* Ends the moves of the calling thread. Outside a team nothing would restore its affinity, and threads that it creates
+ * inherit it. */
 static void forbid_migration(movable_thread *p) {
-    while (p && !changes(p, MOVABLE, FIXED) && !changes(p, MIGRATING, UNWANTED)) {
+    while (p && !change_state(p, MOVABLE, FIXED) && !change_state(p, MIGRATING, UNWANTED)) {
         int32_t state = atomic_load(&p->state);
         if (state == FIXED || state == UNWANTED) return;
         if (state == MIGRATED) restore_affinity(p);
     }
 }
 
-/* Processor time by a clock, -1 where there is no such clock. */
+/* Returns the processor time of a clock in nanoseconds, -1 if there is no such clock. */
 static int64_t used_ns(clockid_t clock) {
     struct timespec used;
     return clock_gettime(clock, &used) ? -1 : used.tv_sec * 1000000000LL + used.tv_nsec;
 }
 
-/* Of a thread of this process alone, as pthread_getcpuclockid makes it. */
-static inline clockid_t clock_of(const movable_thread *p) { return (clockid_t)((~(unsigned)p->thread << 3) | 6); }
+/* Returns the clock of one thread of this process, as pthread_getcpuclockid does. */
+static inline clockid_t cpu_clock_of(const movable_thread *p) { return (clockid_t)((~(unsigned)p->thread << 3) | 6); }
 
-/* Whether it does not run at this moment. It is not known, and then no, of a thread that has ended, and where clocks are so
- * coarse that the caller seems not to run either. */
-static int is_kept_from_running(const movable_thread *p) {
-    int64_t own = used_ns(CLOCK_THREAD_CPUTIME_ID), its = used_ns(clock_of(p));
+/* Returns whether the thread is not running now. Returns 0 if that is unknown: the thread has ended, or the clocks are so
+ * coarse that even the caller does not seem to run. */
+static int is_descheduled(const movable_thread *p) {
+    int64_t own = used_ns(CLOCK_THREAD_CPUTIME_ID), its = used_ns(cpu_clock_of(p));
     for (int spin = 0; spin < 40; spin++) spin_once();
-    return its >= 0 && used_ns(clock_of(p)) == its && used_ns(CLOCK_THREAD_CPUTIME_ID) > own;
+    return its >= 0 && used_ns(cpu_clock_of(p)) == its && used_ns(CLOCK_THREAD_CPUTIME_ID) > own;
 }
 
-/* What a core's helper is asked for. */
-enum { NOTHING, BEING_ASKED, ASKED };
+/* The request to the helper of a core. */
+enum { NO_REQUEST, CLAIMED, REQUESTED };
 static struct {
     _Atomic int32_t request, begun, shared;
-    movable_thread *_Atomic fetched, *_Atomic other;
+    movable_thread *_Atomic moved, *_Atomic other;
 } helpers[CPU_SETSIZE];
 
 static void *help(void *argument) {
@@ -132,12 +132,12 @@ static void *help(void *argument) {
     if (sched_setaffinity(0, sizeof only, &only) || sched_setscheduler(0, SCHED_IDLE, &none)) return NULL;
     _Atomic int32_t *request = &helpers[core - 1].request;
     for (;;) {
-        for (int32_t now; (now = atomic_load(request)) != ASKED;) sleep_while(request, now);
-        movable_thread *fetched = atomic_load(&helpers[core - 1].fetched), *other = atomic_load(&helpers[core - 1].other);
+        for (int32_t now; (now = atomic_load(request)) != REQUESTED;) sleep_while(request, now);
+        movable_thread *moved = atomic_load(&helpers[core - 1].moved), *other = atomic_load(&helpers[core - 1].other);
         int32_t shared = atomic_load(&helpers[core - 1].shared);
-        atomic_store(request, NOTHING);
-        if (atomic_load(&fetched->core) == shared && atomic_load(&other->core) == shared && used_ns(clock_of(fetched)) >= 0)
-            migrate_to(fetched, core, 0);
+        atomic_store(request, NO_REQUEST);
+        if (atomic_load(&moved->core) == shared && atomic_load(&other->core) == shared && used_ns(cpu_clock_of(moved)) >= 0)
+            migrate_to(moved, core, 0);
     }
 }
 
@@ -153,13 +153,12 @@ static int has_helper(int32_t core) {
     return !failed;
 }
 
-/* `fetched` and `other` are both on the caller's core: the first is to be fetched from there to one that is idle, and that no
- * thread of the team is on. */
-static void ask_idle_core(movable_thread *fetched, movable_thread *other, movable_thread *const _Atomic *movable,
+/* Requests that `moved` leave the caller's core, where `other` runs too, for an idle core without a thread of the team. */
+static void request_idle_core(movable_thread *moved, movable_thread *other, movable_thread *const _Atomic *movable,
                           int num_threads) {
     int32_t here = current_core();
     cpu_set_t cores;
-    if (here <= 0 || sched_getaffinity(fetched->thread, sizeof cores, &cores)) return;
+    if (here <= 0 || sched_getaffinity(moved->thread, sizeof cores, &cores)) return;
     CPU_CLR(here - 1, &cores);
     for (int i = 0; i < num_threads; i++) {
         const movable_thread *p = atomic_load(movable + i);
@@ -168,14 +167,14 @@ static void ask_idle_core(movable_thread *fetched, movable_thread *other, movabl
     }
     for (int32_t core = 1; core <= CPU_SETSIZE; core++) {
         if (!CPU_ISSET(core - 1, &cores)) continue;
-        int32_t nothing = NOTHING;
+        int32_t nothing = NO_REQUEST;
         _Atomic int32_t *request = &helpers[core - 1].request;
-        /* One that has not come to what it was asked before has something else on its core. */
-        if (!atomic_compare_exchange_strong(request, &nothing, BEING_ASKED) || !has_helper(core)) continue;
-        atomic_store(&helpers[core - 1].fetched, fetched);
+        /* A helper that has not handled its previous request is on a busy core. */
+        if (!atomic_compare_exchange_strong(request, &nothing, CLAIMED) || !has_helper(core)) continue;
+        atomic_store(&helpers[core - 1].moved, moved);
         atomic_store(&helpers[core - 1].other, other);
         atomic_store(&helpers[core - 1].shared, here);
-        atomic_store(request, ASKED);
+        atomic_store(request, REQUESTED);
         wake_all(request);
         return;
     }
@@ -192,9 +191,9 @@ static inline int migrate_to(movable_thread *p, int32_t core, int again) { retur
 static inline void allow_migration(movable_thread *p) { (void)p; }
 static inline void restore_affinity(movable_thread *p) { (void)p; }
 static inline void forbid_migration(movable_thread *p) { (void)p; }
-static inline int is_kept_from_running(const movable_thread *p) { return (void)p, 0; }
-static inline void ask_idle_core(movable_thread *fetched, movable_thread *other, movable_thread *const _Atomic *movable,
+static inline int is_descheduled(const movable_thread *p) { return (void)p, 0; }
+static inline void request_idle_core(movable_thread *moved, movable_thread *other, movable_thread *const _Atomic *movable,
                                  int num_threads) {
-    (void)fetched, (void)other, (void)movable, (void)num_threads;
+    (void)moved, (void)other, (void)movable, (void)num_threads;
 }
 #endif

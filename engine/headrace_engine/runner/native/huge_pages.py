@@ -1,6 +1,6 @@
-"""Memory in huge pages, for what every step reads: packed weights, keys and values.
+"""Memory in huge pages for data that every step reads: packed weights, keys and values.
 
-With small pages the processor looks up an address for each 4 KiB that it reads, and stops reading ahead at each.
+With small pages, the processor translates an address for every 4 KiB, and its prefetcher stops at each page.
 """
 
 import math
@@ -10,19 +10,19 @@ from contextlib import suppress
 
 import torch
 
-_REGION = 64 << 20  # bytes asked of the system at a time: pages are touched on first use only
+_REGION = 64 << 20  # bytes of one allocation: pages become resident only on first use
 _HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
 
 
 class HugePages:
-    """Gives out parts of large regions; a region is given back when no tensor lies in it any more."""
+    """Allocates tensors in large regions. A region is freed when no tensor uses it any more."""
 
     def __init__(self) -> None:
         self._region = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of that shape, its content undefined. Raises MemoryError."""
+        """Return a tensor with undefined content. Raises MemoryError."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(*shape, dtype=dtype)
@@ -34,12 +34,12 @@ class HugePages:
 
 
 def _region(size: int) -> torch.Tensor:
-    """Bytes that begin where a huge page can."""
+    """Map bytes that begin at the boundary of a huge page."""
     try:
         mapped = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
         raise MemoryError(f"the system gives no {size / 2**20:.0f} MiB: {error}") from error
-    # A kernel without huge pages serves as well, only more slowly; so do systems other than Linux.
+    # Without huge pages, and on systems other than Linux, it works too, but more slowly.
     with suppress(OSError, AttributeError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-/* Matrix tiles of Intel's AMX: registers of 16 rows of 64 bytes, and a multiplication of two of them. After vectors.h.
+/* Matrix tiles of Intel's AMX: registers of 16 rows of 64 bytes, and the product of two of them. Include after vectors.h.
  *
  *   sums[16][16] += x[16][16 pairs] . w[16 pairs][16]     pairs of bfloat16, sums in float32
  *
- * What is given, in memory: x by rows, w by pairs of its rows, as PAIRS lie everywhere here. */
+ * In memory, x lies by rows and w by pairs of rows, as PAIRS do everywhere. */
 #if HAS_PAIRS && defined(__AMX_BF16__) && defined(__linux__)
 #define HAS_MATRIX_TILES 1
 #include <sys/syscall.h>
@@ -12,8 +12,8 @@
 #endif
 
 #define TILE_ROWS 16
-#define TILE_BYTES 64  /* of a row */
-#define TILE_INPUTS 32 /* of a product: as many as a row holds in bfloat16 */
+#define TILE_BYTES 64  /* of one row */
+#define TILE_INPUTS 32 /* bfloat16 values in a row */
 
 #if HAS_MATRIX_TILES
 #ifndef ARCH_REQ_XCOMP_PERM
@@ -23,17 +23,17 @@
 #define XFEATURE_XTILEDATA 18
 #endif
 
-static int matrix_tiles_lent;
+static int matrix_tiles_enabled;
 
-/* Linux lends the registers to a process that asks for them; all its threads have them then. */
-__attribute__((constructor)) static void ask_for_matrix_tiles(void) {
-    matrix_tiles_lent = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+/* Linux enables the registers for all threads of a process that requests them. */
+__attribute__((constructor)) static void request_matrix_tiles(void) {
+    matrix_tiles_enabled = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-#define WEIGHT_TILE 7 /* the register for w, which is always whole */
+#define WEIGHT_TILE 7 /* the register for w; it always has all 16 rows */
 
-/* Of each thread, before its first tile and whenever that changes: x and sums get so many rows, 16 at most. What the registers
- * hold is lost. */
+/* Configures the tiles of the calling thread: x and sums get `rows` rows, at most 16. Clears the registers. Call it before the
+ * first tile, and whenever the number of rows changes. */
 static inline void begin_matrix_tiles(int rows) {
     struct {
         uint8_t palette, start_row, reserved[14];
@@ -42,17 +42,17 @@ static inline void begin_matrix_tiles(int rows) {
     } __attribute__((packed, aligned(64))) shapes = {.palette = 1};
     for (int i = 0; i <= WEIGHT_TILE; i++) shapes.row_bytes[i] = TILE_BYTES, shapes.rows[i] = rows;
     shapes.rows[WEIGHT_TILE] = TILE_ROWS;
-    __asm__ volatile("" : : "r"(&shapes) : "memory"); /* the compiler believes that only its first bytes are read */
+    __asm__ volatile("" : : "r"(&shapes) : "memory"); /* GCC assumes that only the first bytes are read */
     _tile_loadconfig(&shapes);
 }
 
-/* Of each thread, behind its last: what the registers hold would be saved at every change of threads. */
+/* Releases the tiles of the calling thread: a context switch would save their content. */
 static inline void end_matrix_tiles(void) { _tile_release(); }
 
-/* The compiler does not know what tiles read and write: nothing moves past this. */
-static inline void settle_memory(void) { __asm__ volatile("" ::: "memory"); }
+/* Keeps memory accesses on their side: the compiler does not know what tile instructions read and write. */
+static inline void compiler_barrier(void) { __asm__ volatile("" ::: "memory"); }
 #else
-enum { matrix_tiles_lent = 0 };
+enum { matrix_tiles_enabled = 0 };
 static inline void begin_matrix_tiles(int rows) { (void)rows; }
 static inline void end_matrix_tiles(void) {}
 #endif

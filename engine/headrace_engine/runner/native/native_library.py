@@ -1,7 +1,7 @@
-"""Compiled kernels: C sources of this package, built once a machine and loaded through ctypes.
+"""Compiles the C kernels of this package once on a machine, and loads them with ctypes.
 
-A library is built with the C compiler at hand and kept in the user's cache, keyed by source, compiler and processor.
-What is loaded runs with all rights of this process, so it is kept and taken only where nobody else can write.
+A library is built with the system's C compiler and kept in the user's cache, with a key of source, compiler and
+processor. A loaded library has all rights of this process, so the cache must be writable by this user only.
 """
 
 import ctypes
@@ -17,23 +17,23 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-import torch  # before any library of ours, see `load`
+import torch  # before any of these libraries, see `_open`
 
 from headrace_engine.private_folder import candidates, make_private, read_private
 
 logger = logging.getLogger(__name__)
 
-# The kernels' numbers for the types that they take, as in vectors.h.
+# The numbers of the types in vectors.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
-_FLAGS += ["-D_GNU_SOURCE"]  # for the C library's functions that only Linux has
+_FLAGS += ["-D_GNU_SOURCE"]  # for functions of the C library that only Linux has
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 def load(package: str, source_name: str) -> ctypes.CDLL:
-    """The library made from one C file of a package. Raises OSError, whose message says what is missing."""
+    """Load the library of one C file of a package; build it if needed. Raises OSError that says what is missing."""
     source = source_text(package, source_name)
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
@@ -61,15 +61,15 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
             raise
         except OSError as error:
             refused[folder] = error
-    logger.warning("compiled kernels cannot be kept, so every start builds them: %s", _reasons(refused))
+    logger.warning("compiled kernels cannot be cached, so every start builds them: %s", _reasons(refused))
     with tempfile.TemporaryDirectory() as room:
         return _open(_build(source_name, source, compiler, Path(room) / name))
 
 
 def _reported(library: ctypes.CDLL, folder: Path, places: list[Path], refused: dict[Path, OSError]) -> ctypes.CDLL:
     if folder != places[0]:
-        reasons = _reasons(refused) or f"{places[0]} does not hold them"
-        logger.warning("compiled kernels are kept in %s instead of %s: %s", folder, places[0], reasons)
+        reasons = _reasons(refused) or f"{places[0]} does not have them"
+        logger.warning("compiled kernels are cached in %s instead of %s: %s", folder, places[0], reasons)
     return library
 
 
@@ -78,9 +78,9 @@ def _reasons(refused: dict[Path, OSError]) -> str:
 
 
 def _open(library: Path) -> ctypes.CDLL:
-    """Load a library. From memory where its file system forbids to run what lies there, as /dev/shm in a container."""
-    # torch brings its own OpenMP runtime into the process before this; the kernel binds to the same one, so there is
-    # one thread pool and not two that fight for the cores.
+    """Load a library, from memory if its file system is mounted noexec, like /dev/shm in a container."""
+    # torch has loaded its own OpenMP runtime before. The kernels bind to the same one, so there is one thread pool, and
+    # not two that compete for the cores.
     try:
         return ctypes.CDLL(str(library))
     except OSError:
@@ -94,11 +94,11 @@ def _open(library: Path) -> ctypes.CDLL:
 
 
 class CompilerError(OSError):
-    """The compiler refused the source, as it would anywhere."""
+    """The compiler refused the source. Another folder would not help."""
 
 
 def source_text(package: str, source_name: str) -> str:
-    """A C file with our own headers in it: one text to build, and to know the library by."""
+    """Return a C file with its own headers inlined: the text to compile, and the key of the library."""
     folder = files(package)
     return re.sub(
         r'^#include "(.+)"$',
@@ -115,39 +115,39 @@ def _identity(source: str, compiler: str) -> str:
 
 
 def _intact(library: Path) -> bool:
-    """Whether it is there, this user's own, and whole.
+    """Whether a library exists, belongs to this user, and is complete.
 
-    A process that loads what a crash cut short ends by a signal.
+    A truncated library would kill the process that loads it.
     """
     try:
         content = read_private(library)
     except FileNotFoundError:
         return False
     except OSError as error:
-        logger.warning("a compiled kernel is not loaded but built anew: %s", error)
+        logger.warning("a compiled kernel is rebuilt: %s", error)
         return False
     if hashlib.sha256(content[:-_DIGEST_SIZE]).digest() == content[-_DIGEST_SIZE:]:
         return True
-    logger.warning("%s is damaged and built anew", library)
+    logger.warning("%s is damaged and rebuilt", library)
     return False
 
 
 def _build(source_name: str, source: str, compiler: str, target: Path) -> Path:
-    """Compile into a file that nobody else knows yet. Raises CompilerError, or OSError where there is no room."""
+    """Compile to a new private file. Raises CompilerError, or OSError if the disk is full."""
     done = subprocess.run(
         [compiler, *_FLAGS, "-x", "c", "-", "-o", str(target), "-lm"],
         input=source,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "LC_ALL": "C", "TMPDIR": str(target.parent)},  # its own files beside ours, on one disk
+        env={**os.environ, "LC_ALL": "C", "TMPDIR": str(target.parent)},  # temporary files on the same disk
     )
     if done.returncode:
         for reason in _NO_ROOM:
             if os.strerror(reason) in done.stderr:
                 raise OSError(reason, os.strerror(reason), str(target.parent))
         raise CompilerError(f"{compiler} cannot build {source_name}: {done.stderr.strip()[:500]}")
-    # Behind a library's end the loader does not look.
+    # The loader ignores data after the end of a library.
     target.write_bytes((content := target.read_bytes()) + hashlib.sha256(content).digest())
     target.chmod(0o700)
     return target

@@ -1,11 +1,11 @@
-/* Vectors of one register, and values of either type as float32: what the kernels of several files compute with. */
+/* Vectors of one register, and conversions between float32 and bfloat16. All kernels use them. */
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
 
-/* A vector is one register of the processor: of wider ones GCC makes loads and stores. */
+/* A vector is one register: GCC would spill wider ones to memory. */
 #ifdef __AVX512F__
 #define LANES 16
 #elif defined(__AVX__)
@@ -32,7 +32,7 @@ static inline float load_scalar(const void *base, int64_t index, int dtype) {
 static inline f32x load_vector(const void *base, int64_t index, int dtype) {
     if (dtype == FLOAT32) return *(const f32x *)((const float *)base + index);
     u16x half = *(const u16x *)((const uint16_t *)base + index);
-#ifdef __AVX512F__ /* of what follows GCC 12 makes five instructions, and the products wait for them */
+#ifdef __AVX512F__ /* GCC 12 compiles the portable form to five instructions */
     return (f32x)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
 #elif defined(__AVX2__)
     return (f32x)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)half), 16);
@@ -47,7 +47,7 @@ static inline void store_scalar(void *base, int64_t index, float value, int dtyp
     }
     uint32_t bits;
     memcpy(&bits, &value, 4);
-    /* round to nearest even; a NaN stays one */
+    /* round to nearest even; NaN stays NaN */
     bits = value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
     ((uint16_t *)base)[index] = (uint16_t)(bits >> 16);
 }
@@ -57,13 +57,13 @@ static inline void store_vector(void *base, int64_t index, f32x value, int dtype
         *(f32x *)((float *)base + index) = value;
         return;
     }
-#ifdef __AVX512BF16__ /* one instruction for ten; denormal numbers become zero */
+#ifdef __AVX512BF16__ /* one instruction instead of ten; subnormals become zero */
     __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)value);
     memcpy((uint16_t *)base + index, &half, sizeof half);
     return;
 #endif
     u32x bits = (u32x)value;
-    u32x rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest even; a NaN stays one */
+    u32x rounded = bits + 0x7fffu + ((bits >> 16) & 1u); /* to nearest even; NaN stays NaN */
     u32x nan = (u32x)(value != value);
     rounded = (rounded & ~nan) | (0x7fc00000u & nan);
     *(u16x *)((uint16_t *)base + index) = __builtin_convertvector(rounded >> 16, u16x);
@@ -76,7 +76,7 @@ static inline f32x select_vector(i32x mask, f32x yes, f32x no) {
 }
 
 static inline f32x max_vector(f32x a, f32x b) {
-#ifdef __AVX512F__ /* one instruction for four */
+#ifdef __AVX512F__ /* one instruction instead of four */
     return (f32x)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
     return (f32x)_mm256_max_ps((__m256)a, (__m256)b);
@@ -95,13 +95,13 @@ static inline float sum_lanes(f32x v) {
 
 #define LOG2_E 1.44269504088896341f
 
-/* 2^x for x < 128: relative error 1.5e-7, but below 2^-126, where it may be zero. A NaN stays one. */
+/* Returns 2^x for x < 128, with a relative error of 1.5e-7. Results below 2^-126 may be zero. NaN stays NaN. */
 static inline f32x power_of_two(f32x x) {
 #ifdef __AVX512DQ__
-    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9); /* what is above the integer below; of infinity zero */
+    f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9); /* x - floor(x); 0 for infinity */
 #else
     x = max_vector(broadcast(-126.6f), x);
-    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23: behind it there are whole numbers only */
+    f32x shift = broadcast(12582912.0f); /* 1.5 * 2^23: float32 has only integers there */
     f32x n = (x - 0.5f + shift) - shift, r = x - n;
 #endif
     f32x p = r * 1.8775767e-3f + 8.98934002e-3f;
@@ -110,14 +110,14 @@ static inline f32x power_of_two(f32x x) {
     p = p * r + 6.93153073e-1f;
     p = p * r + 9.99999925e-1f;
 #ifdef __AVX512DQ__
-    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x); /* by the integer below */
+    return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x); /* times 2^floor(x) */
 #else
-    return p * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23); /* the power of -127 is zero */
+    return p * (f32x)((__builtin_convertvector(n, i32x) + 127) << 23); /* 2^-127 is zero */
 #endif
 }
 
 #ifdef __AVX512DQ__
-/* The same for what is rounded to bfloat16 next: relative error 8e-5. */
+/* Returns 2^x with a relative error of 8e-5, for results that are rounded to bfloat16. */
 static inline f32x power_of_two_rough(f32x x) {
     f32x r = (f32x)_mm512_reduce_ps((__m512)x, 9);
     f32x p = r * 7.802452e-2f + 2.2606716e-1f;
@@ -127,8 +127,8 @@ static inline f32x power_of_two_rough(f32x x) {
 }
 #endif
 
-/* How products are computed: as one of the types above, or with two bfloat16 side by side as one step of a sum. PAIRS
- * are multiplied with pairs by instructions for that; WIDENED ones become float32 and are multiplied with that. */
+/* How products are computed: in one of the types above, or with two adjacent bfloat16 values as one step of a sum. PAIRS are
+ * multiplied with pairs by dot product instructions. WIDENED pairs become float32 first. */
 enum { PAIRS = 2, WIDENED = 3 };
 #if defined(__AVX512BF16__) && defined(__AVX512DQ__)
 #define HAS_PAIRS 1
@@ -136,22 +136,22 @@ enum { PAIRS = 2, WIDENED = 3 };
 #define HAS_PAIRS 0
 #endif
 
-/* Intel's vectors take four times as long for a product of pairs as for one of float32: there only matrix tiles gain. */
+/* On Intel's processors, a vector product of pairs takes four times as long as one of float32. Only matrix tiles are faster. */
 #if HAS_PAIRS && !defined(__AMX_BF16__)
-static int pairs_pay;
-__attribute__((constructor)) static void look_at_processor(void) {
+static int pairs_are_faster;
+__attribute__((constructor)) static void detect_processor(void) {
     __builtin_cpu_init();
-    pairs_pay = !__builtin_cpu_is("intel");
+    pairs_are_faster = !__builtin_cpu_is("intel");
 }
 #else
-enum { pairs_pay = HAS_PAIRS };
+enum { pairs_are_faster = HAS_PAIRS };
 #endif
 
-static inline int kind_of(int dtype) { return pairs_pay && dtype == BFLOAT16 ? PAIRS : dtype; }
+static inline int kind_of(int dtype) { return pairs_are_faster && dtype == BFLOAT16 ? PAIRS : dtype; }
 static inline int num_steps(int kind, int depth) { return kind >= PAIRS ? (depth + 1) / 2 : depth; }
 static inline int step_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
 
-/* What a vector of sums is to be multiplied with in one step; of widened pairs with the first or second of each. */
+/* Loads the operand of one step. For widened pairs, `second` selects the second value of each pair. */
 static inline f32x load_step(const void *base, int64_t index, int kind, int second) {
     if (kind == WIDENED) {
         u32x pairs = *(const u32x *)((const uint32_t *)base + index);
@@ -160,7 +160,7 @@ static inline f32x load_step(const void *base, int64_t index, int kind, int seco
     return load_vector(base, index, kind == PAIRS ? FLOAT32 : kind);
 }
 
-/* x is one float, or one pair in its place. */
+/* Returns sum + x * step. x points to one float, or to one pair. */
 static inline f32x add_product(f32x sum, const float *x, f32x step, int kind) {
 #if HAS_PAIRS
     if (kind == PAIRS) {
@@ -169,7 +169,7 @@ static inline f32x add_product(f32x sum, const float *x, f32x step, int kind) {
         return (f32x)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)step);
     }
 #endif
-    /* By name: for some processors GCC makes two instructions of some sums, which then round otherwise than the rest. */
+    /* Explicit FMA: for some processors GCC splits some sums into two instructions, which round differently. */
 #ifdef __AVX512F__
     return (f32x)_mm512_fmadd_ps(_mm512_set1_ps(*x), (__m512)step, (__m512)sum);
 #elif defined(__FMA__)
@@ -179,35 +179,35 @@ static inline f32x add_product(f32x sum, const float *x, f32x step, int kind) {
 #endif
 }
 
-/* The pair that begins at an index of an array of bfloat16 with so many elements; zero stands for what is behind its end. */
+/* Copies the pair at `index` of a bfloat16 array with `size` elements. A missing second element is zero. */
 static inline void copy_pair(void *target, const uint16_t *source, int index, int size) {
     uint16_t pair[2] = {source[index], index + 1 < size ? source[index + 1] : 0};
     memcpy(target, pair, sizeof pair);
 }
 
 #ifdef __AVX512F__
-#define MOST_INTERLEAVED 8
+#define MAX_INTERLEAVED 8
 
-/* target[lane][row] of so many rows, of which the array has MOST_INTERLEAVED and loses them. To interleave its first half
- * with its second turns the bits of its indices by one place; after as many turns as a row's number has bits, these have
- * changed places with a lane's. */
+/* Transposes array[row] to target[lane][row] for the first `rows` rows. Overwrites the array, which has MAX_INTERLEAVED rows.
+ * Interleaving the first half with the second rotates the bits of an index by one place. After log2(MAX_INTERLEAVED) rounds,
+ * the bits of the row have swapped places with those of the lane. */
 static inline __attribute__((always_inline)) void interleave(float *target, f32x *array, int rows) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(LANES / 2));
 #pragma GCC unroll 8
-    for (int turn = 1; turn < MOST_INTERLEAVED; turn *= 2) {
-        f32x turned[MOST_INTERLEAVED];
+    for (int turn = 1; turn < MAX_INTERLEAVED; turn *= 2) {
+        f32x turned[MAX_INTERLEAVED];
 #pragma GCC unroll 8
-        for (int i = 0; i < MOST_INTERLEAVED / 2; i++) {
-            __m512 first = (__m512)array[i], second = (__m512)array[i + MOST_INTERLEAVED / 2];
+        for (int i = 0; i < MAX_INTERLEAVED / 2; i++) {
+            __m512 first = (__m512)array[i], second = (__m512)array[i + MAX_INTERLEAVED / 2];
             turned[2 * i] = (f32x)_mm512_permutex2var_ps(first, low, second);
             turned[2 * i + 1] = (f32x)_mm512_permutex2var_ps(first, high, second);
         }
         memcpy(array, turned, sizeof turned);
     }
-    if (rows == MOST_INTERLEAVED) memcpy(target, array, sizeof(f32x) * MOST_INTERLEAVED);
+    if (rows == MAX_INTERLEAVED) memcpy(target, array, sizeof(f32x) * MAX_INTERLEAVED);
     else
-        for (int i = 0; i < MOST_INTERLEAVED; i++) { /* each has two lanes now */
+        for (int i = 0; i < MAX_INTERLEAVED; i++) { /* each vector holds two lanes now */
             __m512 both = _mm512_maskz_compress_ps(((1 << rows) - 1) * 0x101, (__m512)array[i]);
             _mm512_mask_storeu_ps(target + 2 * i * rows, (1 << 2 * rows) - 1, both);
         }

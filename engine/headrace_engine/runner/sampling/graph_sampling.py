@@ -1,8 +1,8 @@
-"""Drawing tokens inside the graph: no sort, no device randomness, no shape that depends on values.
+"""Draws tokens inside a graph: without a sort, device randomness, or shapes that depend on values.
 
-The same draw as `sampler.py` makes, from the `CANDIDATES` most likely tokens: arg max for greedy rows, else the
-inverse of the cumulative distribution in token order at the host's u. Where the candidates do not hold every token
-that the row's parameters keep, the result says so, and the host draws from the logits.
+It draws the same tokens as `sampler.py`, from the `CANDIDATES` most likely ones: the arg max for greedy rows, otherwise
+the inverse of the cumulative distribution in token order at the host's u. If the candidates do not include every token
+that the parameters of a row keep, the result says so, and the host draws from the logits.
 """
 
 from dataclasses import dataclass, fields
@@ -18,14 +18,14 @@ from headrace_engine.sampling_params import SamplingParams
 CANDIDATES = 256
 
 NUM_KNOBS = 4
-"""Floats a row, in this order: temperature (0: greedy), top_p, log of min_p, u."""
+"""Floats for each row, in this order: temperature (0: greedy), top_p, log of min_p, u."""
 
-# Stands for minus infinity, which not every device multiplies by zero as one expects.
+# Used instead of minus infinity: some devices do not return NaN or zero as expected when they multiply it.
 _LEAST = -1e30
 
 _HOST_KNOWS = {"prompt_token_ids", "output_token_ids", "params", "u"}
-# What the graph computes, and what has no part in the choice of a token. Any other parameter that is not at its default
-# brings the row to the host, so that one which is new to the sampler is never ignored here.
+# Parameters that the graph supports, or that do not affect the choice of a token. If any other one is not at its
+# default, the host draws. So a new parameter of the sampler is never ignored here.
 _GRAPH_KNOWS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "output_kind"),
@@ -35,16 +35,16 @@ _GRAPH_KNOWS = {
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What the graph says of each row."""
+    """The result for each row."""
 
     tokens: torch.Tensor
     """[rows] int32"""
     is_exact: torch.Tensor
-    """[rows] int32; 0 where kept tokens may lie beyond the candidates, and `tokens` must not be used."""
+    """[rows] int32; 0 if kept tokens may be missing from the candidates, so that `tokens` must not be used."""
 
 
 def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Drawn:
-    """One token a row.
+    """Draw one token for each row.
 
     Args:
         logits: [rows, vocabulary] float32
@@ -60,12 +60,12 @@ def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Draw
     ids = ids.to(torch.int32)
     largest, smallest = values[:, :1], values[:, count - 1 :]
 
-    # Tokens tied with the last one kept all stay, so that the order of ties does not matter.
+    # All tokens that tie with the last kept one are kept, so that the order of ties does not matter.
     k = top_k[:, None]
     at_k = values.gather(1, (k - 1).clamp(0, count - 1))
     limits_k = (k > 0) & (k <= count)
     threshold = torch.maximum(largest + log_min_p, torch.where(limits_k, at_k, _LEAST))
-    holds_all = smallest < threshold  # what lies beyond the candidates is even less likely
+    holds_all = smallest < threshold  # tokens beyond the candidates are even less likely
     weights = torch.exp(values - largest)
     kept_weights = torch.where(values >= threshold, weights, 0.0)
     whole = torch.exp(torch.logsumexp(scaled, dim=-1, keepdim=True) - largest)
@@ -83,30 +83,30 @@ def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Draw
     if vocab_size <= CANDIDATES:
         is_exact = torch.ones_like(is_exact)
 
-    # Cumulative weights in token order without a sort: each candidate sums those of no larger id.
+    # Cumulative weights in token order without a sort: each candidate sums the weights of ids up to its own.
     not_after = (ids[:, None, :] <= ids[:, :, None]).to(kept_weights.dtype)
     cumulative = (not_after @ kept_weights[:, :, None])[:, :, 0]
     is_kept = kept_weights > 0
     goal = u * kept_weights.sum(dim=-1, keepdim=True)
     reached = torch.where(is_kept & (cumulative > goal), ids, vocab_size).amin(dim=-1)
-    last = torch.where(is_kept, ids, 0).amax(dim=-1)  # u so near 1 that rounding passed the end
+    last = torch.where(is_kept, ids, 0).amax(dim=-1)  # u is so close to 1 that rounding passed the end
     drawn = torch.minimum(reached, last)
     tokens = torch.where(is_greedy[:, 0], logits.argmax(dim=-1).to(torch.int32), drawn)
     return Drawn(tokens, is_exact[:, 0].to(torch.int32))
 
 
 def knobs_of(row: SamplingRow, vocab_size: int) -> tuple[npt.NDArray[np.float32], int]:
-    """What `draw` needs of a row: its knobs, and its top_k."""
+    """Return the arguments of `draw` for a row: its knobs, and its top_k."""
     params = row.params
     log_min_p = float(np.log(params.min_p)) if params.min_p > 0 else _LEAST
-    # below the smallest normal float32 a device may read 0, which means greedy
+    # a device may flush subnormals to 0, which means greedy
     temperature = 0.0 if params.is_greedy else min(params.temperature, 1e30)
     top_k = params.top_k if params.top_k < vocab_size else 0
     return np.array([temperature, params.top_p, log_min_p, row.u], dtype=np.float32), top_k
 
 
 def needs_host(row: SamplingRow) -> bool:
-    """Whether the row asks for what the graph does not compute: penalties, masks, log-probabilities."""
+    """Whether a row needs what the graph does not support: penalties, masks, log-probabilities."""
     return _is_special(row.params) or any(
         _is_given(getattr(row, field.name)) for field in fields(row) if field.name not in _HOST_KNOWS
     )

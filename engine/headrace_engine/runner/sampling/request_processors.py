@@ -1,4 +1,4 @@
-"""The operator's logits processors as the runner calls them: one function a request, and no failure that spreads."""
+"""Calls the operator's logits processors: one function for each request, whose failure affects no other."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ Process = Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor]
 
 
 class RequestProcessors:
-    """All processors of one request, one behind the other.
+    """All processors of one request, in order.
 
-    What they raise is the request's failure and nobody else's: its row is left without a token that could be drawn.
+    An exception fails only this request: its row has no token that could be drawn.
     """
 
     def __init__(self, processes: Sequence[tuple[str, Process]]) -> None:
@@ -34,7 +34,7 @@ class RequestProcessors:
                 processed = process(prompt_token_ids, output_token_ids, logits)
                 if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
                     raise TypeError(f"returned {_describe(processed)}, expected logits of shape {tuple(logits.shape)}")
-            except Exception as error:  # noqa: BLE001  # whatever the operator's code raises
+            except Exception as error:  # noqa: BLE001  # the operator's code may raise anything
                 self.failure = f"logits processor {name} failed: {type(error).__name__}: {error}"
                 _log_failure(name, error)
                 return torch.full_like(logits, float("-inf"))
@@ -43,14 +43,14 @@ class RequestProcessors:
 
 
 class ProcessorSet:
-    """The instances that live as long as the model."""
+    """The instances of all processors, for the lifetime of the model."""
 
     def __init__(self, config: EngineConfig) -> None:
         classes = load_logits_processors(config.model.logits_processors)
         self._processors: list[LogitsProcessor] = [made(config) for made in classes]
 
     def for_request(self, params: SamplingParams) -> RequestProcessors | None:
-        """None where no processor wants the request."""
+        """Return the processors of a request, or None if no processor applies to it."""
         wanted: list[tuple[str, Process]] = []
         for processor in self._processors:
             name = type(processor).__name__
@@ -72,7 +72,7 @@ def _raising(error: Exception) -> Process:
 
 
 def _log_failure(name: str, error: Exception) -> None:
-    """Where it failed, but not its message, which may hold a user's text."""
+    """Return where it failed, without its message, which may quote the text of a user."""
     logger.error("logits processor %s failed at\n%s", name, raised_at(error))
 
 

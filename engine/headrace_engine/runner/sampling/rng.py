@@ -1,8 +1,8 @@
 """Random draws as a pure function of (seed, position): no state, no order of calls, no global generator.
 
-The sampler gets its randomness from here and nowhere else, so the same request draws the same numbers whatever its
-batch-mates, its chunks, its preemptions, and the worker that continues it after a crash. A change of what is drawn
-raises `contracts.DRAWS`.
+It is the only source of randomness of the sampler. So a request draws the same numbers whatever its batch, its chunks
+and its preemptions are, and whichever worker continues it after a crash. A change of the draws increments
+`contracts.DRAWS`.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniform(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position) pair; seeds are 64-bit, signed or not.
+    """Return one number in [0, 1) for each (seed, position) pair. Seeds have 64 bits, signed or not.
 
     A counter-based generator: the SplitMix64 finaliser (Steele, Lea, Flood 2014) over the mixed seed plus the
     position's step of its Weyl sequence.

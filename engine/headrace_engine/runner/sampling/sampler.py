@@ -1,8 +1,8 @@
-"""The sampler: a pure function of logits, parameters and one uniform number a row.
+"""The sampler: a pure function of logits, parameters and one uniform number for each row.
 
 Order of operations, as in vLLM: log-probabilities of the raw logits; allowed tokens, bad words, suppressed tokens and
 biases; logits processors; grammar; penalties; temperature; min-p; top-k; top-p; then the inverse of the cumulative
-distribution in token order at u. Every row is computed on its own, so batch-mates cannot change each other's tokens.
+distribution in token order at u. Each row is computed independently, so other requests cannot change its token.
 """
 
 import functools
@@ -19,30 +19,30 @@ from headrace_engine.runner.sampling.token_rules import TokenRules
 from headrace_engine.sampling_params import SamplingParams
 
 NO_TOKEN = -1
-"""Drawn for a row whose rules leave no token that could be drawn."""
-# Most rows that use top-p keep far fewer tokens than this; a row that keeps more is sorted in full.
+"""The result for a row whose rules allow no token."""
+# Most rows with top-p keep far fewer tokens. A row that keeps more is sorted completely.
 _PARTIAL_SORT = 1024
 _LARGEST = torch.finfo(torch.float32).max
-# A logits processor may say "this one" with infinity, and so may an absurd penalty: softmax would make no number of it.
+# A logits processor or an extreme penalty may set infinity, which softmax would turn into NaN.
 _LARGEST_LOGIT = 1e30
-# Prompt log-probabilities are made for so many tokens at a time, as each needs a few rows of the vocabulary's size.
+# Tokens for which prompt log-probabilities are computed at a time: each needs a few rows of the vocabulary size.
 _LOGPROB_ROWS = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """What one row of logits needs beside itself."""
+    """The parameters and history for one row of logits."""
 
     params: SamplingParams
     u: float
-    """Uniform in [0, 1), a function of the request's seed and the position alone; any number for a greedy row."""
+    """Uniform in [0, 1), a function of the seed and the position only. Unused for a greedy row."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     suppressed_token_ids: Sequence[int]
-    """Tokens that must not be drawn: end and stop tokens while the output is shorter than min_tokens."""
+    """Tokens that must not be drawn: end and stop tokens until the output has min_tokens."""
     rules: TokenRules | None = None
     processor: Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor] | None = None
-    """The request's logits processors: (prompt, output, logits) -> logits."""
+    """The logits processors of the request: (prompt, output, logits) -> logits."""
     grammar_mask: bytes | None = None
     """Bit i of byte j says whether token 8 j + i may be drawn."""
 
@@ -55,8 +55,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
         rows: one entry a row of logits.
 
     Returns:
-        The token ids (`NO_TOKEN` where none was left), and the log-probabilities of the rows that asked for them, by
-        row index.
+        The token ids (`NO_TOKEN` if none is allowed), and by row index the log-probabilities that rows asked for.
     """
     token_ids = draw_tokens(logits, rows)
     return token_ids, {
@@ -67,7 +66,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
 
 
 def draw_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """As `sample`, for a caller who wants no log-probabilities, whatever the rows ask for."""
+    """Draw as `sample` does, without log-probabilities."""
     adjusted, empty = _adjust(logits, rows)
     tokens = _argmax(adjusted)
     drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
@@ -83,14 +82,14 @@ _has_kernels = functools.cache(native_ops.is_built)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first largest of each row."""
+    """Return the first largest element of each row."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
     if logits.dtype in native_library.DTYPES and _has_kernels():
         return native_ops.argmax(logits)
     if logits.dtype is not torch.bfloat16:
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's own time
-    # Above zero numbers have the order of their bits; to widen all of them first takes ten times as long.
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as fast as torch
+    # Positive numbers have the order of their bits. Conversion of all numbers first would take ten times as long.
     bits = logits.view(torch.int16).numpy()
     found = bits.argmax(axis=-1)
     others = np.flatnonzero(np.take_along_axis(bits, found[:, None], axis=-1)[:, 0] <= 0)
@@ -99,11 +98,11 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """How likely a prompt's own tokens were.
+    """Return the log-probabilities of the tokens of a prompt.
 
     Args:
-        logits: [tokens, vocabulary], any float type: those of the tokens before each of `token_ids`.
-        count: how many of the most likely tokens to report beside each token; -1 for the whole vocabulary.
+        logits: [tokens, vocabulary], any float type: of the token before each of `token_ids`.
+        count: number of most likely tokens to report besides each token; -1 for the whole vocabulary.
     """
     found: list[TokenLogprobs] = []
     for start in range(0, len(token_ids), _LOGPROB_ROWS):
@@ -118,9 +117,10 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) 
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, list[int]]:
-    """Apply rules, suppression, processors, grammars and penalties; copies, to float32, only when a row needs them.
+    """Apply rules, suppression, processors, grammars and penalties. Copy to float32 only if a row needs them.
 
-    Returns the logits, and the indices of the rows that have no token left.
+    Returns:
+        The logits, and the indices of the rows without an allowed token.
     """
     changed = [
         index
@@ -149,7 +149,7 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Te
         for index in changed
         if rows[index].suppressed_token_ids or rows[index].rules or rows[index].processor or rows[index].grammar_mask
     ]
-    alive = logits[masked].amax(dim=-1) > float("-inf")  # not for NaN, either
+    alive = logits[masked].amax(dim=-1) > float("-inf")  # also for NaN
     return logits, [index for index, lives in zip(masked, alive.tolist(), strict=True) if not lives]
 
 
@@ -173,27 +173,27 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    # A float64 beyond float32 would become infinite, and suppressed tokens not a number; an integer may not fit int64.
+    # A float64 beyond float32 would become infinite, and suppressed tokens NaN. An integer may not fit in int64.
     column = torch.tensor([min(float(row.params.temperature), _LARGEST) for row in rows])[:, None]
     logits = logits / column
     min_p = torch.tensor([row.params.min_p for row in rows])[:, None]
     if bool((min_p > 0).any()):
-        # p < min_p * p_max, written in logits so that no softmax is needed yet
+        # p < min_p * p_max in logits, without a softmax
         logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
     _keep_top_k(logits, rows)
     probs = torch.softmax(logits, dim=-1)
     _keep_top_p(probs, rows)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     u = torch.tensor([row.u for row in rows], dtype=torch.float64)[:, None]
-    # The first token whose cumulative probability exceeds u; tokens of probability 0 can never be it.
+    # The first token whose cumulative probability exceeds u. A token of probability 0 is never drawn.
     tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-    # u so near 1 that rounding passed the end: the last token that has any probability
+    # u is so close to 1 that rounding passed the end: take the last token with a probability
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(dim=-1)
     return torch.minimum(tokens, last)
 
 
 def _keep_top_k(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """In place; tokens tied with the k-th all stay, so the result does not depend on a sort's order of ties."""
+    """Apply top-k in place. All tokens that tie with the k-th are kept, so the order of ties does not matter."""
     vocab_size = logits.shape[-1]
     wanted = [(index, row.params.top_k) for index, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
     if not wanted:
@@ -206,7 +206,7 @@ def _keep_top_k(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _keep_top_p(probs: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """In place: the smallest set of most likely tokens whose probabilities reach top_p, ties included."""
+    """Apply top-p in place: keep the smallest set of most likely tokens that reaches top_p, including ties."""
     indices = [index for index, row in enumerate(rows) if row.params.top_p < 1.0]
     if not indices:
         return

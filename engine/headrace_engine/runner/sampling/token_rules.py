@@ -1,4 +1,4 @@
-"""What a request says about single tokens: allowed ones, bad words, biases. Made once, applied at every step."""
+"""The rules of a request for single tokens: allowed tokens, bad words, biases. Created once, applied in every step."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ from headrace_engine.sampling_params import SamplingParams
 
 
 class TokenRules:
-    """Changes one row of logits in place; a function of the request and its output so far, nothing else.
+    """Changes one row of logits in place, as a function of the request and its output so far.
 
     Args:
-        bad_words_token_ids: every bad word in all its tokenisations, none empty.
+        bad_words_token_ids: all tokenisations of every bad word, none of them empty.
     """
 
     def __init__(self, params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]]) -> None:
         self._allowed = _ids(params.allowed_token_ids) if params.allowed_token_ids is not None else None
         self._banned = _ids([word[0] for word in bad_words_token_ids if len(word) == 1])
         self._endings: dict[int, list[tuple[list[int], int]]] = {}
-        """Bad words of several tokens, by their last token but one: all tokens but the last, and the last."""
+        """Bad words of several tokens, by their second to last token: all tokens but the last, and the last."""
         for word in bad_words_token_ids:
             if len(word) > 1:
                 self._endings.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
@@ -47,7 +47,7 @@ class TokenRules:
 
 
 def create_token_rules(params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]]) -> TokenRules | None:
-    """None for the many requests that have no such rule."""
+    """Return the rules of a request, or None if it has none."""
     if params.allowed_token_ids is None and not params.logit_bias and not bad_words_token_ids:
         return None
     return TokenRules(params, bad_words_token_ids)

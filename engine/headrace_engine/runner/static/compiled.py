@@ -1,4 +1,4 @@
-"""Flavours that go through `torch.compile`: Dynamo traces the step once a shape, and a backend makes a graph of it."""
+"""Compiler backends that use `torch.compile`: Dynamo traces the step once for each shape, and a backend compiles it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,13 +10,13 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
 from headrace_engine.errors import RecompilationError
-from headrace_engine.runner.static.flavour import Step
+from headrace_engine.runner.static.compiler_backend import Step
 
 _SEALED = "fail_on_recompile"
 
 
 class Compiled:
-    """A device whose Dynamo backend is called `backend`; subclasses say how to find out that it is there."""
+    """A device with a Dynamo backend named `backend`. Subclasses find out whether the device exists."""
 
     name: str
     backend: str
@@ -27,14 +27,14 @@ class Compiled:
         self._num_graphs = 0
 
     def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:
-        # Dynamo gives up after 8 graphs of one function unless told otherwise. Runners of one process share the limit.
+        # Dynamo gives up after 8 graphs of one function by default. All runners of a process share the limit.
         dynamo_config.recompile_limit += num_shapes
         dynamo_config.accumulated_recompile_limit += num_shapes
         compiled: Step = torch.compile(step.forward, backend=self._build, fullgraph=True, dynamic=False)
         return compiled
 
     def _build(self, module: GraphModule, inputs: list[torch.Tensor]) -> Any:
-        """What `torch.compile(backend=self.backend)` would call, and a count."""
+        """Compile a graph as `torch.compile(backend=self.backend)` does, and count it."""
         self._num_graphs += 1
         return lookup_backend(self.backend)(module, inputs)
 
@@ -53,6 +53,6 @@ class Compiled:
             with torch.compiler.set_stance(_SEALED):
                 yield
         except RuntimeError as error:
-            if _SEALED not in str(error):  # torch has no type of its own for it
+            if _SEALED not in str(error):  # torch has no exception type for it
                 raise
             raise RecompilationError(f"{self.name} met a shape that was not compiled at the start: {error}") from error

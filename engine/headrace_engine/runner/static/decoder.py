@@ -1,8 +1,8 @@
 """The static step in plain PyTorch: a decoder of the Llama family with paged K/V memory and its sampler.
 
-Everything that depends on values happens on the host (`inputs.py`); here all shapes follow from those of the inputs.
-K/V of all tokens are written before any token attends, so chunked prefill, prefix caching and decoding are one rule:
-a token sees every position up to its own.
+Everything that depends on values happens on the host (`inputs.py`). Here all shapes follow from the shapes of the
+inputs. K/V of all tokens are written before any token attends. So one rule covers chunked prefill, prefix caching and
+decoding: a token sees every position up to its own.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _MASKED = -1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A model's architecture, as far as the module has to know it."""
+    """The parts of the architecture of a model that this module needs."""
 
     vocab_size: int
     hidden_size: int
@@ -31,7 +31,7 @@ class DecoderSpec:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
-    """One entry a layer: how many positions a token sees, itself included; None for all."""
+    """For each layer: how many positions a token sees, including itself. None: all."""
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
@@ -56,7 +56,7 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the step's tokens are written and what they see; the same for all layers."""
+    """The cache slots and the visible positions of the tokens of a step, for all layers."""
 
     blocks: torch.Tensor
     """[rows * tokens] int32; 0, the null block, for padding"""
@@ -68,7 +68,7 @@ class Places:
     """[rows, tokens, 1, head_dim]"""
     sin: torch.Tensor
     masks: dict[int | None, torch.Tensor]
-    """For each window [rows, 1, 1, tokens, context] bool: which positions a token sees."""
+    """For each window: the positions that a token sees, [rows, 1, 1, tokens, context] bool."""
 
 
 class Attention(nn.Module):
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer whose input features are spread over the ranks; the bias is added once, behind the sum."""
+    """A linear layer whose input features are divided among the ranks. The bias is added once, after the sum."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, reduce: Reduce | None) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """What checkpoints keep under `model.`"""
+    """The modules under `model.` in a checkpoint."""
 
     def __init__(self, spec: DecoderSpec, num_ranks: int, reduce: Reduce | None) -> None:
         super().__init__()
@@ -178,15 +178,15 @@ class Trunk(nn.Module):
 
 
 class StaticDecoder(nn.Module):
-    """One step of the model; its parameters carry the names that checkpoints give them.
+    """One step of the model. Its parameters have the names of the checkpoint.
 
     Args:
-        num_ranks: heads and feed-forward features are spread over so many ranks.
-        reduce: sums over the ranks; None where there is one.
+        num_ranks: number of ranks among which heads and feed-forward features are divided.
+        reduce: sums over the ranks; None for one rank.
     """
 
     cos: torch.Tensor
-    """[positions, head_dim]: a table, so that no device computes the sine of a large number."""
+    """[positions, head_dim]: a table, because devices are inaccurate for the sine of large numbers."""
     sin: torch.Tensor
 
     def __init__(self, spec: DecoderSpec, num_ranks: int = 1, reduce: Reduce | None = None) -> None:
@@ -196,7 +196,7 @@ class StaticDecoder(nn.Module):
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Take K/V memory. One tensor a layer: with one for all, every layer would copy it whole."""
+        """Allocate K/V memory, one tensor for each layer. With a single tensor, every layer would copy all of it."""
         for layer in self.model.layers:
             attention = layer.self_attn
             assert isinstance(attention, Attention)
@@ -232,7 +232,7 @@ class StaticDecoder(nn.Module):
         hidden = self.model.embed_tokens(tokens[0])
         for layer in self.model.layers:
             hidden = layer(hidden, places)
-        # one of the two is 1: a chunk of one request, or one token of several
+        # one of them is 1: a chunk of one request, or one token of several requests
         last = hidden[:, 0] if num_tokens == 1 else hidden[0].index_select(0, rows[:, 0])
         logits = self.lm_head(self.model.norm(last)).float()
         drawn = draw(logits, knobs, rows[:, 1])

@@ -1,9 +1,9 @@
-"""Tensor parallelism: one process a rank. Rank 0 schedules and tells the others each step's inputs over the host.
+"""Tensor parallelism with one process for each rank. Rank 0 schedules, and broadcasts the inputs of each step.
 
     rank 0    [kind, rows, tokens, blocks]  then the three input tensors  ->  all others, by gloo's broadcast
 
-Within the step the ranks sum their parts over the device's own collectives. Rank 0 alone decides on shapes, so the
-ranks never run different graphs.
+Within a step, the ranks sum their parts by the collectives of the device. Only rank 0 chooses shapes, so all ranks run
+the same graphs.
 """
 
 import os
@@ -22,26 +22,26 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs
 from headrace_engine.runner.static.shapes import Shape
 
-# An idle rank waits for the next step as long as it takes. One that is gone is noticed at once, by its connection.
+# An idle rank waits for the next step without a limit. A dead rank is noticed at once by its closed connection.
 _TIMEOUT = timedelta(days=365)
 READY = b"ready\n"
 
 
 class Kind(IntEnum):
-    """What the other ranks are to do."""
+    """The command for the other ranks."""
 
     STOP = 0
     ALLOCATE = 1
-    """Take K/V memory of so many blocks, and compile for so many shapes."""
+    """Allocate K/V memory for a number of blocks, and compile for a number of shapes."""
     WARM_UP = 2
     STEP = 3
 
 
 class Group:
-    """This process's place among the ranks.
+    """The group of ranks, as one of them sees it.
 
     Args:
-        backend: of the collectives within a step, by torch.distributed's name.
+        backend: the backend of torch.distributed for the collectives within a step.
     """
 
     def __init__(self, rank: int, size: int, backend: str, store: Any) -> None:
@@ -50,22 +50,22 @@ class Group:
         self._host = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts; inside a graph it becomes a functional collective."""
+        """Return the sum over all ranks. Within a graph it becomes a functional collective."""
         dist.all_reduce(part)
         return part
 
     def announce(self, kind: Kind, first: int = 0, second: int = 0, third: int = 0) -> None:
-        """From rank 0 to all others."""
+        """Send a command from rank 0 to all others."""
         dist.broadcast(torch.tensor([kind, first, second, third]), 0, group=self._host)
 
     def send(self, kind: Kind, inputs: StaticInputs) -> None:
-        """A step, from rank 0 to all others."""
+        """Send a step from rank 0 to all others."""
         _, rows, tokens = inputs.tokens.shape
         self.announce(kind, rows, tokens, inputs.rows.shape[1] - 2)
         self._exchange(inputs)
 
     def receive(self) -> tuple[Kind, int, int, StaticInputs | None]:
-        """What rank 0 wants: the kind, its first two numbers, and a step's inputs where it is one."""
+        """Receive a command of rank 0: the kind, its first two numbers, and the inputs if it is a step."""
         header = torch.zeros(4, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._host)
         kind, first, second, third = header.tolist()
@@ -83,11 +83,11 @@ class Group:
         dist.destroy_process_group()
 
 
-class Followers:
-    """The processes of all ranks but 0, started and ended by rank 0.
+class WorkerRanks:
+    """The processes of all ranks except 0. Rank 0 starts and ends them.
 
     Raises:
-        ConfigError: one of them could not start; its own lines say why.
+        ConfigError: one of them could not start. Its output says why.
     """
 
     def __init__(self, config: EngineConfig, backend: str) -> None:
@@ -102,7 +102,7 @@ class Followers:
         self.group = Group(0, size, backend, store)
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the other ranks; those that do not listen are killed."""
+        """End the other ranks. Kill those that do not respond."""
         try:
             self.group.announce(Kind.STOP)
             for process in self._processes:
@@ -126,7 +126,7 @@ def _start(config: EngineConfig, rank: int, port: int) -> "subprocess.Popen[byte
     environ = dict(os.environ)
     config.static.prepare_environment(config.model.device, rank, environ, is_torch_imported=False)
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace_engine.runner.static.follower", str(rank), str(port)],
+        [sys.executable, "-m", "headrace_engine.runner.static.worker_rank", str(rank), str(port)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environ,

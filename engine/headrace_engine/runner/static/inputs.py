@@ -1,6 +1,6 @@
-"""One step's arrays for the device, padded to a shape of the grid; numpy on the host.
+"""Builds the input arrays of a step on the host, padded to a shape of the grid.
 
-Padding tokens write to the null block, whose content nobody reads, and padding rows see only their own position there.
+Padding tokens write to the null block, whose content is never used. Padding rows see only their own position there.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from headrace_engine.runner.static.shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """What `StaticDecoder.forward` takes; int32 and float32 on the CPU."""
+    """The arguments of `StaticDecoder.forward`, as int32 and float32 on the CPU."""
 
     tokens: torch.Tensor
     rows: torch.Tensor
@@ -25,7 +25,7 @@ class StaticInputs:
 
 
 def empty_inputs(shape: Shape) -> StaticInputs:
-    """Nothing but padding: what warm-up computes."""
+    """Return inputs of padding only, for warm-up."""
     return StaticInputs(
         tokens=torch.zeros((4, shape.rows, shape.tokens), dtype=torch.int32),
         rows=torch.zeros((shape.rows, 2 + shape.blocks), dtype=torch.int32),
@@ -36,17 +36,17 @@ def empty_inputs(shape: Shape) -> StaticInputs:
 def pad(
     packed: StepInputs, sampling: Sequence[SamplingRow | None], shape: Shape, block_size: int, vocab_size: int
 ) -> StaticInputs:
-    """A packed batch in the given shape.
+    """Pad a packed batch to a shape.
 
     Args:
-        sampling: one entry a request of the batch; None where it gets no token in this step.
+        sampling: one entry for each request of the batch, None if it gets no token in this step.
     """
     inputs = empty_inputs(shape)
     metadata = packed.metadata
     count = len(metadata.seq_lens)
     slots = metadata.slot_mapping.numpy()
     arrays = inputs.tokens.numpy()
-    # all rows but one have one token, so a packed batch fills the array from its start, row after row
+    # there is one row, or each row has one token: so a packed batch fills the array from its start
     flat = np.stack([packed.input_ids.numpy(), packed.positions.numpy(), slots // block_size, slots % block_size])
     arrays.reshape(4, -1)[:, : flat.shape[1]] = flat
     rows = inputs.rows.numpy()

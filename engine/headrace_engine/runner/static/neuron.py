@@ -1,6 +1,6 @@
 """AWS Trainium 2 and later through TorchNeuron: the PyTorch device `neuron` and the Dynamo backend of the same name.
 
-Written from AWS's documentation of SDK 2.33 and never run on hardware; `docs/neuron.md` says what is checked without.
+Written from AWS's documentation of SDK 2.33, and never run on hardware. `docs/neuron.md` says what is tested.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from torch._dynamo.backends.registry import list_backends
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.static.compiled import Compiled
-from headrace_engine.runner.static.flavour import Step
+from headrace_engine.runner.static.compiler_backend import Step
 
-# What is left of the device's memory after the weights, for K/V; graphs and their scratch memory need the rest.
+# Share of the memory left after the weights that K/V may take. Graphs and their scratch memory need the rest.
 _KV_SHARE = 0.7
 
 
@@ -23,14 +23,14 @@ class Neuron(Compiled):
     """One logical NeuronCore.
 
     Args:
-        devices: where the driver shows its devices.
+        devices: folder in which the driver lists its devices.
         load: imports a module by name.
     """
 
     name = "neuron"
     backend = "neuron"
     collectives: str | None = "neuron"
-    device = torch.device("cpu")  # until `probe` has found the real one
+    device = torch.device("cpu")  # until `probe` has found the device
 
     def __init__(self, devices: Path = Path("/dev"), load: Callable[[str], Any] = import_module) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Neuron(Compiled):
         self.device = device
 
     def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:
-        # what loading had to compute elsewhere is no part of a step
+        # operators that ran on the CPU during loading do not count
         forget = getattr(self._module, "clear_op_tracking", None)
         if forget is not None:
             forget()
         return super().compile(step, num_shapes)
 
     def fallback_operators(self) -> list[str]:
-        """What TorchNeuron computed on the CPU instead, which it does without a word."""
+        """Return the operators that TorchNeuron ran on the CPU, which it does silently."""
         fallbacks = getattr(self._module, "get_fallback_ops", None)
         return sorted(map(str, fallbacks())) if fallbacks is not None else []
 
@@ -79,5 +79,5 @@ class Neuron(Compiled):
         try:
             free, _ = torch.accelerator.get_memory_info(self.device)
         except (RuntimeError, NotImplementedError, AttributeError, ValueError):
-            return None  # beta versions do not tell, nor does a build of torch for another accelerator
+            return None  # beta versions do not report it, nor do builds of torch for another accelerator
         return int(free * _KV_SHARE)

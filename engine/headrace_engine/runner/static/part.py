@@ -1,4 +1,4 @@
-"""`ModelPart`: the share of the model that one rank holds, on its device; with one rank, the whole of it."""
+"""`ModelPart`: the part of the model on one rank, or the whole model with one rank."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -8,23 +8,23 @@ import torch
 from headrace_engine.config import EngineConfig
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.models.load_errors import lasting_errors
-from headrace_engine.runner.static.flavour import Flavour, Step
+from headrace_engine.runner.static.compiler_backend import CompilerBackend, Step
 from headrace_engine.runner.static.group import Group
 from headrace_engine.runner.static.inputs import StaticInputs
 from headrace_engine.runner.static.weights import load_decoder
 
 
 class ModelPart:
-    """Loads its weights when it is made.
+    """Loads its weights when it is created.
 
     Raises:
         ModelLoadError: the model cannot be loaded.
         ConfigError: an option does not fit the model.
     """
 
-    def __init__(self, config: EngineConfig, flavour: Flavour, group: Group | None) -> None:
+    def __init__(self, config: EngineConfig, compiler_backend: CompilerBackend, group: Group | None) -> None:
         self._block_size = config.cache.block_size
-        self._flavour = flavour
+        self._compiler_backend = compiler_backend
         self._step: Step
         self.hf_config = loading.load_config(config.model)
         self.dtype = loading.resolve_dtype(config.model, self.hf_config)
@@ -35,7 +35,7 @@ class ModelPart:
                 self.hf_config,
                 dtype=self.dtype,
                 max_positions=self.max_model_len,
-                device=flavour.device,
+                device=compiler_backend.device,
                 rank=group.rank if group else 0,
                 num_ranks=group.size if group else 1,
                 reduce=group.reduce if group else None,
@@ -45,20 +45,20 @@ class ModelPart:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of K/V memory on this rank."""
+        """Bytes of K/V memory of a block on this rank."""
         attention: Any = self.decoder.model.layers[0].self_attn
         keys = attention.k_proj.weight
         return int(2 * len(self.decoder.model.layers) * self._block_size * keys.shape[0] * keys.element_size())
 
     def allocate(self, num_blocks: int) -> None:
-        self.decoder.allocate(num_blocks, self._block_size, self._flavour.device)
+        self.decoder.allocate(num_blocks, self._block_size, self._compiler_backend.device)
 
     def compile(self, num_shapes: int) -> None:
-        self._step = self._flavour.compile(self.decoder, num_shapes)
+        self._step = self._compiler_backend.compile(self.decoder, num_shapes)
 
     def run(self, inputs: StaticInputs, *, sealed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step. Raises RecompilationError: it is sealed, and its shape is not compiled."""
-        device = self._flavour.device
+        """Compute one step. Raises RecompilationError if its shape was not compiled during warm-up."""
+        device = self._compiler_backend.device
         arguments = (inputs.tokens.to(device), inputs.rows.to(device), inputs.knobs.to(device))
-        with self._flavour.sealed() if sealed else nullcontext():
+        with self._compiler_backend.sealed() if sealed else nullcontext():
             return self._step(*arguments)

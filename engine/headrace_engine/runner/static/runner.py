@@ -1,7 +1,7 @@
-"""`StaticPagedRunner`: one static-shape step for every device whose compiler wants to know all shapes beforehand.
+"""`StaticPagedRunner`: runs steps of static shapes, for devices whose compilers need all shapes in advance.
 
-The core sees a runner like any other. Inside, each step is padded to one of the shapes that warm-up compiled, and
-tokens are drawn on the device; logits come to the host only for a row that asks for what the graph does not compute.
+Each step is padded to one of the shapes that were compiled during warm-up. Tokens are drawn on the device. Logits are
+copied to the host only for rows whose sampling parameters the graph does not support.
 """
 
 import logging
@@ -20,8 +20,8 @@ from headrace_engine.runner.models import generation, loading
 from headrace_engine.runner.sampling.graph_sampling import needs_host
 from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.runner.sampling.sampler import SamplingRow, prompt_logprobs, sample
-from headrace_engine.runner.static.flavour import Flavour
-from headrace_engine.runner.static.group import Followers, Kind
+from headrace_engine.runner.static.compiler_backend import CompilerBackend
+from headrace_engine.runner.static.group import Kind, WorkerRanks
 from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
 from headrace_engine.runner.static.part import ModelPart
 from headrace_engine.runner.static.shapes import ShapeGrid
@@ -34,15 +34,15 @@ class StaticPagedRunner:
     """Implements `ModelRunner` with a fixed set of compiled shapes.
 
     Raises:
-        ConfigError: the device is not there, or an option does not fit it.
+        ConfigError: the device does not exist, or an option does not fit it.
     """
 
-    def __init__(self, config: EngineConfig, flavour: Flavour) -> None:
-        flavour.probe()
+    def __init__(self, config: EngineConfig, compiler_backend: CompilerBackend) -> None:
+        compiler_backend.probe()
         self._config = config
-        self._flavour = flavour
+        self._compiler_backend = compiler_backend
         self._part: ModelPart
-        self._followers: Followers | None = None
+        self._worker_ranks: WorkerRanks | None = None
         self._grid: ShapeGrid
         self._batch: RequestBatch
         self.info: ModelInfo
@@ -52,8 +52,10 @@ class StaticPagedRunner:
         started = time.perf_counter()
         size = self._config.static.tensor_parallel_size
         if size > 1:
-            self._followers = self._start_followers(size)
-        self._part = part = ModelPart(self._config, self._flavour, self._followers.group if self._followers else None)
+            self._worker_ranks = self._start_worker_ranks(size)
+        self._part = part = ModelPart(
+            self._config, self._compiler_backend, self._worker_ranks.group if self._worker_ranks else None
+        )
         self._grid = ShapeGrid(self._config, part.max_model_len)
         generation_config = read_generation_config(self._config.model)
         self.info = ModelInfo(
@@ -63,7 +65,7 @@ class StaticPagedRunner:
             default_sampling_params=generation.default_sampling_params(self._config.model, generation_config),
             architecture=part.hf_config.architectures[0],
             dtype=str(part.dtype).removeprefix("torch."),
-            device=self._flavour.name,
+            device=self._compiler_backend.name,
             attention="static paged",
             num_parameters=part.num_parameters,
             weights=fingerprint(self._config.model.model, self._config.model.revision),
@@ -79,13 +81,15 @@ class StaticPagedRunner:
         )
         return self.info
 
-    def _start_followers(self, size: int) -> Followers:
-        if self._flavour.collectives is None:
-            raise ConfigError(f"tensor_parallel_size is {size}, but device {self._flavour.name} has no collectives")
+    def _start_worker_ranks(self, size: int) -> WorkerRanks:
+        if self._compiler_backend.collectives is None:
+            raise ConfigError(
+                f"tensor_parallel_size is {size}, but device {self._compiler_backend.name} has no collectives"
+            )
         model = self._config.model
-        # what cannot be divided is said before any process is started
+        # raises an error before any process is started
         check_ranks(decoder_spec(model.model, loading.load_config(model)), size)
-        return Followers(self._config, self._flavour.collectives)
+        return WorkerRanks(self._config, self._compiler_backend.collectives)
 
     def capabilities(self) -> RunnerCapabilities:
         return RunnerCapabilities(
@@ -97,10 +101,12 @@ class StaticPagedRunner:
         )
 
     def kv_spec(self) -> KVSpec:
-        free = self._flavour.free_memory()
+        free = self._compiler_backend.free_memory()
         cache = self._config.cache
         if free is None and cache.kv_cache_memory is None and cache.num_blocks is None:
-            raise ConfigError(f"device {self._flavour.name} does not tell its free memory: set kv_cache_memory")
+            raise ConfigError(
+                f"device {self._compiler_backend.name} does not report its free memory: set kv_cache_memory"
+            )
         return KVSpec(
             block_size=cache.block_size,
             bytes_per_block=self._part.bytes_per_block,
@@ -110,8 +116,8 @@ class StaticPagedRunner:
 
     def init_kv_cache(self, num_blocks: int) -> None:
         block_size = self._config.cache.block_size
-        if self._followers is not None:
-            self._followers.group.announce(Kind.ALLOCATE, num_blocks, len(self._grid.shapes()))
+        if self._worker_ranks is not None:
+            self._worker_ranks.group.announce(Kind.ALLOCATE, num_blocks, len(self._grid.shapes()))
         self._part.allocate(num_blocks)
         blocks_per_seq = -(-self.info.max_model_len // block_size)
         self._batch = RequestBatch(
@@ -120,23 +126,26 @@ class StaticPagedRunner:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Compile every shape, so that no request ever waits for a compiler."""
+        """Compile every shape, so that no request waits for a compiler."""
         shapes = self._grid.shapes()
         self._part.compile(len(shapes))
-        logger.info("compiling %d shapes for %s", len(shapes), self._flavour.name)
+        logger.info("compiling %d shapes for %s", len(shapes), self._compiler_backend.name)
         started = time.perf_counter()
-        # a bar where somebody watches, lines in the log everywhere
+        # a progress bar on a terminal; the log has lines in any case
         bar = tqdm(shapes, desc="Compiling", unit="shape", disable=None)
         for number, shape in enumerate(bar, 1):
             begun = time.perf_counter()
             choice, _ = self._run(empty_inputs(shape), Kind.WARM_UP)
-            self._flavour.to_host(choice)
+            self._compiler_backend.to_host(choice)
             logger.info("compiled %d of %d: %s, %.1f s", number, len(shapes), shape, time.perf_counter() - begun)
-        if fallbacks := self._flavour.fallback_operators():
-            raise ConfigError(f"{self._flavour.name} ran operators on the CPU instead: {', '.join(fallbacks)}")
+        if fallbacks := self._compiler_backend.fallback_operators():
+            raise ConfigError(f"{self._compiler_backend.name} ran operators on the CPU instead: {', '.join(fallbacks)}")
         self.warm_up_seconds = time.perf_counter() - started
         logger.info(
-            "%d shapes, %d graphs compiled in %.1f s", len(shapes), self._flavour.num_graphs(), self.warm_up_seconds
+            "%d shapes, %d graphs compiled in %.1f s",
+            len(shapes),
+            self._compiler_backend.num_graphs(),
+            self.warm_up_seconds,
         )
 
     @torch.no_grad()
@@ -146,8 +155,8 @@ class StaticPagedRunner:
         if not batch.num_scheduled_tokens:
             return StepOutput(
                 sampled_token_ids={},
-                compiled_graphs=self._flavour.num_graphs(),
-                fallback_operators=len(self._flavour.fallback_operators()),
+                compiled_graphs=self._compiler_backend.num_graphs(),
+                fallback_operators=len(self._compiler_backend.fallback_operators()),
                 warm_up_seconds=self.warm_up_seconds,
             )
         packed = self._batch.prepare(batch)
@@ -164,7 +173,7 @@ class StaticPagedRunner:
         inputs = pad(packed, rows, shape, self._config.cache.block_size, self.info.vocab_size)
         prepared = time.perf_counter()
         choice, logits = self._run(inputs, Kind.STEP)
-        on_host = self._flavour.to_host(choice)
+        on_host = self._compiler_backend.to_host(choice)
         forwarded = time.perf_counter()
         if batch.grammar_bitmask is not None:
             self._batch.restrict(sampling, packed, batch.grammar_bitmask.result())
@@ -176,8 +185,8 @@ class StaticPagedRunner:
             prompt_logprobs=self._prompt_logprobs(logits, batch, packed) if packed.prompt_targets else {},
             errors=errors,
             num_padded_tokens=shape.rows * shape.tokens - batch.num_tokens,
-            compiled_graphs=self._flavour.num_graphs(),
-            fallback_operators=len(self._flavour.fallback_operators()),
+            compiled_graphs=self._compiler_backend.num_graphs(),
+            fallback_operators=len(self._compiler_backend.fallback_operators()),
             warm_up_seconds=self.warm_up_seconds,
             phase_seconds={
                 "prepare": prepared - started,
@@ -187,25 +196,25 @@ class StaticPagedRunner:
         )
 
     def _places(self, batch: StepBatch, packed: StepInputs) -> list[int]:
-        """The row of each request that gets a token."""
+        """Return the row of each request that gets a token."""
         sampled = set(packed.sampled_ids)
         return [row for row, request_id in enumerate(batch.num_scheduled_tokens) if request_id in sampled]
 
     def _run(self, inputs: StaticInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._followers is not None:
-            self._followers.group.send(kind, inputs)
+        if self._worker_ranks is not None:
+            self._worker_ranks.group.send(kind, inputs)
         return self._part.run(inputs, sealed=kind is Kind.STEP)
 
     def _take(
         self, choice: torch.Tensor, logits: torch.Tensor, places: list[int], sampling: list[SamplingRow]
     ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """The device's tokens; the host draws where a row wants it, and where the device's candidates were too few."""
+        """Return the tokens of the device. The host draws for rows that need it, and where candidates were too few."""
         drawn, exact = choice.tolist()
         token_ids = [drawn[place] for place in places]
         by_host = [i for i, place in enumerate(places) if not exact[place] or needs_host(sampling[i])]
         if not by_host:
             return token_ids, {}
-        rows = self._flavour.to_host(logits)[[places[i] for i in by_host]]
+        rows = self._compiler_backend.to_host(logits)[[places[i] for i in by_host]]
         found, logprobs = sample(rows, [sampling[i] for i in by_host])
         for i, token_id in zip(by_host, found, strict=True):
             token_ids[i] = token_id
@@ -214,9 +223,12 @@ class StaticPagedRunner:
     def _prompt_logprobs(
         self, logits: torch.Tensor, batch: StepBatch, packed: StepInputs
     ) -> dict[str, list[TokenLogprobs]]:
-        """The scheduler computes such prompts token by token, so each row's logits are those of its only token."""
+        """Return prompt log-probabilities.
+
+        Such prompts are computed token by token, so a row has the logits it needs.
+        """
         found: dict[str, list[TokenLogprobs]] = {}
-        rows = self._flavour.to_host(logits)
+        rows = self._compiler_backend.to_host(logits)
         for place, request_id in enumerate(batch.num_scheduled_tokens):
             targets = packed.prompt_targets.get(request_id)
             if targets:
@@ -232,5 +244,5 @@ class StaticPagedRunner:
         raise AssertionError("the core refuses adapters for a runner that says it serves none")
 
     def shutdown(self) -> None:
-        if self._followers is not None:
-            self._followers.close()
+        if self._worker_ranks is not None:
+            self._worker_ranks.close()

@@ -1,7 +1,7 @@
-"""The grid of shapes that a static device compiles, and the choice of one for a step. Imports no torch.
+"""The grid of shapes that a static device compiles, and the choice of a shape for a step. Imports no torch.
 
-Two families of graphs come from one function: prefill (one request x a chunk of tokens) and decode (several requests
-x one token), each crossed with the number of KV blocks that attention reads:
+One function gives two families of graphs: prefill (one request, a chunk of tokens) and decode (several requests, one
+token each). Each is combined with the number of KV blocks that attention reads:
 
     rows    1 ........ 1    1   2   4 ... max_num_seqs
     tokens  128 .. 2048     1 ................... 1
@@ -17,7 +17,7 @@ from headrace_engine.errors import ConfigError, RecompilationError
 
 _PREFILL_BUCKETS = (128, 512, 2048)
 _CONTEXT_BUCKETS = (512, 2048, 8192)
-# Attention over a multiple of this many positions fills the 128 partitions of a NeuronCore's memory.
+# Attention over a multiple of this many positions fills the 128 memory partitions of a NeuronCore.
 _PARTITIONS = 128
 
 
@@ -41,11 +41,11 @@ class ShapeGrid:
     """All shapes that are compiled.
 
     Args:
-        config: buckets come from `config.static`; those that are not given are chosen.
-        max_model_len: tokens of prompt and output that one request may have.
+        config: `config.static` has the buckets. Missing ones are chosen.
+        max_model_len: maximum tokens of prompt and output.
 
     Raises:
-        ConfigError: naming each bucket that does not fit the other limits.
+        ConfigError: a bucket does not fit the other limits. The error names all such buckets.
     """
 
     def __init__(self, config: EngineConfig, max_model_len: int) -> None:
@@ -75,21 +75,22 @@ class ShapeGrid:
         self._block_size = block_size
 
     def shapes(self) -> list[Shape]:
-        """Every shape that `choose` can return, prefill first, small before large."""
+        """Return every shape that `choose` can return, prefill first, small before large."""
         found = [
             Shape(1, tokens, blocks)
             for shorter, tokens in zip([1, *self.prefill], self.prefill, strict=False)
             for blocks in self.blocks
-            # one token is a decode; and a context that a shorter chunk fills holds none that needs this bucket
+            # one token is a decode step; a context that a shorter chunk fills has no chunk that needs this bucket
             if tokens > 1 and blocks * self._block_size > shorter
         ]
         return found + [Shape(rows, 1, blocks) for rows in self.decode for blocks in self.blocks]
 
     def choose(self, num_rows: int, num_tokens: int, context: int) -> Shape:
-        """The smallest shape for `num_rows` requests of up to `num_tokens` tokens, the longest at `context`.
+        """Return the smallest shape for `num_rows` requests of up to `num_tokens` tokens, with up to `context`
+        positions.
 
         Raises:
-            RecompilationError: none is large enough, since the scheduler does not keep to `RunnerCapabilities`.
+            RecompilationError: no shape is large enough. The scheduler has ignored `RunnerCapabilities`.
         """
         assert num_rows == 1 or num_tokens == 1, "prefill and decode share a step"
         blocks = _smallest(self.blocks, -(-context // self._block_size))

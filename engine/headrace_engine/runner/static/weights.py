@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a `StaticDecoder`: which architectures it computes, and their weights, rank by rank."""
+"""Loads a Hugging Face folder into a `StaticDecoder`: the supported architectures, and the weights of each rank."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,17 +20,17 @@ from headrace_engine.runner.static.decoder import DecoderSpec, Reduce, StaticDec
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-# The others change their frequencies with the length of a sequence, which a table of positions cannot say.
+# Other types change their frequencies with the length of a sequence, which a table of positions cannot express.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Which dimension of a weight is spread over the ranks; every other parameter is whole on each.
+# The dimension of a weight that is divided among the ranks. All other parameters are replicated.
 _BY_OUTPUT = ("q_proj.", "k_proj.", "v_proj.", "gate_proj.", "up_proj.")
 _BY_INPUT = ("o_proj.weight", "down_proj.weight")
 
 
 def decoder_spec(name: str, hf_config: Any) -> DecoderSpec:
-    """Raises ModelLoadError: the module does not compute this model, and why."""
+    """Return the architecture. Raises ModelLoadError with the reason if it is not supported."""
     architecture = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     if architecture not in ARCHITECTURES:
         raise ModelLoadError(
@@ -80,7 +80,7 @@ def _windows(hf_config: Any) -> tuple[int | None, ...]:
 
 
 def check_ranks(spec: DecoderSpec, num_ranks: int) -> None:
-    """Raises ConfigError: what cannot be spread evenly over the ranks."""
+    """Raise ConfigError that names what cannot be divided evenly among the ranks."""
     counts = {
         "attention heads": spec.num_heads,
         "key and value heads": spec.num_kv_heads,
@@ -102,14 +102,14 @@ def load_decoder(
     num_ranks: int = 1,
     reduce: Reduce | None = None,
 ) -> StaticDecoder:
-    """The module with its weights on the device; K/V memory is not taken yet. Raises ModelLoadError."""
+    """Load the module to the device, without K/V memory. Raises ModelLoadError."""
     spec = decoder_spec(config.model, hf_config)
     check_ranks(spec, num_ranks)
     with torch.device("meta"):
         decoder = StaticDecoder(spec, num_ranks, reduce)
     tied = bool(hf_config.tie_word_embeddings)
     with ExitStack() as stack:
-        # the handles stay open until every tensor is read; nothing is unpickled
+        # the files stay open until every tensor is read; nothing is unpickled
         source: dict[str, Any] = {}
         for path in _files(config.model, config.revision):
             handle = stack.enter_context(safe_open(path, framework="pt"))
@@ -141,7 +141,7 @@ def load_decoder(
 
 
 def _part(slices: Any, name: str, rank: int, num_ranks: int) -> torch.Tensor:
-    """This rank's share of a tensor; no more than that is read."""
+    """Read the part of a tensor that this rank needs, and only that."""
     shape = slices.get_shape()
     if num_ranks > 1 and any(mark in name for mark in _BY_OUTPUT):
         size = shape[0] // num_ranks
@@ -155,7 +155,7 @@ def _part(slices: Any, name: str, rank: int, num_ranks: int) -> torch.Tensor:
 
 
 def _files(model: str, revision: str | None) -> list[str]:
-    """The checkpoint's safetensors files. Raises ModelLoadError where there are none."""
+    """Return the safetensors files of the checkpoint. Raises ModelLoadError if there are none."""
     try:
         options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
         whole = cached_file(model, SAFE_WEIGHTS_NAME, **options)
@@ -170,7 +170,7 @@ def _files(model: str, revision: str | None) -> list[str]:
 
 
 def read_generation_config(config: ModelConfig) -> GenerationConfig | None:
-    """The one that the options name; a model folder need not have one. Raises ModelLoadError."""
+    """Return the generation config that the options name, if it exists. Raises ModelLoadError."""
     source, options = pretrained_source(config.model, config.revision)
     with lasting_errors(config.model, "read"):
         try:

@@ -1,7 +1,7 @@
 """Inferentia 2 and Trainium 1 through PyTorch/XLA, whose last release for Neuron is 2.9.
 
-Tensors are lazy: running the step records it, `sync` compiles what was recorded unless it is known already. Never run
-on hardware; the same code runs on XLA's CPU client in `make test-xla`.
+Tensors are lazy: the step only records operations, and `sync` compiles them unless they are known already. Never run on
+hardware. `make test-xla` runs the same code on XLA's CPU client.
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from headrace_engine.errors import ConfigError, RecompilationError
-from headrace_engine.runner.static.flavour import Step
+from headrace_engine.runner.static.compiler_backend import Step
 
 
 class XLA:
     """One XLA device.
 
     Args:
-        hardware: PJRT's name of the kind of device that must be there.
+        hardware: the kind of device that must exist, by PJRT's name.
     """
 
     name = "xla"
@@ -45,12 +45,12 @@ class XLA:
                 "torch-xla 2.9 from AWS's repository"
             ) from error
         try:
-            # the real device: `runtime.device_type` only repeats the environment
+            # the actual device: `runtime.device_type` only repeats the environment
             found = xla_model.xla_device_hw(torch_xla.device())
         except (ImportError, RuntimeError, OSError) as error:
             raise ConfigError(f"device xla finds no {self._hardware} device: {error}") from error
         if found != self._hardware:
-            # without the Neuron plugin PyTorch/XLA takes the CPU and only logs it
+            # without the Neuron plugin, PyTorch/XLA uses the CPU and only logs it
             raise ConfigError(f"device xla finds no {self._hardware} device, PyTorch/XLA offers {found}")
         self._xla, self._metrics = torch_xla, metrics
 
@@ -60,7 +60,7 @@ class XLA:
         return device
 
     def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:  # noqa: ARG002
-        self._xla.sync()  # what loading has left to compute is no graph of ours
+        self._xla.sync()  # pending operations of the load are not a graph of a step
         self._compiled_before = self._num_compilations()
 
         def run(tokens: torch.Tensor, rows: torch.Tensor, knobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +91,9 @@ class XLA:
             raise RecompilationError("xla compiled a graph for a shape that was not compiled at the start")
 
     def fallback_operators(self) -> list[str]:
-        """Operators without a lowering, which PyTorch/XLA computes on the CPU without a word."""
+        """Return the operators without a lowering. PyTorch/XLA runs them on the CPU silently."""
         found = sorted(name for name in self._metrics.counter_names() if name.startswith("aten::"))
-        # reading a value is no computation
+        # reading a value is not a computation
         return [name for name in found if name != "aten::_local_scalar_dense"]
 
     def free_memory(self) -> int | None:

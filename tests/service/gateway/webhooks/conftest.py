@@ -1,7 +1,6 @@
 """Replicas that send webhooks, in the test's own process, on a real Redis."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -11,6 +10,7 @@ import redis
 
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
+from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.network import Resolver
 from headrace_gateway.webhooks.outbox import Outbox
@@ -43,9 +43,8 @@ class Replica:
 
     async def stop(self) -> None:
         if self._running is not None:
-            self._running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._running
+            await end_tasks(self._running)
+            await self.sender.finish()
 
     def attempts(self, outcome: str) -> float:
         """Attempts that ended so."""

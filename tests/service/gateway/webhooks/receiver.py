@@ -59,12 +59,16 @@ async def endless_headers(_reader: asyncio.StreamReader, writer: asyncio.StreamW
         await writer.drain()
 
 
-def endless_body(code: int) -> Answer:
+def endless_body(code: int, sent: list[int] | None = None) -> Answer:
+    """A body without end; `sent` gets the size of each part that was written."""
+
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 {code} X\r\ntransfer-encoding: chunked\r\n\r\n".encode())
         while not writer.transport.is_closing():
             writer.write(b"1000\r\n" + bytes(0x1000) + b"\r\n")
             await writer.drain()
+            if sent is not None:
+                sent.append(0x1000)
 
     return answer
 

@@ -12,6 +12,7 @@ import standardwebhooks
 
 from headrace_gateway.webhooks.event import Event
 from headrace_gateway.webhooks.outbox import enable
+from headrace_gateway.webhooks.retries import Verdict
 from headrace_gateway.webhooks.secret import new_secret, secret_bytes
 from service.gateway.webhooks.conftest import MakeReplica, Replica, endpoint
 from service.gateway.webhooks.receiver import (
@@ -93,6 +94,28 @@ async def test_two_replicas_send_each_event_once(replica: MakeReplica) -> None:
         await first.until(lambda: first.attempts("delivered") + second.attempts("delivered") == 60)
         ids = [got.event["id"] for got in receiver.received]
     assert len(ids) == len(set(ids)) == 60
+
+
+async def test_a_replica_whose_claim_is_lost_changes_nothing(
+    replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
+) -> None:
+    paused, other = [await replica(endpoint("a", "http://127.0.0.1:9/")) for _ in range(2)]
+    await announce(paused)
+    (lost,) = await paused.outbox.claims("a").take(1)
+    let_pass(45)
+    (held,) = await other.outbox.claims("a").take(1)
+
+    def kept() -> list[object]:
+        hashes = [redis_client.hgetall(key) for key in sorted(redis_client.scan_iter("headrace:gw:*", _type="hash"))]
+        return [*hashes, redis_client.zrange("headrace:gw:webhook:undelivered:a", 0, -1, withscores=True)]
+
+    before = kept()
+    target = paused.endpoints["a"]
+    for verdict in (Verdict("delivered"), Verdict("failed", after=5, pause=9), Verdict("gone", after=5)):
+        assert not await paused.outbox.note(lost, target, verdict, failed=1)
+    await paused.outbox.drop(lost, "a")
+    assert kept() == before
+    assert await other.outbox.note(held, target, Verdict("delivered"), failed=1)
 
 
 async def test_a_failure_is_tried_again_by_the_schedule_until_it_is_given_up(

@@ -12,7 +12,7 @@ from headrace_gateway.webhooks.post import Poster
 from headrace_gateway.webhooks.retries import Attempt
 from service.certificates import Certificates, needs_openssl
 from service.gateway.webhooks.conftest import endpoint
-from service.gateway.webhooks.receiver import Receiver, hang, status
+from service.gateway.webhooks.receiver import Receiver, endless_body, hang, status
 
 
 class Names:
@@ -108,6 +108,13 @@ async def test_a_host_that_is_not_found_is_a_failure() -> None:
         resolver.close()
     assert attempt.status is None
     assert "the host is not found" in attempt.failure
+
+
+async def test_little_of_a_long_body_is_read() -> None:
+    sent: list[int] = []
+    async with Receiver(endless_body(200, sent)) as receiver:
+        assert (await post(receiver.url, Names(["127.0.0.1"]))).status == 200
+    assert sum(sent) < 12 * 2**20  # what the buffers of both sockets hold
 
 
 async def test_an_attempt_has_an_end() -> None:

@@ -19,7 +19,7 @@ from headrace_gateway.webhooks.secret import new_secret, secret_bytes
 from service.gateway.gateway_process import GatewayProcess
 from service.gateway.in_process import running_app
 from service.gateway.webhooks.conftest import endpoint
-from service.gateway.webhooks.receiver import PATIENCE, Receiver, hang
+from service.gateway.webhooks.receiver import PATIENCE, Receiver, hang, status
 
 EVENT = Event("batch.completed", "batch_1", 7, "anyone", None)
 SECRET = new_secret()
@@ -106,6 +106,25 @@ async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
             await webhooks.announce("batch.failed", "batch_3", key="web", tenant="rival", at=9)
             got = (await receiver.wait_for(2))[-1]
             assert got.event["data"] == {"id": "batch_3"}
+
+
+async def test_a_gateway_that_ends_lets_an_attempt_under_way_end(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    answered = asyncio.Event()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await answered.wait()
+        await status(200)(reader, writer)
+
+    async with Receiver(slow) as receiver:
+        file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
+        async with running_app(redis_server.url, webhooks=file) as (app, _):
+            await app.state.gateway.webhooks.announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
+            await receiver.wait_for(1)
+            asyncio.get_running_loop().call_later(0.5, answered.set)  # the gateway is ending by then
+    assert redis_client.exists("headrace:gw:work:webhook:a") == 0
+    assert len(receiver.received) == 1
 
 
 async def test_a_gateway_without_a_webhook_file_announces_nothing(

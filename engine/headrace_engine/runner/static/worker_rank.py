@@ -1,6 +1,6 @@
-"""A rank other than 0: computes its part of every step that rank 0 announces, and answers nobody else.
+"""A rank other than 0: computes its part of every step that rank 0 broadcasts.
 
-python -m headrace_engine.runner.static.follower RANK PORT  < config
+python -m headrace_engine.runner.static.worker_rank RANK PORT  < config
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from headrace_engine.config import EngineConfig
-from headrace_engine.runner.static.devices import create_flavour
+from headrace_engine.runner.static.devices import create_compiler_backend
 from headrace_engine.runner.static.group import READY, Group, Kind
 from headrace_engine.runner.static.part import ModelPart
 
@@ -22,15 +22,15 @@ _PR_SET_PDEATHSIG = 1
 
 @torch.no_grad()
 def follow(config: EngineConfig, rank: int, port: int) -> None:
-    """Serve until rank 0 says stop or is gone."""
-    flavour = create_flavour(config.model.device)
-    flavour.probe()
-    assert flavour.collectives is not None
+    """Serve until rank 0 stops or is gone."""
+    compiler_backend = create_compiler_backend(config.model.device)
+    compiler_backend.probe()
+    assert compiler_backend.collectives is not None
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
-    group = Group(rank, config.static.tensor_parallel_size, flavour.collectives, store)
-    part = ModelPart(config, flavour, group)
+    group = Group(rank, config.static.tensor_parallel_size, compiler_backend.collectives, store)
+    part = ModelPart(config, compiler_backend, group)
     while True:
         kind, first, second, inputs = group.receive()
         if kind is Kind.STOP:
@@ -42,12 +42,12 @@ def follow(config: EngineConfig, rank: int, port: int) -> None:
         else:
             assert inputs is not None
             choice, _ = part.run(inputs, sealed=kind is Kind.STEP)
-            flavour.to_host(choice)  # so that an error comes up in the step that it belongs to
+            compiler_backend.to_host(choice)  # so that an error is raised in the step that caused it
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 alone decides when its ranks end
+        signal.signal(number, signal.SIG_IGN)  # only rank 0 decides when its ranks end
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.basicConfig(level=logging.INFO)

@@ -1,4 +1,4 @@
-"""How a static step reaches a device: placed, compiled, run, and watched for compilations that nobody asked for."""
+"""`CompilerBackend`: places a static step on a device, compiles it, and detects unexpected compilations."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,46 +10,46 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, 
 """`StaticDecoder.forward`, compiled or not."""
 
 
-class Flavour(Protocol):
+class CompilerBackend(Protocol):
     """A device and its compiler."""
 
     name: str
     collectives: str | None
-    """torch.distributed's backend for sums over ranks; None where there can be one rank only."""
+    """The backend of torch.distributed for sums over ranks. None: the device supports one rank only."""
 
     def probe(self) -> None:
-        """Raises ConfigError, saying what is missing; never goes on with another device."""
+        """Raise ConfigError that says what is missing. Never fall back to another device."""
 
     @property
     def device(self) -> torch.device: ...
 
     def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:
-        """The step as it is to be called with `num_shapes` different shapes."""
+        """Return the compiled step, to be called with `num_shapes` different shapes."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait for the device and copy."""
+        """Wait for the device and copy the tensor to the host."""
 
     def num_graphs(self) -> int:
-        """Graphs compiled so far for this runner."""
+        """Return the number of graphs compiled for this runner."""
 
     def sealed(self) -> AbstractContextManager[object]:
-        """Inside, a shape that was not compiled before raises RecompilationError."""
+        """Within the block, a new shape raises RecompilationError."""
 
     def fallback_operators(self) -> list[str]:
-        """The operators that were computed elsewhere than on the device, by name."""
+        """Return the names of the operators that did not run on the device."""
 
     def free_memory(self) -> int | None:
-        """Bytes free for K/V memory; None where the device does not tell."""
+        """Return the free bytes for K/V memory, or None if the device does not report them."""
 
 
 class EagerCPU:
-    """Plain PyTorch on the CPU, nothing compiled: for tests, and to look for a fault without a device."""
+    """Plain PyTorch on the CPU without compilation, for tests and for debugging without a device."""
 
     name = "static-cpu"
     collectives: str | None = "gloo"
 
     def probe(self) -> None:
-        """The CPU is always there."""
+        """Do nothing: the CPU always exists."""
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +68,7 @@ class EagerCPU:
         return nullcontext()
 
     def fallback_operators(self) -> list[str]:
-        return []  # there is nowhere else to compute
+        return []  # everything runs on the CPU
 
     def free_memory(self) -> int | None:
-        return 1 << 30  # a debugging aid needs no more
+        return 1 << 30  # enough for debugging

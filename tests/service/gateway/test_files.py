@@ -1,0 +1,297 @@
+"""Files over HTTP: what is kept, for whom, and what hostile uploads leave behind: nothing."""
+
+import asyncio
+import json
+import os
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.requests import ClientDisconnect
+
+from headrace_broker.embedded import EmbeddedServer
+from headrace_gateway.files.stored_files import StoredFiles
+from headrace_gateway.keys import ANYONE
+from service.gateway.in_process import bearer, running_app, write_keys
+
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+LINE = b'{"custom_id": "a"}\n'
+
+
+def part(name: str, value: bytes, more: str = "") -> bytes:
+    return f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + value + b"\r\n"
+
+
+def form(content: bytes = LINE, filename: str = "in.jsonl", purpose: bytes = b"batch", *more: bytes) -> bytes:
+    file = part("file", content, f'; filename="{filename}"')
+    return b"".join([part("purpose", purpose), *more, file, b"--x--\r\n"])
+
+
+def kept(folder: Path) -> list[str]:
+    """Names of everything in the directory, without the folders of keys."""
+    return sorted(path.name for path in folder.glob("*/*"))
+
+
+@pytest.fixture
+async def client(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    options = {"files": tmp_path / "files", "max_file_bytes": 100_000, "max_kept_bytes": 150_000}
+    async with running_app(redis_server.url, **options) as (_, client):
+        yield client
+
+
+async def upload(client: httpx2.AsyncClient, body: bytes | None = None, **headers: str) -> httpx2.Response:
+    return await client.post("/v1/files", content=form() if body is None else body, headers={**FORM, **headers})
+
+
+def code_of(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_a_file_is_kept_listed_read_and_deleted(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    made = (await upload(client)).json()
+    assert made["bytes"] == len(LINE)
+    assert made["expires_at"] == made["created_at"] + 30 * 86_400
+    content = await client.get(f"/v1/files/{made['id']}/content")
+    assert (content.content, content.headers["content-type"]) == (LINE, "application/octet-stream")
+    assert (await client.get(f"/v1/files/{made['id']}")).json() == made
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "files").glob("**/*")}
+    assert set(modes.values()) == {"0o600", "0o700"}
+    assert (await client.delete(f"/v1/files/{made['id']}")).json() == {
+        "id": made["id"],
+        "object": "file",
+        "deleted": True,
+    }
+    assert kept(tmp_path / "files") == []
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        assert code_of(await client.request(method, f"/v1/files/{made['id']}{path}")) == (404, "not_found")
+
+
+async def test_a_list_is_read_page_by_page_in_both_orders(client: httpx2.AsyncClient) -> None:
+    ids = {(await upload(client)).json()["id"] for _ in range(5)}
+    for order in ("asc", "desc"):
+        found: list[str] = []
+        after: dict[str, str] = {}
+        while True:
+            page = (await client.get("/v1/files", params={"limit": "2", "order": order, **after})).json()
+            found += [file["id"] for file in page["data"]]
+            after = {"after": page["last_id"]}
+            if not page["has_more"]:
+                break
+        assert len(found) == 5
+        assert set(found) == ids
+    assert (await client.get("/v1/files", params={"purpose": "batch_output"})).json()["data"] == []
+    for params in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}, {"after": "file-1"}):
+        assert (await client.get("/v1/files", params=params)).status_code == 400
+
+
+async def test_a_name_is_shown_and_is_never_a_path(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    for given, shown in (("../../etc/passwd", "passwd"), ("a\\b.jsonl", "a\\b.jsonl"), ("/", "upload"), ("é\x00", "é")):
+        made = (await upload(client, form(filename=given))).json()
+        assert made["filename"] in (shown, shown.rpartition("\\")[2]), given
+    assert not list(tmp_path.glob("*passwd"))
+    assert {path.parent.parent for path in (tmp_path / "files").glob("**/file-*")} == {tmp_path / "files"}
+
+
+@pytest.mark.parametrize(
+    "path", ["..", "../x", "file-" + "0" * 31, "file-" + "0" * 32 + ".json", "%2e%2e%2f", "a" * 5000]
+)
+async def test_an_id_that_is_none_finds_nothing(client: httpx2.AsyncClient, path: str) -> None:
+    await upload(client)
+    for suffix in ("", "/content"):
+        assert (await client.get(f"/v1/files/{path}{suffix}")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "refusal"),
+    [
+        (form(), {"Content-Type": "multipart/form-data"}, (400, "invalid_form")),
+        (form(), {"Content-Type": f"multipart/form-data; boundary={'x' * 999}"}, (400, "invalid_form")),
+        (form(), {"Content-Type": "application/json"}, (415, "unsupported_media_type")),
+        (form(), {"Content-Encoding": "gzip"}, (415, "unsupported_media_type")),
+        (b"", {}, (400, "invalid_form")),
+        (b"nonsense", {}, (400, "invalid_form")),
+        (form()[:-8], {}, (400, "invalid_form")),
+        (b"--x--\r\n", {}, (400, "invalid_request")),
+        (part("purpose", b"batch") + b"--x--\r\n", {}, (400, "invalid_request")),
+        (form(purpose=b"fine-tune"), {}, (400, "unsupported_value")),
+        (form()[:-7] + part("file", LINE, '; filename="b"') + b"--x--\r\n", {}, (400, "invalid_request")),
+        (part("file", LINE) + b"--x--\r\n", {}, (400, "invalid_request")),
+        (form(LINE, "a", b"batch", part("colour", b"red")), {}, (400, "unsupported_parameter")),
+        (form(LINE, "a", b"x" * 300), {}, (400, "invalid_request")),
+        (form(LINE, "a", b"batch", part("purpose", b"batch")), {}, (400, "invalid_request")),
+        (form(LINE, "a", b"batch", part("expires_after[seconds]", b"3600")), {}, (400, "invalid_request")),
+        (form(LINE, "a" * 9000), {}, (400, "invalid_form")),
+        (part("purpose", b"batch", "\r\nX: " + "y" * 9000), {}, (400, "invalid_form")),
+        (part("purpose", b"batch", "\r\nX: y" * 500), {}, (400, "invalid_form")),
+        (b"--x\r\n\r\n\r\n" * 9 + b"--x--\r\n", {}, (400, "invalid_form")),
+        (form(b"z" * 100_001), {}, (413, "request_too_large")),
+    ],
+)
+async def test_a_hostile_upload_is_refused_and_leaves_nothing(
+    client: httpx2.AsyncClient, tmp_path: Path, body: bytes, headers: dict[str, str], refusal: tuple[int, str]
+) -> None:
+    assert code_of(await upload(client, body, **headers)) == refusal
+    assert kept(tmp_path / "files") == []
+
+
+async def test_an_empty_file_and_one_as_large_as_allowed_are_kept(client: httpx2.AsyncClient) -> None:
+    for content in (b"", b"z" * 100_000, b"--y\r\n--" * 9):
+        made = (await upload(client, form(content))).json()
+        assert made["bytes"] == len(content)
+        assert (await client.get(f"/v1/files/{made['id']}/content")).content == content
+
+
+async def test_a_file_lives_as_long_as_its_user_says(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    life = part("expires_after[anchor]", b"created_at") + part("expires_after[seconds]", b"3600")
+    made = (await upload(client, form(LINE, "a", b"batch", life))).json()
+    assert made["expires_at"] == made["created_at"] + 3600
+    later = StoredFiles(tmp_path / "files", lambda: made["expires_at"])
+    assert later.find(ANYONE, made["id"]) is None
+    later.sweep()
+    assert kept(tmp_path / "files") == []
+
+
+async def test_a_key_keeps_a_bounded_number_of_bytes(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    made = (await upload(client, form(b"z" * 90_000))).json()
+    assert code_of(await upload(client, form(b"z" * 90_000))) == (403, "storage_limit_exceeded")
+    assert len(kept(tmp_path / "files")) == 2
+    await client.delete(f"/v1/files/{made['id']}")
+    assert (await upload(client, form(b"z" * 90_000))).status_code == 200
+
+
+@contextmanager
+def room_for(most: int) -> Iterator[None]:
+    """Every file of this process is bounded, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_full_disk_refuses_an_upload_and_keeps_nothing(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    for most in (1000, 100):  # the content does not fit, or what is known of it
+        with room_for(most):
+            answer = await upload(client, form(b"z" * 50_000 if most == 1000 else b""))
+        assert code_of(answer) == (507, "storage_full")
+        assert answer.headers["x-should-retry"] == "false"
+        assert kept(tmp_path / "files") == []
+
+
+async def test_an_upload_whose_client_leaves_is_not_kept(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield form(b"z" * 50_000)[:40_000]
+        raise ClientDisconnect
+
+    assert code_of(await client.post("/v1/files", content=half(), headers=FORM)) == (400, "invalid_request")
+    assert kept(tmp_path / "files") == []
+
+
+async def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    now = [0.0]
+    files = StoredFiles(tmp_path, lambda: now[0])
+    whole = files.begin(ANYONE)
+    whole.finish(filename="a", purpose="batch")
+    half = files.begin(ANYONE)
+    half.write(b"half")
+    folder = files.folder(ANYONE)
+    (folder / ("file-" + "1" * 32)).write_bytes(b"no sidecar")
+    batch = files.batch_folder(ANYONE, "batch_" + "1" * 32)
+    batch.mkdir()
+    for path in folder.iterdir():
+        os.utime(path, (100.0, 100.0))
+    now[0] = 200.0
+    assert files.sweep() == []
+    assert len(kept(tmp_path)) == 5
+    now[0] = 10_000.0
+    assert files.sweep() == [batch]
+    assert len(kept(tmp_path)) == 3
+
+
+async def test_no_key_reaches_the_files_and_batches_of_another(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", "one", "two")
+    async with running_app(redis_server.url, files=tmp_path / "files", keys=tmp_path / "keys") as (_, client):
+        one, two = bearer(keys["one"]), bearer(keys["two"])
+        file = (await upload(client, **one)).json()
+        body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=body, headers=one)).json()
+        assert code_of(await client.post("/v1/batches", json=body, headers=two)) == (404, "not_found")
+        for path in (f"/v1/files/{file['id']}", f"/v1/files/{file['id']}/content", f"/v1/batches/{batch['id']}"):
+            assert (await client.get(path, headers=one)).status_code == 200
+            assert code_of(await client.get(path, headers=two)) == (404, "not_found")
+        assert (await client.delete(f"/v1/files/{file['id']}", headers=two)).status_code == 404
+        cancel = f"/v1/batches/{batch['id']}/cancel"
+        assert (await client.post(cancel, json={}, headers=two)).status_code == 404
+        for path in ("/v1/files", "/v1/batches"):
+            assert len((await client.get(path, headers=one)).json()["data"]) == 1
+            assert (await client.get(path, headers=two)).json()["data"] == []
+            assert (await client.get(path)).status_code == 401
+
+
+async def test_without_a_directory_there_are_neither_files_nor_batches(redis_server: EmbeddedServer) -> None:
+    async with running_app(redis_server.url) as (_, client):
+        for path in ("/v1/files", "/v1/files/x", "/v1/files/x/content", "/v1/batches", "/v1/batches/x"):
+            assert code_of(await client.get(path)) == (501, "no_files")
+        assert code_of(await upload(client)) == (501, "no_files")
+
+
+BATCH: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "8d"}, "completion_window"),
+        ({"completion_window": 24}, "completion_window"),
+        ({"input_file_id": 5}, "input_file_id"),
+        ({"colour": "red"}, "colour"),
+        ({"metadata": {"a": 5}}, "metadata"),
+        ({"metadata": {str(each): "x" for each in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),
+    ],
+)
+async def test_a_wrong_field_of_a_batch_is_named(
+    client: httpx2.AsyncClient, changes: dict[str, Any], param: str
+) -> None:
+    file = (await upload(client)).json()
+    answer = await client.post("/v1/batches", json={**BATCH, "input_file_id": file["id"], **changes})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_batch_of_a_missing_file_is_not_found(client: httpx2.AsyncClient) -> None:
+    answer = await client.post("/v1/batches", json={**BATCH, "input_file_id": "file-" + "0" * 32})
+    assert code_of(answer) == (404, "not_found")
+
+
+async def test_a_full_disk_refuses_a_batch_where_files_cannot_be_linked(
+    client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    file = (await upload(client, form(b"z" * 50_000))).json()
+    monkeypatch.setattr(os, "link", no_links)
+    with room_for(1000):
+        answer = await client.post("/v1/batches", json={**BATCH, "input_file_id": file["id"]})
+    assert code_of(answer) == (507, "storage_full")
+    assert len(kept(tmp_path / "files")) == 2
+
+
+async def test_batches_are_listed_page_by_page_the_newest_first(client: httpx2.AsyncClient) -> None:
+    file = (await upload(client)).json()
+    made = []
+    for _ in range(3):
+        made.append((await client.post("/v1/batches", json={**BATCH, "input_file_id": file["id"]})).json()["id"])
+        await asyncio.sleep(0.002)  # two of one millisecond have no order
+    first = (await client.get("/v1/batches", params={"limit": "2"})).json()
+    assert [batch["id"] for batch in first["data"]] == made[:0:-1]
+    assert first["has_more"]
+    rest = (await client.get("/v1/batches", params={"after": first["last_id"]})).json()
+    assert ([batch["id"] for batch in rest["data"]], rest["has_more"]) == (made[:1], False)
+    assert json.dumps(rest).count("secret") == 0

@@ -1,0 +1,328 @@
+"""How responses end: stored once, by any replica, before their stream expires, and for their owner alone."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.keys import ended_key, listener_key, stream_key
+from headrace_broker.registry import register_model
+from headrace_gateway.claims import Claims
+from headrace_gateway.response_collector import ResponseCollector
+from headrace_gateway.response_store import response_key
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+from service.gateway.in_process import bearer, running_app, write_keys
+from service.gateway.test_gateway_command import begin, end, take
+
+BODY: dict[str, Any] = {"model": "tiny", "input": "a", "max_output_tokens": 9, "background": True}
+PATH = "/v1/responses"
+DUE = "headrace:gw:work:responses"
+
+
+@asynccontextmanager
+async def gateway_of(server: EmbeddedServer, client: "redis.Redis", **options: Any) -> AsyncIterator[tuple[Any, Any]]:
+    register_model(client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    async with running_app(server.url, **options) as (app, http):
+        yield app, http
+
+
+def collector_of(
+    app: Any, told: list[tuple[str, str, str]] | None = None, *, seconds: float = 30.0
+) -> ResponseCollector:
+    """A collector of another replica, which notes what it announces."""
+    gateway = app.state.gateway
+
+    async def announce(event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
+        assert (tenant, at > 0) == (None, True)
+        if told is not None:
+            told.append((event_type, object_id, key))
+
+    claims = Claims(gateway.redis, "responses", seconds=seconds)
+    return ResponseCollector(
+        gateway.redis, claims, gateway.envelopes, gateway.responses, GatewayMetrics(), announce, longest=9.0
+    )
+
+
+@pytest.fixture
+def idle_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas whose own collectors do nothing."""
+
+    async def run(_self: ResponseCollector) -> None:
+        return
+
+    monkeypatch.setattr(ResponseCollector, "run", run)
+
+
+async def wait_stored(client: "redis.Redis", response_id: str) -> dict[str, Any]:
+    """What is stored of the response's end."""
+    while (packed := client.hget(response_key(response_id), "state")) is None:
+        await asyncio.sleep(0.02)
+    state: dict[str, Any] = json.loads(packed)
+    return state
+
+
+async def test_a_response_outlives_its_stream(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    async with gateway_of(redis_server, redis_client, store_life=5000) as (_, http):
+        created = (await http.post(PATH, json=BODY)).json()
+        assert created["status"] == "queued"
+        request_id = await asyncio.to_thread(take, redis_client)
+        assert request_id == created["id"]
+        begin(redis_client, request_id)
+        running = (await http.get(f"{PATH}/{request_id}")).json()
+        assert (running["status"], running["output"][0]["content"][0]["text"]) == ("in_progress", "four")
+        end(redis_client, request_id)
+        await wait_stored(redis_client, request_id)
+        whole = (await http.get(f"{PATH}/{request_id}")).json()
+        redis_client.delete(stream_key(request_id))
+        assert (await http.get(f"{PATH}/{request_id}")).json() == whole
+        assert whole["status"] == "completed"
+        refused = await http.get(f"{PATH}/{request_id}?stream=true")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
+        for key in (response_key(request_id), f"headrace:gw:req:{request_id}"):
+            assert 4900 < redis_client.ttl(key) <= 5000
+        assert redis_client.zcard(DUE) == 0
+        again = {"model": "tiny", "input": "b", "previous_response_id": request_id, "background": True}
+        assert (await http.post(PATH, json=again)).status_code == 200
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_an_end_is_stored_and_announced_once_whoever_looks(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        redis_client.zadd(DUE, {created: 0})
+        told: list[tuple[str, str, str]] = []
+        collectors = [collector_of(app, told) for _ in range(4)]
+        assert sum(await asyncio.gather(*(each.collect() for each in collectors))) == 1
+        assert told == [("response.completed", created, "anyone")]
+        assert (await wait_stored(redis_client, created))["status"] == "completed"
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replaced(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        responses = app.state.gateway.responses
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        claims = Claims(app.state.gateway.redis, "responses", seconds=0.05)
+        redis_client.zadd(DUE, {created: 0})
+        (of_the_dead,) = await claims.take(9)
+        told: list[tuple[str, str, str]] = []
+        other = collector_of(app, told)
+        while not await other.collect():
+            await asyncio.sleep(0.01)
+        assert [event for event, _, _ in told] == ["response.completed"]
+        assert not await responses.finish(of_the_dead, {"status": "failed"})
+        assert (await wait_stored(redis_client, created))["status"] == "completed"
+
+
+async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))
+        request_id = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, request_id)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        redis_client.expire(listener_key(request_id), 1000)
+        claims = app.state.gateway.responses._claims
+        redis_client.zadd(claims.due_key, {request_id: 0})
+        while redis_client.zscore(claims.due_key, request_id) == 0:
+            await asyncio.sleep(0.02)
+        assert redis_client.ttl(listener_key(request_id)) <= 1000
+        assert (await http.get(f"{PATH}/{request_id}")).json()["status"] == "in_progress"
+        assert redis_client.ttl(listener_key(request_id)) > 1000  # who polls waits
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_thousands_of_open_responses_are_looked_at_and_stored(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+        packed = redis_client.get(f"headrace:gw:req:{created}")
+        names = [f"resp_{number:032x}" for number in range(3000)]
+        with redis_client.pipeline() as pipe:
+            for name in names:
+                pipe.set(f"headrace:gw:req:{name}", packed.replace(created.encode(), name.encode()))
+                pipe.hset(response_key(name), "input", "[]")
+                pipe.zadd(DUE, {name: 0})
+            pipe.execute()
+        for name in names[:40]:
+            begin(redis_client, name)
+            end(redis_client, name)
+        collectors = [collector_of(app) for _ in range(3)]
+        for name in names[:40]:
+            while not redis_client.hexists(response_key(name), "state"):
+                await asyncio.gather(*(each.collect() for each in collectors))
+        assert redis_client.zcard(DUE) == 3000 - 40 + 1
+
+
+@pytest.mark.parametrize("has_stream", [True, False])
+async def test_a_response_that_no_worker_took_or_whose_stream_is_lost_has_failed(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", has_stream: bool
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY, headers={"X-Headrace-Expires": "1"})).json()["id"]
+        key = f"headrace:gw:req:{created}"
+        envelope = await app.state.gateway.envelopes.find(created)
+        if has_stream:
+            redis_client.set(ended_key(created), 1)
+        else:
+            old = envelope.created - 100
+            packed = redis_client.get(key)
+            redis_client.set(key, packed.replace(envelope.created.to_bytes(4), old.to_bytes(4)))
+        state = await wait_stored(redis_client, created)
+        assert state["status"] == "failed"
+        assert ("not_stored_in_time" if has_stream else "expired") in state["error"]["message"]
+
+
+async def test_only_its_key_and_tenant_reach_a_response(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys", "mine", "other")
+    mine, other = bearer(keys["mine"]), bearer(keys["other"])
+    async with gateway_of(redis_server, redis_client, keys=tmp_path / "keys") as (_, http):
+        created = (await http.post(PATH, json=BODY, headers=mine)).json()["id"]
+        path = f"{PATH}/{created}"
+        calls = [("GET", path), ("GET", f"{path}?stream=true"), ("GET", f"{path}/input_items")]
+        calls += [("POST", f"{path}/cancel"), ("DELETE", path)]
+        for method, url in calls:
+            assert (await http.request(method, url, headers=other)).status_code == 404, (method, url)
+        body = {**BODY, "previous_response_id": created}
+        foreign = await http.post(PATH, json=body, headers=other)
+        assert (foreign.status_code, foreign.json()["error"]["code"]) == (400, "previous_response_not_found")
+        running = await http.post(PATH, json=body, headers=mine)
+        assert (running.status_code, running.json()["error"]["code"]) == (400, "previous_response_not_finished")
+        renamed = (tmp_path / "keys").read_text().replace('name = "mine"', 'name = "mine"\ntenant = "acme"')
+        (tmp_path / "keys").write_text(renamed)
+        while (await http.get(path, headers=mine)).status_code != 404:
+            await asyncio.sleep(0.05)
+
+
+async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        created = (await http.post(PATH, json={**BODY, "store": False})).json()["id"]
+        request_id = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, request_id)
+        end(redis_client, request_id)
+        assert (await http.get(f"{PATH}/{created}")).json()["status"] == "completed"
+        while redis_client.zcard(DUE):
+            await asyncio.sleep(0.02)
+        assert not redis_client.exists(response_key(created))
+        assert (await http.get(f"{PATH}/{created}/input_items")).status_code == 404
+        redis_client.delete(stream_key(created))
+        assert (await http.get(f"{PATH}/{created}")).status_code == 404
+
+
+async def test_what_is_too_large_is_not_stored(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        monkeypatch.setattr("headrace_gateway.response_store.MAX_STORED_BYTES", 1000)
+        body = {**BODY, "input": "x" * 1000}
+        refused = await http.post(PATH, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
+        assert redis_client.keys("headrace:gw:response:*") == []
+        assert (await http.post(PATH, json={**body, "store": False})).status_code == 200
+        redis_client.flushdb()
+        register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+        monkeypatch.setattr("headrace_gateway.response_store.MAX_STORED_BYTES", 100)
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        await wait_stored(redis_client, created)
+        refused = await http.get(f"{PATH}/{created}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "response_too_large")
+        assert "response.completed" in (await http.get(f"{PATH}/{created}?stream=true")).text
+
+
+async def test_input_items_come_in_pages(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    items = [{"role": "user", "content": str(number), "id": f"msg_{number}"} for number in range(5)]
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        created = (await http.post(PATH, json={**BODY, "input": items})).json()["id"]
+        path = f"{PATH}/{created}/input_items"
+        page = (await http.get(f"{path}?limit=2")).json()
+        assert [item["id"] for item in page["data"]] == ["msg_4", "msg_3"]
+        assert (page["first_id"], page["last_id"], page["has_more"]) == ("msg_4", "msg_3", True)
+        rest = (await http.get(f"{path}?order=asc&after=msg_2")).json()
+        assert [item["id"] for item in rest["data"]] == ["msg_3", "msg_4"]
+        assert rest["has_more"] is False
+        for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=unknown"):
+            assert (await http.get(f"{path}?{query}")).status_code == 400
+        for query in (
+            "stream=maybe",
+            "starting_after=1",
+            "stream=true&starting_after=-1",
+            "stream=true&starting_after=x",
+        ):
+            assert (await http.get(f"{PATH}/{created}?{query}")).status_code == 400
+
+
+async def test_items_are_named_by_their_ids(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys", "mine", "other")
+    mine, other = bearer(keys["mine"]), bearer(keys["other"])
+    async with gateway_of(redis_server, redis_client, keys=tmp_path / "keys") as (_, http):
+        created = (await http.post(PATH, json=BODY, headers=mine)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        (said,) = (await http.get(f"{PATH}/{created}", headers=mine)).json()["output"]
+        (asked,) = (await http.get(f"{PATH}/{created}/input_items", headers=mine)).json()["data"]
+        names = [{"type": "item_reference", "id": item["id"]} for item in (asked, said)]
+        body = {**BODY, "input": [*names, {"role": "user", "content": "more"}]}
+        again = await http.post(PATH, json=body, headers=mine)
+        assert again.status_code == 200
+        path = f"{PATH}/{again.json()['id']}/input_items?order=asc"
+        items = (await http.get(path, headers=mine)).json()["data"]
+        assert [item["content"][0]["text"] for item in items] == ["a", "four", "more"]
+        assert items[:2] == [asked, said]
+        for headers, name in ((other, names[0]), (mine, {"type": "item_reference", "id": "msg_1"})):
+            refused = await http.post(PATH, json={**BODY, "input": [name]}, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
+
+
+async def test_a_chain_is_bounded(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_gateway.response_chain.MAX_LINKS", 2)
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        previous = None
+        for _ in range(3):
+            body = {**BODY, "previous_response_id": previous}
+            previous = (await http.post(PATH, json=body)).json()["id"]
+            assert await asyncio.to_thread(take, redis_client) == previous
+            begin(redis_client, previous)
+            end(redis_client, previous)
+        refused = await http.post(PATH, json={**BODY, "previous_response_id": previous})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+        assert "at most 2 responses" in refused.json()["error"]["message"]
+
+
+async def test_a_repeat_with_its_idempotency_key_is_the_same_response(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        answers = [await http.post(PATH, json=BODY, headers={"Idempotency-Key": "k"}) for _ in range(2)]
+        assert answers[0].json() == answers[1].json()
+        assert len(redis_client.keys("headrace:gw:response:*")) == 1
+        other = await http.post(PATH, json={**BODY, "input": "b"}, headers={"Idempotency-Key": "k"})
+        assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")

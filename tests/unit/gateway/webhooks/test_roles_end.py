@@ -1,0 +1,59 @@
+"""Roles end when the server does, also where a cancellation is lost, as asyncio.wait_for of Python 3.11 does."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from headrace_gateway import app, event_stream
+from headrace_gateway.webhooks.endpoint_file import Endpoint
+from headrace_gateway.webhooks.outbox import Level
+from headrace_gateway.webhooks.sender import Sender
+from headrace_monitoring.gateway_metrics import GatewayMetrics
+
+
+class LosingOutbox:
+    """Loses the cancellation that comes while Redis is asked."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def levels(self, endpoints: Sequence[Endpoint]) -> list[Level]:
+        assert not self.asked.is_set(), "it looks again after it was cancelled"
+        self.asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return []
+
+
+async def never_called(*_: Any) -> Any:
+    raise AssertionError
+
+
+async def test_a_sender_ends_though_its_cancellation_was_lost() -> None:
+    outbox: Any = LosingOutbox()
+    sender = Sender(outbox, dict, never_called, GatewayMetrics(), look_seconds=0.0)
+    running = asyncio.create_task(sender.run())
+    await outbox.asked.wait()
+    running.cancel()
+    async with asyncio.timeout(60):
+        await asyncio.wait([running])
+
+
+async def test_a_server_cancels_its_roles_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "_CANCEL_AGAIN_SECONDS", 0.01)
+    lost = 0
+
+    async def role() -> None:
+        nonlocal lost
+        while lost < 2:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                lost += 1
+
+    async with app._running(role()):
+        await asyncio.sleep(0)
+    assert lost == 2

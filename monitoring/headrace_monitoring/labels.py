@@ -107,6 +107,13 @@ REFUSALS = (
     "storage_unavailable",
     "storage_limit_exceeded",
     "upload_timeout",
+    "invalid_cursor",
+    "stream_expired",
+    "response_too_large",
+    "previous_response_not_found",
+    "previous_response_not_finished",
+    "not_in_background",
+    "item_not_found",
     OTHER,
 )
 """Codes of the gateway's errors."""

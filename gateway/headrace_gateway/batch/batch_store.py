@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import ended_key, result_key, stream_key
 from headrace_gateway.batch.batch_record import Batch, BatchRecord, Committed
 from headrace_gateway.broker_errors import not_found
 from headrace_gateway.claims import Claim, Claims
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 CLAIMS: Final = "batches"
 _KEPT_SECONDS: Final = 38 * 86_400
 """The longest window, and a month more."""
-_STREAM_SECONDS: Final = 30
-"""A worker may still have to store the result. With the life of other streams Redis would hold many."""
+_REQUEST_SECONDS: Final = 30
+"""A worker may still have to store the result. With the life of other requests Redis would hold many."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
@@ -106,8 +106,11 @@ class BatchStore:
         return status.decode()
 
     async def let_go(self, request_id: str) -> None:
-        """Let the stream of a line whose answer counts end soon: nobody reads it again."""
-        await self._client.expire(stream_key(request_id), _STREAM_SECONDS, lt=True)
+        """Let Redis forget the request of a line whose answer counts: nobody reads it again."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
+                pipe.expire(key, _REQUEST_SECONDS, lt=True)
+            await pipe.execute()
 
     async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
         """Tell which bytes of a segment count. Raises ClaimLostError."""

@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
+from headrace_broker.keys import ended_key, result_key, stream_key
 from service.gateway.gateway_process import PATIENCE, GatewayProcess
 from service.ports import free_port
 from service.servers import make_server
@@ -141,6 +142,10 @@ def test_a_batch_is_answered_and_its_output_is_a_file(site: Site, client: openai
     usage = [answer["response"]["body"]["usage"] for answer in answers]
     assert batch.usage is not None
     assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in usage)
+    for answer in answers:  # what Redis holds does not grow with the batch
+        request_id = answer["response"]["body"]["id"]
+        kept = [key(request_id) for key in (stream_key, result_key, ended_key)]
+        assert all(site.service.client.ttl(key) <= 30 for key in kept), kept
     with site.client(1) as other:
         assert batch.id in [each.id for each in other.batches.list(limit=1)]
         assert other.files.retrieve(batch.output_file_id or "").purpose == "batch_output"

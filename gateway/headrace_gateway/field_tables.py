@@ -70,7 +70,7 @@ MESSAGES: Final = COUNTED_MESSAGES | frozenset(
 )
 MESSAGES_IGNORED: Final = {
     "cache_control": "the prefix cache needs no marks",
-    "diagnostics": "the prefix cache tells no reasons",
+    "diagnostics": "the prefix cache reports no diagnostics",
     "metadata": "the tenant comes from the API key",
     "service_tier": "there is one tier; the header X-Headrace-Priority chooses the priority",
 }

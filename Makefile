@@ -10,7 +10,7 @@ DOCS := .venv-docs
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 
-.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos hostile load venv clean
+.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos chaos-batch hostile load venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -149,6 +149,9 @@ conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MOD
 
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m chaos
+
+chaos-batch: $(STAMP) ## 2,000 lines of a batch, over HTTP and by the command, while everything is killed
+	@cd tests && $(BIN)/python -m chaos.batch
 
 hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of what became of each kind
 	@cd tests && ../$(BIN)/python -m hostile

@@ -582,9 +582,8 @@ class Dispatcher:
         self._in_flight.flush(retry=True)
         jobs = list(self._in_flight)
         for job in reversed(jobs):  # the last first: they come out again in their order
-            self._in_flight.drop(job)
-            self._metrics.message_returned("engine_given_up" if self._given_up else "drain")
-            job.celery_request.hand_back(strike=self._given_up)
+            reason = "engine_given_up" if self._given_up else "drain"
+            self._in_flight.hand_back(job, reason, strike=self._given_up)
         return len(jobs)
 
     def stop(self) -> None:

@@ -152,6 +152,11 @@ class InFlight:
         self._tracing.end(job, None)
         self._metrics.request_handed_back()
 
+    def hand_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+        """Stop a request and put it back into the queue, from which it goes on behind its last token."""
+        self.drop(job)
+        self._settlement.hand_back(job, reason, strike=strike, is_preempted=is_preempted)
+
     def _expire(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
             self.end(job, self._settlement.expire)
@@ -258,10 +263,8 @@ class InFlight:
             if not self._quarantine.is_acquitted:
                 return
             logger.info("request does not kill the engine", **suspect.log_fields)
-            self.drop(suspect)
             self._quarantine.acquit(suspect)
-            self._metrics.message_returned("cleared")
-            suspect.celery_request.hand_back()
+            self.hand_back(suspect, "cleared")
         self.send_chosen()
 
     # -- what the engine generates --------------------------------------------------------------------------------

@@ -67,9 +67,7 @@ class Preemption:
             if missing <= 0:
                 return
             missing -= victim.num_unfinished
-            in_flight.drop(victim)
-            victim.celery_request.hand_back(is_preempted=True)
-            self._metrics.message_returned("preempted")
+            in_flight.hand_back(victim, "preempted", is_preempted=True)
             logger.info(
                 "request preempted",
                 **victim.log_fields,

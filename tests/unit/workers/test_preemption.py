@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from headrace_broker.keys import stream_key
 from unit.workers.desk import Desk
-from unit.workers.fakes import CAPABILITIES, FakeCeleryRequest, step
+from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step
 
 GREEDY = {"max_tokens": 9, "temperature": 0}
 
@@ -157,6 +158,41 @@ def test_what_a_preempted_request_has_got_is_in_its_stream_and_the_stream_stays_
     assert desk.text("worse") == "abc"
     assert [kind for _, _, kind, _ in desk.redis.entries("worse")][-1] == "chunk"
     assert desk.engine.aborted == [desk.engine.sent[0].request_id]
+
+
+def seconds_left(desk: Desk, request_id: str) -> float:
+    return desk.redis.milliseconds_left[stream_key(request_id)] / 1000
+
+
+def test_the_stream_of_a_request_that_is_handed_back_by_a_drain_waits_with_it_in_the_queue() -> None:
+    desk = Desk()
+    accept(desk, "drained", 9)
+
+    desk.dispatcher.hand_back()
+
+    assert seconds_left(desk, "drained") == 86_400
+
+
+def test_the_stream_of_a_preempted_request_waits_with_it_until_it_is_claimed_again() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    accept(desk, "best", 0)
+    assert seconds_left(desk, "worse") == 86_400
+
+    accept(desk, "worse", 9, preemptions=1)
+
+    assert seconds_left(desk, "worse") == 60
+
+
+def test_a_request_is_preempted_though_redis_refuses_to_keep_its_stream() -> None:
+    desk = Desk(max_num_seqs=1)
+    worse = accept(desk, "worse", 9)
+    (job,) = desk.dispatcher._in_flight
+    desk.redis.error = AWAY
+
+    desk.dispatcher._in_flight.hand_back(job, "preempted", is_preempted=True)
+
+    assert worse.fate == ["accepted", "preempted"]
 
 
 def test_a_preempted_request_goes_on_behind_its_last_token() -> None:

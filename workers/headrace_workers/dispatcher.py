@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from heapq import nsmallest
 from typing import Any
 
@@ -336,8 +337,7 @@ class Dispatcher:
         job.model, job.begun_with = model, begun_with(claim.entries, model)
         job.drawn_with = draws_of(claim.entries)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
-        self._preemption.make_room(self._in_flight, job)
-        self._in_flight.start(job, incoming.deadline)
+        self._in_flight.start(job, incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
         """What the request is computed with."""

@@ -55,14 +55,14 @@ class Preemption:
         return step, max(0, room + slots)
 
     def make_room(self, in_flight: InFlight, job: Job) -> None:
-        """Hand requests of worse steps back as far as the choices of this one find no slots.
+        """Hand requests of worse steps back as far as the choices of this one, which is in flight, find no slots.
 
         The worst goes first, and of equals the one that loses least.
         """
-        missing = in_flight.slots_used + job.num_unfinished - self._max_num_seqs
-        if missing <= 0 or job.begun_with is not None or in_flight.keeps_others_out:
+        if in_flight.slots_used <= self._max_num_seqs or not self._preemptible(in_flight, better=job.step):
             return
-        in_flight.publish_held_back()
+        in_flight.publish_held_back()  # with which some may end
+        missing = in_flight.slots_used - self._max_num_seqs
         for victim in sorted(self._preemptible(in_flight, better=job.step), key=_worth):
             if missing <= 0:
                 return

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import engine_losses_key, stream_key
+from headrace_workers.quarantine import SUSPECT_LOSSES
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step
 
@@ -15,7 +16,7 @@ GREEDY = {"max_tokens": 9, "temperature": 0}
 
 
 def accept(desk: Desk, request_id: str, step: int, prompt: str = "abc", **params: Any) -> FakeCeleryRequest:
-    headers = {name: params.pop(name) for name in ("preemptions", "eta", "level") if name in params}
+    headers = {name: params.pop(name) for name in ("preemptions", "eta", "level", "abandon_after") if name in params}
     kwargs = {"prompt": prompt, "sampling_params": {"max_tokens": 9, **params}}
     return desk.accept(FakeCeleryRequest(request_id, kwargs, lease_id=request_id, step=step, **headers))
 
@@ -263,6 +264,93 @@ def test_nobody_makes_room_for_a_request_that_is_refused() -> None:
     accept(desk, "wrong", 0, temperature=-1)
 
     assert running(desk) == ["worse"]
+
+
+def test_nobody_makes_room_for_a_request_to_which_nobody_listens() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    desk.dispatcher._in_flight._listeners.is_abandoned = lambda job: True  # type: ignore[method-assign]
+
+    accept(desk, "left", 0, abandon_after=30)
+
+    assert running(desk) == ["worse"]
+    assert desk.redis.end("left")["finish_reason"] == "cancelled"
+
+
+def test_nobody_makes_room_for_a_request_that_is_to_run_alone_later() -> None:
+    desk = Desk(max_num_seqs=1)
+    worse = accept(desk, "worse", 9)
+    desk.redis.values[engine_losses_key("suspect")] = SUSPECT_LOSSES
+
+    accept(desk, "suspect", 0)
+
+    assert worse.fate == ["accepted"]
+
+
+def test_nobody_makes_room_for_a_request_that_only_has_to_be_ended() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "complete", 0)
+    desk.generate(10)
+    entries = desk.redis.entries("complete")
+    entries[-1][3]["finish_reason"] = "length"
+    desk.dispatcher.hand_back()
+    worse = accept(desk, "worse", 9)
+
+    accept(desk, "complete", 0)
+
+    assert worse.fate == ["accepted"]
+    assert desk.redis.end("complete")["finish_reason"] == "length"
+
+
+def test_nothing_is_published_early_where_nobody_can_make_room() -> None:
+    desk = Desk(max_num_seqs=1, publish_interval=60)
+    accept(desk, "worse", 9, preemptions=3)
+    for token_id in (10, 11, 12):
+        desk.generate(token_id)
+    assert desk.text("worse") == "a"
+
+    accept(desk, "best", 0)
+
+    assert desk.text("worse") == "a"
+
+
+def test_nobody_makes_room_where_what_was_held_back_ends_a_request() -> None:
+    desk = Desk(max_num_seqs=2, publish_interval=60)
+    accept(desk, "ends", 9)
+    desk.generate(10)
+    stays = accept(desk, "stays", 9)
+    in_flight = desk.dispatcher._in_flight
+    show = in_flight.publish_held_back
+
+    def end() -> None:
+        show()
+        in_flight.end(in_flight.get("ends"), desk.dispatcher.settlement.expire)  # type: ignore[arg-type]
+
+    in_flight.publish_held_back = end  # type: ignore[method-assign]
+
+    accept(desk, "best", 0)
+
+    assert stays.fate == ["accepted"]
+    assert running(desk) == ["stays", "best"]
+
+
+def test_what_cannot_be_shown_is_the_engines_fault_and_not_the_better_requests() -> None:
+    desk = Desk(max_num_seqs=1, publish_interval=60)
+    accept(desk, "worse", 9)
+    for token_id in (10, 11):
+        desk.generate(token_id)
+    failure = ValueError("no such token")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise failure
+
+    desk.dispatcher._in_flight._show = fail  # type: ignore[method-assign]
+
+    better = accept(desk, "best", 0)
+
+    assert desk.engine.failures == [failure]
+    assert better.fate == ["accepted"]
+    assert "best" in running(desk)
 
 
 def test_nothing_better_is_taken_while_the_worker_drains() -> None:

@@ -169,7 +169,7 @@ class Dispatcher:
         """The worst level that would make room, and how many more messages of better levels may then be taken."""
         if self._takes_nothing:
             return 0, 0
-        return self._preemption.credit(self._in_flight, len(self._preparation), engine_waits=self._engine_waiting > 0)
+        return self._preemption.credit(self._in_flight, len(self._preparation), engine_waiting=self._engine_waiting)
 
     def _has_room(self, step: int) -> bool:
         level, count = self.preemption_credit()

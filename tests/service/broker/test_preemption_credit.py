@@ -72,6 +72,7 @@ def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unlooked")
 def test_better_messages_are_heard_one_after_the_other(loop: Loop, send: Callable[..., None]) -> None:
     loop.channel.preemption_credit = lambda: (9, 5)
+    loop.channel.preemption_wait_seconds = 0.05
     turn(loop)
     for number, priority in enumerate([0, 6, 0, 3, 0], 1):
         send(f"better {number}", priority)

@@ -64,26 +64,48 @@ def test_a_request_that_waits_in_the_engine_loses_nothing_and_makes_room_first()
 
 def test_a_better_request_goes_before_worse_ones_that_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=4)
-    for request_id, level in (("computed", 9), ("waiting", 6)):
-        accept(desk, request_id, level)
+    for request_id in ("computed", "waiting"):
+        accept(desk, request_id, 6)
     desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
     desk.dispatcher.on_engine_outputs(step(waiting=1))
     assert desk.dispatcher.credit() == 0
-    assert desk.dispatcher.preemption_credit() == (6, 2)
+    assert desk.dispatcher.preemption_credit() == (6, 1)
 
     accept(desk, "best", 0)
 
     assert running(desk) == ["computed", "waiting", "best"]
 
 
-def test_a_request_of_no_better_level_does_not_go_before_those_that_wait_in_the_engine() -> None:
+def test_a_better_request_goes_before_one_that_the_engine_has_evicted() -> None:
     desk = Desk(max_num_seqs=4)
-    accept(desk, "computed", 9)
-    accept(desk, "waiting", 0)
-    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+    for request_id in ("computed", "evicted"):
+        accept(desk, request_id, 9)
+        desk.dispatcher._in_flight.get(request_id).admitted_at = 1.0  # type: ignore[union-attr]
     desk.dispatcher.on_engine_outputs(step(waiting=1))
 
-    assert desk.dispatcher.preemption_credit() == (0, 0)
+    assert desk.dispatcher.preemption_credit() == (9, 1)
+
+
+def test_no_more_better_requests_are_taken_than_wait_in_the_engine() -> None:
+    desk = Desk(max_num_seqs=8)
+    for request_id in ("one", "other"):
+        accept(desk, request_id, 9)
+    desk.dispatcher.on_engine_outputs(step(waiting=2))
+    assert desk.dispatcher.preemption_credit() == (9, 2)
+
+    accept(desk, "better", 0)
+    desk.dispatcher.on_engine_outputs(step(waiting=2))
+
+    assert desk.dispatcher.preemption_credit() == (9, 1)
+
+
+def test_a_request_of_no_better_step_does_not_go_before_those_that_wait_in_the_engine() -> None:
+    desk = Desk(max_num_seqs=4)
+    accept(desk, "computed", 0)
+    accept(desk, "waiting", 0)
+    desk.dispatcher.on_engine_outputs(step(waiting=1))
+
+    assert desk.dispatcher.preemption_credit()[0] == 0
 
 
 def test_requests_of_equal_and_better_levels_stay() -> None:

@@ -233,6 +233,32 @@ def test_a_preempted_request_goes_on_behind_its_last_token() -> None:
     assert [kind for _, _, kind, _ in desk.redis.entries("worse")] == ["start", "chunk", "start"]
 
 
+@pytest.mark.parametrize("outcome", ["expired", "revoked"])
+def test_a_request_that_ends_in_the_queue_after_it_was_preempted_pays_for_its_tokens(outcome: str) -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    desk.generate(10)
+    accept(desk, "best", 0)
+    again = FakeCeleryRequest("worse", lease_id="worse", step=9, preemptions=1)
+
+    desk.dispatcher.settlement.revoked_in_queue(again, outcome, lambda: None)
+
+    assert again.tokens == len("abc") + 1
+
+
+def test_a_request_that_is_cancelled_in_the_queue_after_it_was_preempted_pays_for_its_tokens() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "worse", 9)
+    desk.generate(10)
+    desk.dispatcher.hand_back()
+    end = {"finish_reason": "cancelled", "usage": None, "error": None}
+    desk.redis.entries("worse").append((2, 2, "end", end))
+
+    again = accept(desk, "worse", 9)
+
+    assert again.tokens == len("abc") + 1
+
+
 def test_a_request_is_preempted_so_often_and_then_stays() -> None:
     desk = Desk(max_num_seqs=1, max_preemptions=2)
     accept(desk, "twice", 9, preemptions=2)

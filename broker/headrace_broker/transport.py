@@ -388,15 +388,16 @@ class Channel(kombu_redis.Channel):
         if self.fetch():
             return True
         if has_message:
-            self._await_better()
+            self.await_better()
         return False
 
     def await_left_better(self) -> None:
         """Before each wait: better messages that a fetch may have left, as its credit was used up, are next."""
         if self._better_credit <= 0 and self.active_queues and not (self.hands_over or self._is_refused()):
-            self._await_better()
+            self.await_better()
 
-    def _await_better(self) -> None:
+    def await_better(self) -> None:
+        """Take better messages after the wait, if they would preempt anything then."""
         loop = self.connection.loop
         if loop is not None and self._preemption_timer is None and self.preemption_credit()[1] > 0:
             self._preemption_timer = loop.call_later(self.preemption_wait_seconds, self._on_preemption_time)

@@ -13,9 +13,9 @@ import redis
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import ended_key, listener_key, stream_key
 from headrace_broker.registry import register_model
-from headrace_gateway.claims import Claims
+from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.response_collector import ResponseCollector
-from headrace_gateway.response_store import response_key
+from headrace_gateway.response_store import ResponseStore, response_key
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.gateway.test_gateway_command import begin, end, take
@@ -128,6 +128,37 @@ async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replace
         assert [event for event, _, _ in told] == ["response.completed"]
         assert not await responses.finish(of_the_dead, {"status": "failed"})
         assert (await wait_stored(redis_client, created))["status"] == "completed"
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
+    redis_server: EmbeddedServer,
+    redis_client: "redis.Redis",
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = [(await http.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
+        for request_id in [await asyncio.to_thread(take, redis_client) for _ in created]:
+            begin(redis_client, request_id)
+            end(redis_client, request_id)
+            redis_client.zadd(DUE, {request_id: 0})
+        finish = ResponseStore.finish
+
+        async def failing(self: ResponseStore, claim: Claim, state: dict[str, Any]) -> Any:
+            if claim.item == created[0]:
+                raise ValueError(state["output"])
+            return await finish(self, claim, state)
+
+        monkeypatch.setattr(ResponseStore, "finish", failing)
+        told: list[tuple[str, str, str]] = []
+        assert await collector_of(app, told).collect() == 3
+        assert {name for _, name, _ in told} == set(created[1:])
+        assert f"id={created[0]}" in caplog.text
+        assert "four" not in caplog.text
+        assert redis_client.zrange(DUE, 0, -1) == [created[0].encode()]
+        seconds, microseconds = redis_client.time()
+        assert redis_client.zscore(DUE, created[0]) > (seconds + 100) * 1000 + microseconds / 1000
 
 
 async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:

@@ -39,13 +39,13 @@ async def create(request: Request) -> Response:
     headers = read_headers(request.headers, gateway.settings)
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)  # before stored items are read
     history = await read_history(gateway, key, body.get("previous_response_id"))
     body["input"] = await with_references(gateway, key, body.get("input"))
     call = read_response(body, model=model, lora=lora, history=history)
     assert isinstance(call.form, ResponseForm)
     if call.form.background:
         headers = _in_background(request, headers)
-    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
     envelope = await generation.submit(gateway, key, call, headers, "resp_", model.name)
     if call.stream:
         framing = sse.ResponseFraming()

@@ -331,6 +331,39 @@ async def test_items_are_named_by_their_ids(
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
 
 
+@pytest.mark.parametrize(("most", "what"), [(1000, "the items that input names"), (150, "the responses whose items")])
+async def test_what_references_bring_is_bounded_however_often_an_item_is_named(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
+) -> None:
+    monkeypatch.setattr("headrace_gateway.response_chain.MAX_BYTES", most)
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        (asked,) = (await http.get(f"{PATH}/{created}/input_items")).json()["data"]
+        body = {**BODY, "input": [{"type": "item_reference", "id": asked["id"]}] * 50}
+        refused = (await http.post(PATH, json=body)).json()["error"]
+        assert refused["message"].startswith(f"{what}"), refused
+        assert f"at most {most} bytes" in refused["message"]
+
+
+async def test_a_request_beyond_the_keys_rate_reads_no_stored_items(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = write_keys(tmp_path / "keys", "mine", requests_per_minute="1")
+    mine = bearer(keys["mine"])
+    async with gateway_of(redis_server, redis_client, keys=tmp_path / "keys") as (_, http):
+        created = (await http.post(PATH, json=BODY, headers=mine)).json()["id"]
+
+        async def read(*_: Any) -> Any:
+            raise AssertionError("items were read")
+
+        monkeypatch.setattr("headrace_gateway.responses.read_history", read)
+        refused = await http.post(PATH, json={**BODY, "previous_response_id": created}, headers=mine)
+        assert refused.status_code == 429
+
+
 async def test_a_chain_is_bounded(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:

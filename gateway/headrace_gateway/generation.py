@@ -109,7 +109,8 @@ async def submit(
 async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:
     if isinstance(envelope.form, ResponseForm):
         await gateway.responses.put(envelope, with_ids(call.input_items, envelope.id))
-    await gateway.envelopes.put(envelope)
+    else:
+        await gateway.envelopes.put(envelope)
 
 
 async def forget(gateway: Gateway, answer_id: str) -> None:

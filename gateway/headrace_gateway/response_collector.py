@@ -140,12 +140,12 @@ class ResponseCollector:
         stream = await self._ended(envelope)
         if stream is None:
             return False
-        state = stream.state()
-        if not await self._responses.finish(claim, state):
+        status = await self._responses.finish(claim, stream.state())
+        if status is None:
             return True  # another replica has it
-        await self._tell(envelope, state["status"])
+        await self._tell(envelope, status)
         if await self._claims.finish(claim):
-            self._metrics.response_stored(state["status"])
+            self._metrics.response_stored(status)
         return True
 
     async def _ended(self, envelope: Envelope) -> ResponseStream | None:

@@ -43,19 +43,24 @@ class ResponseStore:
         self._finish: Final = client.register_script(_lua("finish"))
 
     async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
-        """Keep the input of a request that is to be stored, and have its end collected.
+        """Keep the envelope, the input of a request that is to be stored, and have its end collected.
+
+        The claim comes last: a collector takes one without an envelope for that of a deleted response.
 
         Raises ApiError 400 where it is too large.
         """
         assert isinstance(envelope.form, ResponseForm)
+        has_ended = False
         if envelope.form.store:
             packed = _ENCODE(input_items)
             size = len(packed) + len(_ENCODE(envelope.form.config))
             if size > MAX_STORED_BYTES:
                 message = f"the input takes {size} bytes, and at most {MAX_STORED_BYTES} can be stored: "
                 raise invalid(f"{message}shorten it, or send store: false", code="response_too_large", param="store")
-            await self._put(keys=[response_key(envelope.id)], args=[packed, self._envelopes.life(envelope)])
-        if envelope.form.store or envelope.form.background:
+            args = [packed, self._envelopes.life(envelope)]
+            has_ended = bool(await self._put(keys=[response_key(envelope.id)], args=args))
+        await self._envelopes.put(envelope)
+        if not has_ended and (envelope.form.store or envelope.form.background):
             await self._claims.add(envelope.id, after=1.0)
 
     async def delete(self, response_id: str) -> None:
@@ -78,13 +83,16 @@ class ResponseStore:
             raise ApiError(404, "invalid_request_error", "response_too_large", message)
         return state
 
-    async def finish(self, claim: Claim, state: dict[str, Any]) -> bool:
-        """Store the end, once; False where the claim is lost."""
+    async def finish(self, claim: Claim, state: dict[str, Any]) -> str | None:
+        """Store the end, once, and return the status that it has now; None where the claim is lost."""
         packed = _ENCODE(state)
         if len(packed) > MAX_STORED_BYTES:
-            packed = _ENCODE({_TOO_LARGE: len(packed)})
+            packed = _ENCODE({_TOO_LARGE: len(packed), "status": state["status"]})
         keys = [self._claims.token_key, response_key(claim.item), envelope_key(claim.item)]
-        return bool(await self._finish(keys=keys, args=[*claim, packed, self._life]))
+        found: int | bytes = await self._finish(keys=keys, args=[*claim, packed, self._life])
+        if isinstance(found, bytes):  # a replica died before it had told of the end
+            return str(_DECODE(found).get("status", state["status"]))
+        return str(state["status"]) if found else None
 
 
 def response_key(response_id: str) -> str:

@@ -14,6 +14,7 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import ended_key, listener_key, stream_key
 from headrace_broker.registry import register_model
 from headrace_gateway.claims import Claim, Claims
+from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore, response_key
 from headrace_monitoring.gateway_metrics import GatewayMetrics
@@ -159,6 +160,49 @@ async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
         assert redis_client.zrange(DUE, 0, -1) == [created[0].encode()]
         seconds, microseconds = redis_client.time()
         assert redis_client.zscore(DUE, created[0]) > (seconds + 100) * 1000 + microseconds / 1000
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream_has_expired(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY, headers={"Idempotency-Key": "k"})).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        claims = Claims(app.state.gateway.redis, "responses", seconds=0.001)
+        redis_client.zadd(DUE, {created: 0})
+        (of_the_dead,) = await claims.take(9)  # its replica stores the end, and dies before it tells of it
+        completed = {"status": "completed", "output": [], "usage": None}
+        assert await app.state.gateway.responses.finish(of_the_dead, completed) == "completed"
+        redis_client.delete(stream_key(created))
+        told: list[tuple[str, str, str]] = []
+        while not await collector_of(app, told).collect():
+            await asyncio.sleep(0.01)
+        assert told == [("response.completed", created, "anyone")]
+        assert redis_client.zcard(DUE) == 0
+        again = await http.post(PATH, json=BODY, headers={"Idempotency-Key": "k"})
+        assert again.json()["id"] == created
+        assert redis_client.zscore(DUE, created) is None
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for_a_deleted_one(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        put = EnvelopeStore.put
+
+        async def collecting(self: EnvelopeStore, envelope: Envelope) -> None:
+            for claim in redis_client.zrange(DUE, 0, -1):
+                redis_client.zadd(DUE, {claim: 0})
+            await collector_of(app).collect()
+            await put(self, envelope)
+
+        monkeypatch.setattr(EnvelopeStore, "put", collecting)
+        assert (await http.post(PATH, json=BODY)).status_code == 200
+        assert redis_client.zcard(DUE) == 1
 
 
 async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:

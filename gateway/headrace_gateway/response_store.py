@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from headrace_broker.idempotency import KEPT_SECONDS
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.envelope import Envelope, EnvelopeStore, envelope_key
@@ -64,12 +65,23 @@ class ResponseStore:
             await self._claims.add(envelope.id, after=1.0)
 
     async def delete(self, response_id: str) -> None:
-        await self._client.delete(response_key(response_id))
+        """Delete all of it at once, and remember that for as long as an Idempotency-Key is bound to it."""
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.delete(envelope_key(response_id), response_key(response_id))
+            pipe.set(_deleted_key(response_id), "1", ex=KEPT_SECONDS)
+            await pipe.execute()
+
+    async def was_deleted(self, response_id: str) -> bool:
+        return bool(await self._client.exists(_deleted_key(response_id)))
 
     async def input_items(self, response_id: str) -> Items | None:
         """The items of the input; None where none are kept."""
         packed = await self._client.hget(response_key(response_id), "input")
         return None if packed is None else _DECODE(packed)
+
+    async def has_ended(self, response_id: str) -> bool:
+        """Whether the end is stored."""
+        return bool(await self._client.hexists(response_key(response_id), "state"))
 
     async def state(self, response_id: str) -> dict[str, Any] | None:
         """What the response has become; None where its end is not stored.
@@ -89,7 +101,8 @@ class ResponseStore:
         if len(packed) > MAX_STORED_BYTES:
             packed = _ENCODE({_TOO_LARGE: len(packed), "status": state["status"]})
         keys = [self._claims.token_key, response_key(claim.item), envelope_key(claim.item)]
-        found: int | bytes = await self._finish(keys=keys, args=[*claim, packed, self._life])
+        args = [*claim, packed, self._life, self._envelopes.result_ttl]
+        found: int | bytes = await self._finish(keys=keys, args=args)
         if isinstance(found, bytes):  # a replica died before it had told of the end
             return str(_DECODE(found).get("status", state["status"]))
         return str(state["status"]) if found else None
@@ -97,6 +110,10 @@ class ResponseStore:
 
 def response_key(response_id: str) -> str:
     return f"headrace:gw:response:{response_id}"
+
+
+def _deleted_key(response_id: str) -> str:
+    return f"headrace:gw:deleted:{response_id}"
 
 
 def _lua(name: str) -> str:

@@ -205,6 +205,56 @@ async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for
         assert redis_client.zcard(DUE) == 1
 
 
+@pytest.mark.parametrize("has_mark", [True, False])
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_repeat_behind_the_end_of_the_stream_gets_what_is_stored(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", background: bool, has_mark: bool
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        body, headers = {**BODY, "background": background}, {"Idempotency-Key": "k"}
+        sending = asyncio.create_task(http.post(PATH, json=body, headers=headers))
+        created = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        await sending
+        await wait_stored(redis_client, created)
+        redis_client.delete(stream_key(created), *([] if has_mark else [ended_key(created)]))
+        repeat = await http.post(PATH, json=body, headers=headers)
+        assert repeat.json() == (await http.get(f"{PATH}/{created}")).json()
+        assert (repeat.json()["id"], repeat.json()["status"]) == (created, "completed")
+        streamed = await http.post(PATH, json={**body, "stream": True}, headers=headers)
+        for refused in (streamed, await http.get(f"{PATH}/{created}?stream=true")):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
+
+
+async def test_a_repeat_does_not_bring_a_deleted_response_back(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        headers = {"Idempotency-Key": "k"}
+        created = (await http.post(PATH, json=BODY, headers=headers)).json()["id"]
+        assert (await http.delete(f"{PATH}/{created}")).status_code == 200
+        assert (await http.post(PATH, json=BODY, headers=headers)).status_code == 404
+        assert redis_client.keys("headrace:gw:re[qs]*") == []
+
+
+async def test_a_deletion_that_is_cut_short_can_be_repeated(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+
+        async def cut(*_: Any) -> Any:
+            raise OSError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(app.state.gateway.client, "cancel", cut)
+            assert (await http.delete(f"{PATH}/{created}")).status_code == 503
+        assert (await http.delete(f"{PATH}/{created}")).status_code == 200
+        assert redis_client.exists(ended_key(created))  # a worker will not run it
+        assert redis_client.keys("headrace:gw:re[qs]*") == []
+
+
 async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
         sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))
@@ -301,8 +351,11 @@ async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
             await asyncio.sleep(0.02)
         assert not redis_client.exists(response_key(created))
         assert (await http.get(f"{PATH}/{created}/input_items")).status_code == 404
+        assert 0 < redis_client.ttl(f"headrace:gw:req:{created}") <= 600
         redis_client.delete(stream_key(created))
         assert (await http.get(f"{PATH}/{created}")).status_code == 404
+        assert (await http.post(f"{PATH}/{created}/cancel", json={})).status_code == 404
+        assert not redis_client.exists(stream_key(created))
 
 
 async def test_what_is_too_large_is_not_stored(

@@ -39,6 +39,7 @@ def form(**fields: Any) -> ResponseForm:
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "unsupported"),
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "invalid_request"),
         ({"input": [{"role": "user"}]}, "input[0].content", "invalid_request"),
+        ({"input": [{"role": "user", "content": "a", "id": "x"}] * 2}, "input[1].id", "invalid_request"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",

@@ -51,6 +51,7 @@ from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
 from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore
+from headrace_gateway.role import keep_running
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.announcer import Webhooks
@@ -138,7 +139,7 @@ def make_app(
                 async with (
                     watch.watching(redis),
                     webhooks.running(),
-                    _running(collector.run()),
+                    _running(keep_running(collector.run)),
                     running_batches(app.state.gateway),
                 ):
                     yield

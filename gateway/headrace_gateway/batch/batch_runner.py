@@ -17,6 +17,7 @@ from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
+from headrace_gateway.role import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
@@ -125,7 +126,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
             priority=settings.batch_priority,
             announce=gateway.webhooks.announce,
         )
-        running = asyncio.create_task(BatchRunner(tools).run())
+        running = asyncio.create_task(keep_running(BatchRunner(tools).run))
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -38,7 +39,7 @@ class BatchRunner:
         self._claims: Final = tools.store.claims
         self._held: Final[dict[Claim, tuple[BatchWork, asyncio.Task[None]]]] = {}
         self._kept_at = 0.0
-        self._swept_at = 0.0
+        self._swept_at = -_SWEEP_SECONDS
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -66,9 +67,12 @@ class BatchRunner:
             logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
             work = BatchWork(self._tools, claim)
             self._held[claim] = work, asyncio.create_task(work.run())
-        if now - self._swept_at > _SWEEP_SECONDS:
+        if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = now
-            await self._sweep()
+            try:
+                await self.sweep()
+            except OSError as error:
+                logger.warning("the directory of files could not be swept: %s", error.strerror)
 
     async def _reap(self) -> None:
         for claim, (_, task) in list(self._held.items()):
@@ -82,12 +86,25 @@ class BatchRunner:
                 await self._claims.put_back(claim, after=_AGAIN_SECONDS)
             del self._held[claim]
 
-    async def _sweep(self) -> None:
-        with contextlib.suppress(OSError):
-            for folder in await asyncio.to_thread(self._tools.files.sweep):
-                batch = await self._tools.store.find(folder.name)
-                if batch is None or batch.has_ended:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    async def sweep(self) -> None:
+        """Delete what nobody wants any more from the directory of files."""
+        files, store = self._tools.files, self._tools.store
+        folders = await asyncio.to_thread(files.sweep)
+        if folders and not await self._has_these_batches():
+            logger.warning("folders of batches are kept: the directory of files belongs to another Redis")
+            return
+        for folder in folders:
+            batch = await store.find(folder.name)
+            if batch is None or batch.has_ended:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _has_these_batches(self) -> bool:
+        """Whether this Redis is the one whose batches are in the directory: another knows none of them."""
+        files, store = self._tools.files, self._tools.store
+        kept = await asyncio.to_thread(files.redis_id)
+        if kept is None:
+            kept = await asyncio.to_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
+        return kept == await store.redis_id()
 
     def _tell(self) -> None:
         works = [work for work, _ in self._held.values()]

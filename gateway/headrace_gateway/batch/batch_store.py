@@ -29,6 +29,7 @@ _KEPT_SECONDS: Final = 38 * 86_400
 _REQUEST_SECONDS: Final = 30
 """A worker may still have to store the result. With the life of other requests Redis would hold many."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
+_REDIS_ID: Final = "headrace:gw:redis-id"
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
 _RECORD: Final = msgspec.msgpack.Decoder(BatchRecord)
@@ -111,6 +112,13 @@ class BatchStore:
             for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
                 pipe.expire(key, _REQUEST_SECONDS, lt=True)
             await pipe.execute()
+
+    async def redis_id(self, new: str | None = None) -> str | None:
+        """A random id of this Redis. `new` is kept where it has none, if given."""
+        if new is not None:
+            await self._client.set(_REDIS_ID, new, nx=True)
+        kept: Any = await self._client.get(_REDIS_ID)
+        return None if kept is None else kept.decode()
 
     async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
         """Tell which bytes of a segment count. Raises ClaimLostError."""

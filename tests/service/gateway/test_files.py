@@ -213,6 +213,42 @@ async def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert len(kept(tmp_path)) == 3
 
 
+def test_the_sweep_leaves_what_is_not_its_own_and_passes_over_a_folder_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = StoredFiles(tmp_path, lambda: 10_000.0)
+    owner = files.folder(ANYONE)
+    others = [
+        tmp_path / "home" / "thesis.tex",
+        tmp_path / "home" / f"file-{'1' * 32}",
+        owner / "notes.txt",
+        owner / "old" / "a",
+        owner / ".part-x",
+        owner / f"batch_{'1' * 32}.bak" / "a",
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    (tmp_path / ("2" * 32)).symlink_to(tmp_path / "home")
+    unreadable = tmp_path / ("0" * 32)
+    unreadable.mkdir()
+    swept = owner / f"file-{'3' * 32}"
+    swept.write_bytes(b"")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (100.0, 100.0))
+    scandir = os.scandir
+
+    def refuse(path: Path) -> Any:
+        if Path(path) == unreadable:
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert files.sweep() == []
+    assert all(path.exists() for path in others)
+    assert not swept.exists()
+
+
 async def test_no_key_reaches_the_files_and_batches_of_another(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", "one", "two")
     async with running_app(redis_server.url, files=tmp_path / "files", keys=tmp_path / "keys") as (_, client):

@@ -89,6 +89,7 @@ class BatchWork:
             "cancelling": self._answer,
             "finalizing": self._finalize,
         }
+        before: Batch | None = None
         while True:
             batch = await self._find()
             if batch is None:
@@ -100,6 +101,9 @@ class BatchWork:
             if batch.has_ended:
                 await self._announce(batch)
                 break
+            if batch == before:
+                await asyncio.sleep(self._tools.pause)
+            before = batch
             try:
                 await steps[batch.status](batch)
             except FileLostError as error:
@@ -160,10 +164,10 @@ class BatchWork:
                 await _cancelled(writing)
         else:
             code = "batch_cancelled"
-        if code == "batch_cancelled":
+        ends_as = "expired" if code else "completed"
+        # it may have been cancelled after its last answer, or after its window
+        if code == "batch_cancelled" or not await self._move(("in_progress",), "finalizing", ends_as=ends_as):
             await self._make_files(("cancelling",), "cancelled")
-            return
-        await self._move(("in_progress",), "finalizing", ends_as="expired" if code else "completed")
 
     async def _answer_rest(
         self, batch: Batch, answered: bytearray, writer: SegmentWriter, writing: "asyncio.Task[None]"
@@ -312,9 +316,9 @@ class BatchWork:
     async def _find(self) -> Batch | None:
         return await self._with_redis(partial(self._tools.store.find, self._claim.item))
 
-    async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> None:
-        """Where it has another status by now, the next step begins from that."""
-        await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
+    async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> bool:
+        """False where it has another status by now: the next step begins from that."""
+        return await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
 
     async def _with_redis(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Do it once Redis is there; what may have been done is done again."""

@@ -1,5 +1,8 @@
 """Batches in the test's own process, on a real server, where parts of it have failed."""
 
+import asyncio
+import dataclasses
+import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -15,10 +18,15 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_gateway.batch.batch_record import BatchRecord
 from headrace_gateway.batch.batch_runner import BatchRunner
 from headrace_gateway.batch.batch_store import BatchStore
-from headrace_gateway.batch.batch_work import BatchTools
+from headrace_gateway.batch.batch_work import BatchTools, BatchWork, keep_input
+from headrace_gateway.batch.line_request import LineAnswer
+from headrace_gateway.batch.segments import SegmentWriter
 from headrace_gateway.batch.window import SharedWindow
+from headrace_gateway.batch_line import read_line
+from headrace_gateway.claims import Claim
 from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.keys import ANYONE
+from service.gateway.gateway_process import PATIENCE
 
 
 @pytest.fixture
@@ -88,3 +96,68 @@ async def test_a_gateway_on_another_redis_deletes_no_folder_of_a_batch(
         await tools.store.redis_id("another")
     await BatchRunner(tools).sweep()
     assert folder.exists()
+
+
+async def begun(tools: BatchTools, total: int = 2, answered: int = 0, **changes: Any) -> tuple[BatchRecord, Claim]:
+    """A batch whose input is checked, and the answers that count by now."""
+    record = record_of(**changes)
+    bodies = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
+        for number in range(total)
+    ]
+    lines = [json.dumps(body).encode() + b"\n" for body in bodies]
+    folder = tools.files.folder(ANYONE)
+    (folder / "in").write_bytes(b"".join(lines))
+    keep_input(folder / record.id, folder / "in")
+    (folder / "in").unlink()
+    await tools.store.create(record)
+    (claim,) = await tools.store.claims.take(1)
+    await tools.store.move(claim, ("validating",), "in_progress", total=total)
+    if answered:
+        await commit(tools, claim, lines[:answered])
+    return record, claim
+
+
+async def commit(tools: BatchTools, claim: Claim, lines: list[bytes]) -> None:
+    """Write an answer for each of these lines."""
+    folder = tools.files.batch_folder(ANYONE, claim.item)
+    writer = SegmentWriter(folder, tools.store, claim, on_waiting=lambda _: None)
+    answers = [LineAnswer(read_line(line).answered(200, f"cmpl-{line!r}", {}), True) for line in lines]
+    added = asyncio.create_task(writer.add(answers))
+    await asyncio.sleep(0)
+    await writer.flush()
+    await added
+
+
+def outputs(tools: BatchTools) -> list[str]:
+    """The custom ids of all lines in the files that batches have made."""
+    paths = [path for path in tools.files.folder(ANYONE).glob("file-*") if path.suffix != ".json"]
+    return sorted(json.loads(line)["custom_id"] for path in paths for line in path.read_bytes().splitlines())
+
+
+@pytest.mark.parametrize(("answered", "seconds"), [(2, 86_400), (0, -1)])
+async def test_a_batch_is_cancelled_also_after_its_last_answer_or_its_window(
+    tools: BatchTools, answered: int, seconds: int
+) -> None:
+    record, claim = await begun(tools, answered=answered, expires_at=int(time.time()) + seconds)
+    await tools.store.cancel(record.id)
+    async with asyncio.timeout(PATIENCE):
+        await BatchWork(tools, claim).run()
+    assert await tools.store.status(record.id) == "cancelled"
+    assert outputs(tools) == ["0", "1"]
+
+
+async def test_a_batch_that_makes_no_progress_pauses_before_it_is_tried_again(tools: BatchTools) -> None:
+    _, claim = await begun(tools, answered=2)
+    store = AsyncMock(wraps=tools.store, claims=tools.store.claims)
+    store.move.side_effect = [False] * 1000  # Redis answers so where it has lost what it had just written
+    work = BatchWork(dataclasses.replace(tools, store=store, pause=600.0), claim)
+    running = asyncio.create_task(work.run())
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while store.move.await_count < 2:
+                await asyncio.sleep(0.01)
+        await asyncio.wait([running], timeout=0.5)
+        assert store.move.await_count == 2
+    finally:
+        running.cancel()

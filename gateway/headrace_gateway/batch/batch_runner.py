@@ -64,6 +64,12 @@ class BatchRunner:
             self._kept_at = now
         # one a turn, so that other replicas get some, too
         for claim in await self._claims.take(1) if len(self._held) < MAX_BATCHES else ():
+            older = [task for held, (_, task) in self._held.items() if held.item == claim.item]
+            if older:  # Redis has lost the claim; two tasks must not work on one batch
+                for task in older:
+                    task.cancel()
+                await self._claims.put_back(claim, after=_TURN_SECONDS)
+                continue
             logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
             work = BatchWork(self._tools, claim)
             self._held[claim] = work, asyncio.create_task(work.run())

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -15,6 +16,7 @@ import redis
 
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
+from headrace_gateway.batch import batch_runner
 from headrace_gateway.batch.batch_record import BatchRecord
 from headrace_gateway.batch.batch_runner import BatchRunner
 from headrace_gateway.batch.batch_store import BatchStore
@@ -161,3 +163,51 @@ async def test_a_batch_that_makes_no_progress_pauses_before_it_is_tried_again(to
         assert store.move.await_count == 2
     finally:
         running.cancel()
+
+
+class WorkOfMany:
+    """Stands for `BatchWork`; tells how many work on a batch at the same time."""
+
+    def __init__(self) -> None:
+        self.moved_at = time.monotonic()
+        self.waits_for_disk = False
+        self.num_begun = self.num_running = self.most_running = 0
+
+    async def run(self) -> None:
+        self.num_begun += 1
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_running -= 1
+
+
+async def reach(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(tools: BatchTools) -> AsyncIterator[None]:
+    task = asyncio.create_task(BatchRunner(tools).run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_replica_never_has_two_tasks_for_one_batch(
+    tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = WorkOfMany()
+    monkeypatch.setattr(batch_runner, "BatchWork", lambda *_: work)
+    record = record_of()
+    await tools.store.create(record)
+    async with running(tools):
+        await reach(lambda: work.num_begun == 1)
+        redis_client.zadd(tools.store.claims.due_key, {record.id: 0})  # as it was before it was taken
+        await reach(lambda: work.num_begun == 2)
+    assert work.most_running == 1

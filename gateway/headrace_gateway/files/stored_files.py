@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +84,9 @@ class StoredFiles:
     def folder(self, key: ApiKey) -> Path:
         """The folder of a key, made where it does not exist."""
         folder = self._root / owner_of(key.name, key.tenant)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_missing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_folder(self._root)
         return folder
 
     def used_bytes(self, key: ApiKey) -> int:
@@ -136,7 +139,7 @@ class StoredFiles:
 
     def batch_folder(self, key: ApiKey, batch_id: str) -> Path:
         """Where a batch keeps its input and what it has written, until it has ended."""
-        return self.folder(key) / batch_id
+        return self._root / owner_of(key.name, key.tenant) / batch_id
 
     def redis_id(self, new: str | None = None) -> str | None:
         """The id of the Redis whose batches are in the directory. `new` is kept where there is none, if given."""
@@ -248,6 +251,24 @@ class PartialFile:
         with self._lock:
             os.close(self._fd)
             self._fd = -1
+
+
+def copy_to_disk(source: Path, target: Path) -> None:
+    """Copy a file; the copy is on the disk when this returns."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as copy:
+        os.fsync(copy.fileno())
+
+
+def is_missing(path: Path) -> bool:
+    """Whether the disk says that there is no such path; False where it says nothing."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def sync_folder(folder: Path) -> None:

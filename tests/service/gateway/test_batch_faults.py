@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ import redis
 
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.batch import batch_runner
+from headrace_gateway.batch import batch_runner, batch_work
 from headrace_gateway.batch.batch_record import BatchRecord
 from headrace_gateway.batch.batch_runner import BatchRunner
 from headrace_gateway.batch.batch_store import BatchStore
@@ -71,7 +72,7 @@ def record_of(number: int = 1, **changes: Any) -> BatchRecord:
 
 def old_folder(files: StoredFiles, number: int) -> Path:
     """A folder of a batch that nobody has touched for long."""
-    folder = files.batch_folder(ANYONE, f"batch_{number:032x}")
+    folder = files.folder(ANYONE) / f"batch_{number:032x}"
     folder.mkdir()
     os.utime(folder, (100.0, 100.0))
     return folder
@@ -211,3 +212,89 @@ async def test_a_replica_never_has_two_tasks_for_one_batch(
         redis_client.zadd(tools.store.claims.due_key, {record.id: 0})  # as it was before it was taken
         await reach(lambda: work.num_begun == 2)
     assert work.most_running == 1
+
+
+def fields_of(tools: BatchTools, client: "redis.Redis", batch_id: str) -> tuple[str, str, dict[bytes, bytes]]:
+    """What Redis has of a batch, and of claims."""
+    key = f"headrace:gw:batch:{batch_id}"
+    return key, tools.store.claims.due_key, client.hgetall(key)
+
+
+async def test_a_batch_ends_again_where_redis_has_lost_its_end(tools: BatchTools, redis_client: "redis.Redis") -> None:
+    record, claim = await begun(tools, answered=2)
+    key, due_key, before = fields_of(tools, redis_client, record.id)
+    await BatchWork(tools, claim).run()
+    assert await tools.store.status(record.id) == "completed"
+    redis_client.delete(key)
+    redis_client.hset(key, mapping=before)
+    for ending in range(2):  # the second time it is taken, it has ended
+        redis_client.zadd(due_key, {record.id: 0})
+        (claim,) = await tools.store.claims.take(1)
+        await BatchWork(tools, claim).run()
+        assert await tools.store.status(record.id) == "completed"
+        assert outputs(tools) == ["0", "1"]
+        assert tools.files.batch_folder(ANYONE, record.id).exists() == (ending == 0)
+    assert redis_client.zcard(due_key) == 0
+
+
+@pytest.mark.parametrize("lost", ["folder", "segment"])
+async def test_a_batch_whose_files_are_lost_fails(tools: BatchTools, lost: str) -> None:
+    record, claim = await begun(tools, answered=1)
+    folder = tools.files.batch_folder(ANYONE, record.id)
+    for path in folder.glob("*.output.jsonl"):
+        path.unlink()
+    if lost == "folder":
+        shutil.rmtree(folder)
+    async with asyncio.timeout(PATIENCE):
+        await BatchWork(tools, claim).run()
+    batch = await tools.store.find(record.id)
+    assert batch is not None
+    assert batch.status == "failed"
+    assert [error["code"] for error in batch.errors or ()] == ["files_lost"]
+
+
+async def test_a_batch_waits_while_the_directory_is_away(tools: BatchTools, tmp_path: Path) -> None:
+    record, claim = await begun(tools, answered=2)
+    (tmp_path / "files").rename(tmp_path / "away")
+    work = BatchWork(tools, claim)
+    running = asyncio.create_task(work.run())
+    await reach(lambda: work.waits_for_disk)
+    (tmp_path / "away").rename(tmp_path / "files")
+    async with asyncio.timeout(PATIENCE):
+        await running
+    assert await tools.store.status(record.id) == "completed"
+    assert outputs(tools) == ["0", "1"]
+
+
+@pytest.mark.parametrize(("stop", "status"), [("cancel", "cancelled"), ("expire", "expired")])
+async def test_a_batch_that_waits_for_its_directory_to_be_checked_can_end(
+    tools: BatchTools, tmp_path: Path, stop: str, status: str
+) -> None:
+    record = record_of(expires_at=int(time.time()) + (0 if stop == "expire" else 600))
+    keep_input(tools.files.folder(ANYONE) / record.id, Path(__file__))
+    await tools.store.create(record)
+    (claim,) = await tools.store.claims.take(1)
+    (tmp_path / "files").rename(tmp_path / "away")
+    work = BatchWork(tools, claim)
+    running = asyncio.create_task(work.run())
+    await reach(lambda: work.waits_for_disk)
+    if stop == "cancel":
+        await tools.store.cancel(record.id)
+    async with asyncio.timeout(PATIENCE):
+        await running
+    assert await tools.store.status(record.id) == status
+
+
+async def test_a_cancelled_batch_does_not_wait_for_ever_for_its_directory(
+    tools: BatchTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_work, "_DISK_SECONDS", 0.0)
+    record, claim = await begun(tools, answered=1)
+    (tmp_path / "files").rename(tmp_path / "away")
+    work = BatchWork(tools, claim)
+    running = asyncio.create_task(work.run())
+    await reach(lambda: work.waits_for_disk)
+    await tools.store.cancel(record.id)
+    async with asyncio.timeout(PATIENCE):
+        await running
+    assert await tools.store.status(record.id) == "failed"

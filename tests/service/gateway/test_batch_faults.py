@@ -17,16 +17,17 @@ import redis
 
 from headrace_broker.connections import connect_async
 from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.batch import batch_runner, batch_work
+from headrace_gateway.batch import batch_runner, batch_store, batch_work
 from headrace_gateway.batch.batch_record import BatchRecord
 from headrace_gateway.batch.batch_runner import BatchRunner
-from headrace_gateway.batch.batch_store import BatchStore
+from headrace_gateway.batch.batch_store import MOST_OPEN, BatchStore
 from headrace_gateway.batch.batch_work import BatchTools, BatchWork, keep_input
 from headrace_gateway.batch.line_request import LineAnswer
 from headrace_gateway.batch.segments import SegmentWriter
 from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.batch_line import read_line
 from headrace_gateway.claims import Claim
+from headrace_gateway.errors import ApiError
 from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.keys import ANYONE
 from service.gateway.gateway_process import PATIENCE
@@ -298,3 +299,52 @@ async def test_a_cancelled_batch_does_not_wait_for_ever_for_its_directory(
     async with asyncio.timeout(PATIENCE):
         await running
     assert await tools.store.status(record.id) == "failed"
+
+
+async def test_a_key_has_a_bounded_number_of_open_batches_and_of_kept_ones(
+    tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "_MOST_KEPT", MOST_OPEN + 1)
+    for number in range(MOST_OPEN):
+        await tools.store.create(record_of(number))
+    with pytest.raises(ApiError) as refused:
+        await tools.store.create(record_of(MOST_OPEN))
+    assert (refused.value.status, refused.value.code) == (429, "too_many_batches")
+    await tools.store.create(record_of(100, key="other"))
+    for number in range(MOST_OPEN, MOST_OPEN + 3):  # each cancelled one makes room
+        await tools.store.cancel(record_of(number - MOST_OPEN).id)
+        await tools.store.create(record_of(number))
+    kept = await tools.store.list(ANYONE, None, 100)
+    assert kept is not None
+    numbers = {int(batch.record.id[-32:], 16) for batch in kept}
+    assert numbers == set(range(2, MOST_OPEN + 3))
+    assert not redis_client.exists(f"headrace:gw:batch:{record_of(0).id}")
+
+
+async def test_a_batch_that_nobody_has_begun_is_cancelled_at_once(tools: BatchTools) -> None:
+    for number in (1, 2):
+        await tools.store.create(record_of(number))
+    (claim,) = await tools.store.claims.take(1)
+    for number, status in ((1, "cancelling"), (2, "cancelled")):
+        await tools.store.cancel(record_of(number).id)
+        assert await tools.store.status(record_of(number).id) == status
+    assert claim.item == record_of(1).id
+
+
+async def test_the_batches_of_one_key_do_not_keep_another_waiting(
+    tools: BatchTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def begin(_: BatchTools, claim: Claim) -> WorkOfMany:
+        begun.append(claim.item)
+        return WorkOfMany()
+
+    monkeypatch.setattr(batch_runner, "BatchWork", begin)
+    monkeypatch.setattr(batch_runner, "_TURN_SECONDS", 0.0)
+    for number in range(12):
+        await tools.store.create(record_of(number))
+    await tools.store.create(record_of(100, key="other"))
+    async with running(tools):
+        await reach(lambda: record_of(100).id in begun)
+    assert len(begun) == 9

@@ -163,6 +163,13 @@ async def test_a_key_keeps_a_bounded_number_of_bytes(client: httpx2.AsyncClient,
     assert (await upload(client, form(b"z" * 90_000))).status_code == 200
 
 
+async def test_a_batch_keeps_its_input_only_where_its_key_has_room(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    made = (await upload(client, form(b"z" * 90_000))).json()
+    body = {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    assert code_of(await client.post("/v1/batches", json=body)) == (403, "storage_limit_exceeded")
+    assert len(kept(tmp_path / "files")) == 2
+
+
 @contextmanager
 def room_for(most: int) -> Iterator[None]:
     """Every file of this process is bounded, as on a full disk."""

@@ -62,7 +62,7 @@ async def upload(request: Request) -> Response:
 
 async def _store(request: Request, form: UploadForm, files: StoredFiles, key: ApiKey) -> StoredFile:
     settings = gateway_of(request).settings
-    room = await _room(files, key, settings.max_kept_bytes)
+    room = await find_room(files, key, settings.max_kept_bytes)
     body_size = checked_at = 0
     async with _partial(files, key) as partial:
         async for data in _blocks(request, form):
@@ -70,11 +70,11 @@ async def _store(request: Request, form: UploadForm, files: StoredFiles, key: Ap
             if body_size > settings.max_file_bytes:
                 raise _too_large(settings.max_file_bytes)
             if body_size > room:
-                raise _keeps_too_much(settings.max_kept_bytes)
+                raise keeps_too_much(settings.max_kept_bytes)
             await asyncio.to_thread(partial.write, data)
             if body_size - checked_at > _CHECK_BYTES:  # other uploads of the key may have come
                 checked_at = body_size
-                room = body_size + await _room(files, key, settings.max_kept_bytes)
+                room = body_size + await find_room(files, key, settings.max_kept_bytes)
         filename, purpose, seconds = form.finish()
         kept_seconds = KEPT_SECONDS if seconds is None else seconds
         return await asyncio.to_thread(partial.finish, filename=filename, purpose=purpose, kept_seconds=kept_seconds)
@@ -104,11 +104,11 @@ async def _partial(files: StoredFiles, key: ApiKey) -> AsyncIterator[PartialFile
         partial.discard()  # not in a thread: a cancelled upload has no time to wait for one
 
 
-async def _room(files: StoredFiles, key: ApiKey, most: int) -> int:
+async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:
     """Bytes that the key may keep besides what it has. Raises ApiError 403 where there are none."""
     room = most - await asyncio.to_thread(files.used_bytes, key)
     if room <= 0:
-        raise _keeps_too_much(most)
+        raise keeps_too_much(most)
     return room
 
 
@@ -196,7 +196,7 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, "invalid_request_error", "request_too_large", message, param="file", headers=headers)
 
 
-def _keeps_too_much(most: int) -> ApiError:
+def keeps_too_much(most: int) -> ApiError:
     message = f"the files of this key may have {most} bytes in all: delete some"
     headers = {"connection": "close"}
     return ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)

@@ -163,6 +163,13 @@ async def test_a_key_keeps_a_bounded_number_of_bytes(client: httpx2.AsyncClient,
     assert (await upload(client, form(b"z" * 90_000))).status_code == 200
 
 
+async def test_a_batch_keeps_its_input_only_where_its_key_has_room(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    made = (await upload(client, form(b"z" * 90_000))).json()
+    body = {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    assert code_of(await client.post("/v1/batches", json=body)) == (403, "storage_limit_exceeded")
+    assert len(kept(tmp_path / "files")) == 2
+
+
 @contextmanager
 def room_for(most: int) -> Iterator[None]:
     """Every file of this process is bounded, as on a full disk."""
@@ -211,6 +218,42 @@ async def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     now[0] = 10_000.0
     assert files.sweep() == [batch]
     assert len(kept(tmp_path)) == 3
+
+
+def test_the_sweep_leaves_what_is_not_its_own_and_passes_over_a_folder_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = StoredFiles(tmp_path, lambda: 10_000.0)
+    owner = files.folder(ANYONE)
+    others = [
+        tmp_path / "home" / "thesis.tex",
+        tmp_path / "home" / f"file-{'1' * 32}",
+        owner / "notes.txt",
+        owner / "old" / "a",
+        owner / ".part-x",
+        owner / f"batch_{'1' * 32}.bak" / "a",
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    (tmp_path / ("2" * 32)).symlink_to(tmp_path / "home")
+    unreadable = tmp_path / ("0" * 32)
+    unreadable.mkdir()
+    swept = owner / f"file-{'3' * 32}"
+    swept.write_bytes(b"")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (100.0, 100.0))
+    scandir = os.scandir
+
+    def refuse(path: Path) -> Any:
+        if Path(path) == unreadable:
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert files.sweep() == []
+    assert all(path.exists() for path in others)
+    assert not swept.exists()
 
 
 async def test_no_key_reaches_the_files_and_batches_of_another(redis_server: EmbeddedServer, tmp_path: Path) -> None:

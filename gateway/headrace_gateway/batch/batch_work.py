@@ -309,6 +309,11 @@ class BatchWork:
         batch = await self._find()
         if batch is None:
             raise ClaimLostError(self._claim.item)
+        if batch.total is not None and batch.done.completed + batch.done.failed < batch.total:
+            logger.error("batch goes on, as Redis has lost answers: id=%s", self._claim.item)
+            if batch.status == "finalizing":  # a cancelled one is answered again as it is
+                await self._move(("finalizing",), "in_progress")
+            return
         output, errors = await self._with_disk(partial(asyncio.to_thread, self._assemble, batch))
         await self._move(before, status, output_file_id=output, error_file_id=errors)
 

@@ -47,10 +47,10 @@ class BatchRunner:
         self._claims: Final = tools.store.claims
         self._held: Final[dict[Claim, _Held]] = {}
         self._kept_at = 0.0
-        self._swept_at = -_SWEEP_SECONDS
 
     async def run(self) -> None:
         """Work until cancelled."""
+        sweeping = asyncio.create_task(self._sweep_now_and_then())  # beside it, as it may take longer than a claim
         try:
             while True:
                 try:
@@ -61,6 +61,7 @@ class BatchRunner:
                 check_cancelled()
                 await asyncio.sleep(_TURN_SECONDS)
         finally:
+            sweeping.cancel()
             await self._hand_over()
 
     async def _turn(self) -> None:
@@ -74,12 +75,6 @@ class BatchRunner:
         while len(self._held) < MAX_BATCHES and (taken := await self._claims.take(1)):
             if await self._begin(taken[0]):
                 break
-        if now - self._swept_at >= _SWEEP_SECONDS:
-            self._swept_at = now
-            try:
-                await self.sweep()
-            except OSError as error:
-                logger.warning("the directory of files could not be swept: %s", error.strerror)
 
     async def _begin(self, claim: Claim) -> bool:
         """Work on a batch; False where it is put back."""
@@ -111,6 +106,15 @@ class BatchRunner:
                 logger.error("batch failed in this replica: id=%s\n%s", claim.item, frames(error))
                 await self._claims.put_back(claim, after=_AGAIN_SECONDS)
             del self._held[claim]
+
+    async def _sweep_now_and_then(self) -> None:
+        while True:
+            try:
+                await self.sweep()
+            except (OSError, *REDIS_ERRORS) as error:
+                check_cancelled()
+                logger.warning("the directory of files could not be swept: %s", type(error).__name__)
+            await asyncio.sleep(_SWEEP_SECONDS)
 
     async def sweep(self) -> None:
         """Delete what nobody wants any more from the directory of files."""

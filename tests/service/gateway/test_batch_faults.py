@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -383,3 +384,25 @@ async def test_a_batch_does_not_end_while_answers_are_missing_that_redis_has_los
     assert batch.status == ("expired" if status == "finalizing" else "cancelled")
     assert (batch.done.completed, batch.done.failed) == (0, 2)
     assert outputs(tools) == ["0", "1"]
+
+
+async def test_batches_are_taken_while_a_slow_directory_is_swept(
+    tools: BatchTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def sweep() -> list[Path]:
+        begun.set()
+        goes_on.wait(PATIENCE)
+        return []
+
+    work = WorkOfMany()
+    monkeypatch.setattr(batch_runner, "BatchWork", lambda *_: work)
+    files = Mock(wraps=tools.files, sweep=sweep)
+    try:
+        async with running(dataclasses.replace(tools, files=files)):
+            await reach(begun.is_set)
+            await tools.store.create(record_of())
+            await reach(lambda: work.num_begun == 1)
+    finally:
+        goes_on.set()

@@ -18,6 +18,7 @@ from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
+from headrace_gateway.files.file_threads import in_file_thread
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
@@ -119,21 +120,21 @@ class BatchRunner:
     async def sweep(self) -> None:
         """Delete what nobody wants any more from the directory of files."""
         files, store = self._tools.files, self._tools.store
-        folders = await asyncio.to_thread(files.sweep)
+        folders = await in_file_thread(files.sweep)
         if folders and not await self._has_these_batches():
             logger.warning("folders of batches are kept: the directory of files belongs to another Redis")
             return
         for folder in folders:
             batch = await store.find(folder.name)
             if batch is None or batch.has_ended:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _has_these_batches(self) -> bool:
         """Whether this Redis is the one whose batches are in the directory: another knows none of them."""
         files, store = self._tools.files, self._tools.store
-        kept = await asyncio.to_thread(files.redis_id)
+        kept = await in_file_thread(files.redis_id)
         if kept is None:
-            kept = await asyncio.to_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
+            kept = await in_file_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
         return kept == await store.redis_id()
 
     def _tell(self) -> None:

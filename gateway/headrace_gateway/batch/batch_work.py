@@ -31,6 +31,7 @@ from headrace_gateway.batch_line import BatchLine, read_line
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError, InputRefusedError
+from headrace_gateway.files.file_threads import in_file_thread
 from headrace_gateway.files.stored_files import FileLostError, StoredFiles, copy_to_disk, is_missing, sync_folder
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
@@ -121,7 +122,7 @@ class BatchWork:
                 await self._fail(batch, error)
             self.moved_at = time.monotonic()
         await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await in_file_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _announce(self, batch: Batch) -> None:
         logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
@@ -257,7 +258,7 @@ class BatchWork:
 
     async def _find_answered(self, batch: Batch) -> bytearray:
         """Which lines of the input, by their numbers, have answers that count."""
-        ids = await asyncio.to_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
+        ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
         with self._open_input() as source:
             answered = bytearray()
             async for number, raw in source.read():
@@ -314,7 +315,7 @@ class BatchWork:
             if batch.status == "finalizing":  # a cancelled one is answered again as it is
                 await self._move(("finalizing",), "in_progress")
             return
-        output, errors = await self._with_disk(partial(asyncio.to_thread, self._assemble, batch))
+        output, errors = await self._with_disk(partial(in_file_thread, self._assemble, batch))
         await self._move(before, status, output_file_id=output, error_file_id=errors)
 
     def _assemble(self, batch: Batch) -> list[str | None]:
@@ -379,7 +380,7 @@ class BatchWork:
             except InputRefusedError:
                 raise
             except (BatchError, OSError, FileLostError) as error:
-                if await asyncio.to_thread(self._has_lost, error):
+                if await in_file_thread(self._has_lost, error):
                     raise FileLostError(str(error)) from None
                 self._disk(str(error))
                 await asyncio.sleep(self._tools.pause)

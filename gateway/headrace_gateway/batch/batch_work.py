@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -169,7 +170,7 @@ class BatchWork:
     async def _check(self, record: BatchRecord) -> CheckedInput:
         while True:
             try:
-                with self._open_input() as source:
+                async with self._input() as source:
                     return await check_input(
                         source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
@@ -178,8 +179,11 @@ class BatchWork:
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
                 await asyncio.sleep(self._tools.pause)
 
-    def _open_input(self) -> InputFile:
-        return InputFile(str(input_path(self._folder)))
+    @asynccontextmanager
+    async def _input(self) -> AsyncIterator[InputFile]:
+        source = await in_file_thread(InputFile, str(input_path(self._folder)))
+        with source:
+            yield source
 
     async def _answer(self, batch: Batch) -> None:
         """Send the lines that have no answer, until all have one, or the batch is cancelled or expires."""
@@ -259,7 +263,7 @@ class BatchWork:
     async def _find_answered(self, batch: Batch) -> bytearray:
         """Which lines of the input, by their numbers, have answers that count."""
         ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
-        with self._open_input() as source:
+        async with self._input() as source:
             answered = bytearray()
             async for number, raw in source.read():
                 answered.extend(b"\1" * (number + 1 - len(answered)))  # a blank line needs no answer
@@ -267,7 +271,7 @@ class BatchWork:
         return answered
 
     async def _unanswered(self, answered: bytearray, stopped: asyncio.Event) -> AsyncIterator[tuple[int, BatchLine]]:
-        with self._open_input() as source:
+        async with self._input() as source:
             async for number, raw in source.read():
                 if stopped.is_set():
                     return

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from headrace_gateway.broker_errors import NO_RETRY, not_found
 from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.errors import ApiError, invalid
-from headrace_gateway.files.file_threads import in_file_thread
+from headrace_gateway.files.file_threads import in_file_thread, start_in_file_thread
 from headrace_gateway.files.stored_files import KEPT_SECONDS, PartialFile, StoredFile, StoredFiles, is_full
 from headrace_gateway.files.upload import FORM_BYTES, UploadForm
 from headrace_gateway.json_response import JsonResponse
@@ -104,7 +104,7 @@ async def _partial(files: StoredFiles, key: ApiKey) -> AsyncIterator[PartialFile
     try:
         yield partial
     finally:
-        partial.discard()  # not in a thread: a cancelled upload has no time to wait for one
+        await asyncio.shield(start_in_file_thread(partial.discard))  # done also where this is cancelled again
 
 
 async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:

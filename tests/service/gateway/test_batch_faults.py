@@ -406,3 +406,19 @@ async def test_batches_are_taken_while_a_slow_directory_is_swept(
             await reach(lambda: work.num_begun == 1)
     finally:
         goes_on.set()
+
+
+async def test_an_input_is_opened_and_read_in_threads(tools: BatchTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    opened = batch_work.InputFile
+
+    def open_input(name: str) -> Any:
+        threads.append(threading.get_ident())
+        return opened(name)
+
+    monkeypatch.setattr(batch_work, "InputFile", open_input)
+    record, claim = await begun(tools, expires_at=int(time.time()) - 1)
+    await BatchWork(tools, claim).run()
+    assert await tools.store.status(record.id) == "expired"
+    assert threads
+    assert threading.get_ident() not in threads

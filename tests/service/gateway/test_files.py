@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_gateway.files import files_endpoint
 from headrace_gateway.files.file_threads import start_in_file_thread
-from headrace_gateway.files.stored_files import StoredFiles
+from headrace_gateway.files.stored_files import PartialFile, StoredFiles
 from headrace_gateway.keys import ANYONE
 from service.gateway.gateway_process import PATIENCE
 from service.gateway.in_process import bearer, running_app, write_keys
@@ -229,6 +229,23 @@ async def test_an_upload_whose_client_leaves_is_not_kept(client: httpx2.AsyncCli
         raise ClientDisconnect
 
     assert code_of(await client.post("/v1/files", content=half(), headers=FORM)) == (400, "invalid_request")
+    assert kept(tmp_path / "files") == []
+
+
+async def test_an_upload_that_fails_is_discarded_in_a_thread(
+    client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    discard = PartialFile.discard
+
+    def noted(partial: PartialFile) -> None:
+        threads.append(threading.get_ident())
+        discard(partial)
+
+    monkeypatch.setattr(PartialFile, "discard", noted)
+    assert code_of(await upload(client, form(purpose=b"other"))) == (400, "unsupported_value")
+    assert threads
+    assert threading.get_ident() not in threads
     assert kept(tmp_path / "files") == []
 
 

@@ -84,10 +84,14 @@ async def _store(request: Request, form: UploadForm, files: StoredFiles, key: Ap
 
 
 async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
-    """The bytes of the file, about a megabyte at a time."""
+    """The bytes of the file, about a megabyte at a time. What comes after the form is not read."""
+    most = gateway_of(request).settings.max_file_bytes
     parts: list[bytes] = []
-    size = 0
+    size = body_size = 0
     async for data in request.stream():
+        body_size += len(data)
+        if body_size > most + FORM_BYTES:  # of parts without data, or before the first, the form counts nothing
+            raise _too_large(most)
         form.write(data)
         if part := form.take():
             parts.append(part)
@@ -95,6 +99,8 @@ async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
         if size >= _WRITE_BYTES:
             yield b"".join(parts)
             parts, size = [], 0
+        if form.has_ended:
+            break
     yield b"".join(parts)
 
 

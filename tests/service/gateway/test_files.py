@@ -249,6 +249,35 @@ async def test_an_upload_that_fails_is_discarded_in_a_thread(
     assert kept(tmp_path / "files") == []
 
 
+async def test_nothing_is_read_after_the_end_of_a_form(client: httpx2.AsyncClient) -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        yield form()
+        while num_read < 1000:
+            num_read += 1
+            yield b"z" * 1000
+
+    assert (await client.post("/v1/files", content=endless(), headers=FORM)).status_code == 200
+    assert num_read < 10
+
+
+async def test_a_form_without_end_is_refused(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while num_read < 1000:
+            num_read += 1
+            yield b"\r\n" * 500
+
+    answer = await client.post("/v1/files", content=endless(), headers=FORM)
+    assert code_of(answer) == (413, "request_too_large")
+    assert num_read < 200
+    assert kept(tmp_path / "files") == []
+
+
 async def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     now = [0.0]
     files = StoredFiles(tmp_path, lambda: now[0])

@@ -215,9 +215,8 @@ class BatchWork:
             self.moved_at = time.monotonic()
             self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
-            if answer.request_id is not None:
-                with contextlib.suppress(*REDIS_ERRORS):
-                    await self._tools.store.let_go(answer.request_id)
+            with contextlib.suppress(*REDIS_ERRORS):
+                await self._tools.store.let_go(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
         sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))

@@ -28,8 +28,8 @@ _LEASE_HASHES: Final = (
 
 # Messages that wait, sorted by tenant; <level> is a list of a queue. The scripts build these names.
 READY_PREFIX: Final = "headrace:ready:"
-# ids:<level>             sorted set: lease id -> microseconds since when it counts there
-# of:<level>\x06<tenant>  the same, of one tenant
+# ids:<level>             sorted set: lease id -> microseconds since when it ages there
+# of:<level>\x06<tenant>  sorted set: lease id of one tenant -> microseconds that are its place
 # tenants:<level>         sorted set: tenant that has messages there -> its service, tokens by weight
 # waiting:<queue>         sorted set: tenant -> its messages at all levels
 # delayed:<queue>         sorted set: tenant -> its messages whose time has not come

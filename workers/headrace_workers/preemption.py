@@ -1,8 +1,8 @@
 """`Preemption`: running requests make room for requests of better priorities, and go on later behind their last token.
 
 Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`), so those of one list are equal and
-preempt nothing. A request that has aged preempts as its own step may, and is preempted as the step it has come to: so
-ageing alone hands nothing back. A better request is taken from the queue first, by one worker alone, and makes room
+preempt nothing. That is the step that a request was sent with, whatever it has aged to: ageing is a place in the queue,
+and neither makes room nor keeps it. A better request is taken from the queue first, by one worker alone, and makes room
 for itself when it is prepared: so no two workers preempt for the same one.
 """
 
@@ -37,25 +37,25 @@ class Preemption:
         self._exact_resume = exact_resume
 
     def credit(self, in_flight: InFlight, num_preparing: int, *, engine_waits: bool) -> tuple[int, int]:
-        """The worst level that would make room, and how many more messages of better levels may then be taken.
+        """The worst step that would make room, and how many more messages of better steps may then be taken.
 
         Args:
             num_preparing: messages that have been taken and will have a choice at least.
             engine_waits: requests wait in the engine, whose memory or budget of tokens is short, so that no more are
-                taken. Better ones go before those of worse levels there, and need only the free slots.
+                taken. Better ones go before those of worse steps there, and need only the free slots.
         """
         room = self._max_num_seqs - num_preparing - in_flight.slots_used
         if room > 0:
-            waiting = [job.level for job in in_flight if engine_waits and self._max_preemptions and not _is_begun(job)]
+            waiting = [job.step for job in in_flight if engine_waits and self._max_preemptions and not _is_begun(job)]
             return max(waiting, default=0), room if any(waiting) else 0
         slots_at: dict[int, int] = {}
         for job in self._preemptible(in_flight, better=0):
-            slots_at[job.level] = slots_at.get(job.level, 0) + job.num_unfinished
-        level, slots = max(slots_at.items(), default=(0, 0))
-        return level, max(0, room + slots)
+            slots_at[job.step] = slots_at.get(job.step, 0) + job.num_unfinished
+        step, slots = max(slots_at.items(), default=(0, 0))
+        return step, max(0, room + slots)
 
     def make_room(self, in_flight: InFlight, job: Job) -> None:
-        """Hand requests of worse levels back as far as the choices of this one find no slots.
+        """Hand requests of worse steps back as far as the choices of this one find no slots.
 
         The worst goes first, and of equals the one that loses least.
         """
@@ -85,7 +85,7 @@ class Preemption:
         return [
             job
             for job in jobs
-            if job.level > better
+            if job.step > better
             and job.preemptions < self._max_preemptions
             and job.num_unfinished
             and (self._exact_resume == "all" or job.request.params.is_greedy)
@@ -100,4 +100,4 @@ def _is_begun(job: Job) -> bool:
 def _worth(job: Job) -> tuple[int, int, float]:
     """What is computed again when the request goes on is its tokens, as far as no prefix cache has them."""
     lost = len(job.request.prompt_token_ids) + job.num_tokens if _is_begun(job) else 0
-    return -job.level, lost, -job.received_at
+    return -job.step, lost, -job.received_at

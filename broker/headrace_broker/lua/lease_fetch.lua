@@ -245,7 +245,7 @@ local function age(level, better)
       unsort(id, level)
     elseif not is_kept_by(problem_of(messages_of(better, record.tenant), 'zset')) then
       leave(id, record)
-      record.level, record.since = better, record.since + step
+      record.level, record.since, record.first = better, record.since + step, record.first or record.since
       keep(id, record)
       enter(id, record)
     end
@@ -299,6 +299,7 @@ local function take(id, record, start)
   local deliveries = deliver(id, record, body)
   if not deliveries then return end
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
+  record.taken = microseconds
   charge(id, record, start, policy.weights[record.tenant] or 1)
   lease(id, record, body, deliveries, 0)
   reply_bytes_left = reply_bytes_left - #body

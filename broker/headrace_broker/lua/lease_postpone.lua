@@ -16,9 +16,10 @@ redis.call('HSET', META, id, 'delayed|' .. list)
 take_back_strike(id)
 if record then
   refund(id, record)
+  record.taken = nil
   if not keeps_place then -- it does not wait, and so does not age, before its time
     record.since, record.level = math.floor(due * 1000000), record.list
-    record.due = record.since
+    record.due, record.first, record.held = record.since, nil, nil
   end
   delay(id, record)
 end

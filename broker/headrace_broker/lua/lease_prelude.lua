@@ -78,7 +78,9 @@ local function is_record(record)
     and type(record.tenant) == 'string' and is_finite(record.since)
     and (not record.charge or is_finite(record.charge) and is_finite(record.weight) and record.weight > 0)
     and is_text_or_nil(record.request) and is_text_or_nil(record.prefix)
-    and is_finite(record.skipped or 0) and is_finite(record.preempted or 0) and is_finite(record.sorted or 0) and is_finite(record.due or 0)
+    and is_finite(record.skipped or 0) and is_finite(record.preempted or 0) and is_finite(record.sorted or 0)
+    and is_finite(record.due or 0) and is_finite(record.first or 0) and is_finite(record.held or 0)
+    and is_finite(record.taken or 0)
 end
 
 -- What is known of a message of the queue; nil where nothing is that makes sense.

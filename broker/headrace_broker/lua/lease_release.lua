@@ -5,12 +5,7 @@ local owner, id, strike, is_preempted = ARGV[1], ARGV[2], ARGV[3] == '1', ARGV[4
 local list = owned_list(id, owner)
 if not list then return 0 end
 -- first, as a server out of memory refuses a script's first write if that may need more
-local problem = put_back(id, list ~= '' and list or nil)
+local problem = put_back(id, list ~= '' and list or nil, is_preempted)
 if problem then return {err = problem} end
 if not strike then take_back_strike(id) end
-local record = is_preempted and record_of(id)
-if record then
-  record.preempted = (record.preempted or 0) + 1
-  keep(id, record)
-end
 return 1

@@ -7,7 +7,8 @@
 -- nil), since (microseconds: from when on it counts at its level, which is its place), prefix (a hash of its prompt's
 -- beginning, where it says) and skipped (how often affinity went before it), delayed (true before its time), sorted
 -- (microseconds: when it was first sorted), due (microseconds: its time, where it had one of its own), preempted (how often
--- it made room for a better one), and once it was taken charge and weight.
+-- it made room for a better one), first (its place at its own list, once it has aged), held (microseconds in which it did not
+-- age), taken (microseconds: when it was taken, while somebody holds it), and once it was taken charge and weight.
 
 local READY, SHARE = KEYS[7], KEYS[8]
 local SHARE_SECONDS = 86400
@@ -72,7 +73,7 @@ end
 local function enter(id, record)
   local level, tenant = record.level, record.tenant
   redis.call('ZADD', messages_of(level, tenant), record.since, id)
-  redis.call('ZADD', ids_at(level), record.since, id)
+  redis.call('ZADD', ids_at(level), record.since + (record.held or 0), id) -- what it ages from
   redis.call('ZINCRBY', waiting_in(queue_of(level)), 1, tenant)
   if not redis.call('ZSCORE', tenants_at(level), tenant) then
     local served = number_in(redis.call('ZSCORE', served_at(level), tenant), 0)
@@ -158,20 +159,36 @@ local function refund(id, record)
   keep(id, record)
 end
 
+-- It ages no further in workers' hands; and where it was preempted, it ages anew, from its place at its own list on.
+local function wait_again(record, is_preempted)
+  local at = math.floor(now() * 1000000)
+  if is_preempted then
+    record.level, record.since, record.first = record.list, record.first or record.since, nil
+    record.held = math.max(0, at - record.since)
+    record.preempted = (record.preempted or 0) + 1
+  elseif record.taken then
+    record.held = (record.held or 0) + math.max(0, at - record.taken)
+  end
+  record.taken = nil
+end
+
 -- Back to its place, which is before all that its tenant sent later, and to be paid for when it is taken again.
 -- The revocation comes first: a server out of memory refuses a script whose first write may need more.
 -- Returns what keeps it from there, where nothing was written, or nil. `list` is nil where the lease does not say it.
-local function put_back(id, list)
+local function put_back(id, list, is_preempted)
   local record = record_of(id)
   list = record and record.list or list
   local waits = record and not record.refused
   local problem = waits and problem_of_place(record) or not waits and list and problem_of(list, 'list')
+    or waits and is_preempted and problem_of_place({level = list, tenant = record.tenant})
   if problem then return problem end
   revoke(id)
   undelay(id, record)
   local body = redis.call('HGET', BODIES, id)
   if waits and body then
     refund(id, record)
+    wait_again(record, is_preempted)
+    keep(id, record)
     enter(id, record)
     ring(queue_of(record.level))
   elseif body and not list then -- somebody has deleted keys by hand

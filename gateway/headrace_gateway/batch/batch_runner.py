@@ -19,6 +19,7 @@ from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
 from headrace_gateway.files.file_threads import in_file_thread
+from headrace_gateway.role import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
@@ -173,7 +174,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
             priority=settings.batch_priority,
             announce=gateway.webhooks.announce,
         )
-        running = asyncio.create_task(BatchRunner(tools).run())
+        running = asyncio.create_task(keep_running(BatchRunner(tools).run))
         try:
             yield
         finally:

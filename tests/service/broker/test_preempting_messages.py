@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgpack
 import pytest
 import redis
 
@@ -92,6 +93,60 @@ def test_how_often_a_message_was_preempted_is_kept_with_it_and_is_no_delivery(
     assert message.preemptions == 3
     first.ack(message.lease_id)
     assert redis_client.hlen(LEASE_RECORDS_KEY) == 1
+
+
+def shift(client: "redis.Redis", message: LeasedMessage, *names: str, seconds: float) -> None:
+    """Move moments of a message's record into the past."""
+    record = msgpack.unpackb(client.hget(LEASE_RECORDS_KEY, message.lease_id))
+    record |= {name: record[name] - int(seconds * 1e6) for name in names}
+    client.hset(LEASE_RECORDS_KEY, message.lease_id, msgpack.packb(record))
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_message_ages_no_further_while_it_runs(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis", is_preempted: bool
+) -> None:
+    leases = make_leases(ageing_seconds=600)
+    push(redis_client, "batch", ["b"], step=3)
+    for _ in range(2):  # together longer than it takes to age
+        (message,) = take(leases)
+        assert message.level == 9
+        shift(redis_client, message, "since", "taken", seconds=500)
+        leases.release(message.lease_id, is_preempted=is_preempted)
+    leases.sort(LISTS)
+    assert take(leases)[0].level == 9
+
+
+def test_a_message_that_waited_still_ages_when_it_was_handed_back(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=600)
+    push(redis_client, "batch", ["b"], step=3)
+    (message,) = take(leases)
+    shift(redis_client, message, "since", seconds=700)
+    leases.release(message.lease_id)
+    leases.sort(LISTS)
+    assert take(leases)[0].level == 6
+
+
+def test_a_preempted_message_ages_anew_from_its_own_priority_and_keeps_its_place(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases, ageing = make_leases(ageing_seconds=3600), make_leases(ageing_seconds=0.000001)
+    push(redis_client, "batch", ["b0"], step=3)
+    ageing.sort(LISTS)
+    (message,) = take(ageing)
+    assert message.level == 0
+    push(redis_client, "batch", ["b1"], step=3)
+    push(redis_client, "chat", ["c6"], step=2)
+    leases.sort(LISTS)
+
+    ageing.release(message.lease_id, is_preempted=True)
+
+    assert names(take(leases, 1)) == ["c6"]
+    found = take(leases, 9)
+    assert names(found) == ["b0", "b1"]
+    assert [message.level for message in found] == [9, 9]
 
 
 def test_a_preempted_message_is_paid_for_once(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:

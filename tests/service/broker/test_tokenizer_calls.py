@@ -58,15 +58,25 @@ async def test_a_refusal_is_raised_with_its_code(client: "redis.Redis", asking: 
     assert raised.value.code == "unsupported"
 
 
-async def test_a_call_that_nobody_answers_fails_in_time_and_is_not_kept(
-    client: "redis.Redis", asking: "redis.asyncio.Redis"
-) -> None:
+async def test_a_call_that_nobody_answers_fails_in_time(asking: "redis.asyncio.Redis") -> None:
     asker = TokenizerAsker(asking, seconds=0.05)
     with pytest.raises(TokenizerCallError, match=r"no worker of m has answered within 0\.05 s") as raised:
         await asker.call("m", "count", {})
     assert raised.value.code == "tokenizer_unavailable"
-    client.persist(tokenizer_calls_key("m"))  # as if a later call had kept the list
-    assert TokenizerCalls(client, ["m"]).take(1.0) is None
+
+
+async def test_a_call_whose_time_is_over_is_not_taken(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
+    calls, key = TokenizerCalls(client, ["m"]), tokenizer_calls_key("m")
+    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "count", {}))
+    while (call := client.lpop(key)) is None:
+        await asyncio.sleep(0)
+    seconds, _ = client.time()
+    for ends, taken in ((1000 * seconds - 1, False), (1000 * seconds + 60_000, True)):
+        client.rpush(key, b"%d|%b" % (ends, call.split(b"|", 1)[1]))
+        assert (calls.take(1.0) is not None) == taken
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
 
 
 async def test_no_more_calls_wait_than_may(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:

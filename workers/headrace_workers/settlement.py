@@ -95,6 +95,16 @@ class Settlement:
         """Write nothing more of a job that is no longer ours."""
         self._publisher.drop(job.key)
 
+    def hand_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+        """Put a job's message back into the queue; its stream waits there with it."""
+        if not self.waits_for_redis:
+            try:
+                self._writer.keep(job.request_id)
+            except REDIS_ERRORS as failure:
+                logger.warning("stream may expire in the queue", **job.log_fields, error=type(failure).__name__)
+        self._metrics.message_returned(reason)
+        job.celery_request.hand_back(strike=strike, is_preempted=is_preempted)
+
     def ending(self, request_id: str) -> Job | None:
         """The job of that request, where it is complete and only its end is not written yet."""
         return next((job for job, _, _ in self._ending.values() if job.request_id == request_id), None)
@@ -154,9 +164,8 @@ class Settlement:
             # was kept here, and the next attempt generates it again. Whose doing it is cannot be told, so it counts.
             self.forget(job)
             self._metrics.request_handed_back()
-            self._metrics.message_returned(outcome.value)
             self._tracing.end(job, None)
-            job.celery_request.hand_back(strike=True)
+            self.hand_back(job, outcome.value, strike=True)
             return
         gone = outcome is WriteOutcome.GONE
         if gone:

@@ -32,6 +32,7 @@ MOST_WAITING: Final = 64
 MOST_OF_ASKER: Final = 16
 """Calls of one asker that are in Redis at once; further ones wait in its own memory."""
 ANSWER_SECONDS: Final = 10.0
+_LIST_KEPT_MS: Final = math.ceil(1000 * ANSWER_SECONDS)
 _ANSWER_KEPT_MS: Final = 10_000
 _LEAST_BLOCK_SECONDS: Final = 0.01
 """To Redis, a time-out of 0 is none."""
@@ -73,7 +74,8 @@ class TokenizerAsker:
             async with asyncio.timeout(self._seconds), self._room:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
                 keys = [tokenizer_calls_key(model)]
-                if not await self._push(keys=keys, args=[packed, MOST_WAITING, milliseconds]):
+                args = [packed, MOST_WAITING, milliseconds, _LIST_KEPT_MS]
+                if not await self._push(keys=keys, args=args):
                     message = f"the workers of {model} have {MOST_WAITING} calls of the tokenizer to answer; try again"
                     raise TokenizerCallError("tokenizer_unavailable", message)
                 return await self._answer(call_id, deadline)

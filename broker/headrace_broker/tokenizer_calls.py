@@ -125,7 +125,7 @@ class TokenizerCalls:
     def answer(self, call: TokenizerCall, answer: bytes) -> None:
         """Send an answer, a map in msgpack. Redis's errors pass through."""
         key = tokenizer_answer_key(call.id)
-        with self._client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=True) as pipe:
             pipe.rpush(key, answer)
             pipe.pexpire(key, _ANSWER_KEPT_MS)
             pipe.execute()

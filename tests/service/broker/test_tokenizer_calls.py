@@ -10,7 +10,7 @@ from headrace_broker.connections import connect, connect_async
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import TokenizerCallError
 from headrace_broker.events import pack, unpack
-from headrace_broker.keys import tokenizer_calls_key
+from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
 from headrace_broker.tokenizer_calls import (
     ANSWER_SECONDS,
     MOST_OF_ASKER,
@@ -124,3 +124,10 @@ def test_what_is_no_call_that_somebody_waits_for_is_passed_over(client: "redis.R
     client.rpush(tokenizer_calls_key("m"), item)
     assert TokenizerCalls(client, ["m"]).take(1.0) is None
     assert not client.exists(tokenizer_calls_key("m"))
+
+
+def test_an_answer_and_its_life_are_written_together(client: "redis.Redis") -> None:
+    client.config_resetstat()
+    TokenizerCalls(client, ["m"]).answer(TokenizerCall("a", "count", b""), pack({"result": {"count": 3}}))
+    assert client.info("commandstats")["cmdstat_exec"]["calls"] == 1
+    assert client.pttl(tokenizer_answer_key("a")) > 0

@@ -94,7 +94,7 @@ def _read_assistant(content: Any, path: str, read: list[Message], problems: Prob
 
 
 def _add(read: list[Message], role: str, text: str, extra: dict[str, list[Any]] | None = None) -> None:
-    """A message more, or more of the last one. Its texts stay in lists: to join them turn by turn would be quadratic."""
+    """A message more, or more of the last one. Texts stay in lists: to join them turn by turn would be quadratic."""
     last = read[-1] if read else None
     if last is None or last["role"] != role or "tool_calls" in last:
         read.append({"role": role, "content": [text], **(extra or {})})

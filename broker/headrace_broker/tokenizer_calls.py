@@ -32,7 +32,10 @@ MOST_WAITING: Final = 64
 MOST_OF_ASKER: Final = 16
 """Calls of one asker that are in Redis at once; further ones wait in its own memory."""
 ANSWER_SECONDS: Final = 10.0
+_LIST_KEPT_MS: Final = math.ceil(1000 * ANSWER_SECONDS)
 _ANSWER_KEPT_MS: Final = 10_000
+_LEAST_BLOCK_SECONDS: Final = 0.01
+"""To Redis, a time-out of 0 is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +74,23 @@ class TokenizerAsker:
             async with asyncio.timeout(self._seconds), self._room:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
                 keys = [tokenizer_calls_key(model)]
-                if not await self._push(keys=keys, args=[packed, MOST_WAITING, milliseconds]):
+                args = [packed, MOST_WAITING, milliseconds, _LIST_KEPT_MS]
+                if not await self._push(keys=keys, args=args):
                     message = f"the workers of {model} have {MOST_WAITING} calls of the tokenizer to answer; try again"
                     raise TokenizerCallError("tokenizer_unavailable", message)
-                return await self._answer(call_id)
+                return await self._answer(call_id, deadline)
         except TimeoutError:
             message = f"no worker of {model} has answered within {self._seconds:g} s; try again"
             raise TokenizerCallError("tokenizer_unavailable", message) from None
 
-    async def _answer(self, call_id: str) -> dict[str, Any]:
+    async def _answer(self, call_id: str, deadline: float) -> dict[str, Any]:
         key = tokenizer_answer_key(call_id)
         popped: Any = None
-        while popped is None:
-            popped = await self._client.blpop([key], timeout=BLOCK_SECONDS)
+        # it ends by itself, too: asyncio.wait_for of Python 3.11, in redis-py, can lose the cancellation of a timeout
+        while popped is None and (left := deadline - time.monotonic()) > 0:
+            popped = await self._client.blpop([key], timeout=max(_LEAST_BLOCK_SECONDS, min(BLOCK_SECONDS, left)))
+        if popped is None:
+            raise TimeoutError
         answer = unpack(popped[1])
         if "error" in answer:
             raise TokenizerCallError(str(answer["error"]["code"]), str(answer["error"]["message"]))
@@ -118,7 +125,7 @@ class TokenizerCalls:
     def answer(self, call: TokenizerCall, answer: bytes) -> None:
         """Send an answer, a map in msgpack. Redis's errors pass through."""
         key = tokenizer_answer_key(call.id)
-        with self._client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=True) as pipe:
             pipe.rpush(key, answer)
             pipe.pexpire(key, _ANSWER_KEPT_MS)
             pipe.execute()

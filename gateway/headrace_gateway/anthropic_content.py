@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from headrace_broker.chat_rules import MAX_MESSAGES
 from headrace_gateway.problems import Problems, shown
 
 _JOINT: Final = "\n"
@@ -27,6 +28,9 @@ def read_conversation(messages: Any, problems: Problems) -> list[Message]:
         told = "an empty array" if messages == [] else shown(messages)
         problems.add("messages", f"messages must be an array of at least one message, not {told}")
         return []
+    if len(messages) > MAX_MESSAGES:
+        problems.add("messages", f"messages must hold at most {MAX_MESSAGES} messages, not {len(messages)}")
+        return []
     read: list[Message] = []
     for position, message in enumerate(messages):
         path = f"messages[{position}]"
@@ -40,10 +44,10 @@ def read_conversation(messages: Any, problems: Problems) -> list[Message]:
         elif role == "assistant":
             _read_assistant(content, f"{path}.content", read, problems)
         elif role == "system":
-            read.append({"role": "system", "content": text_of(content, f"{path}.content", problems)})
+            read.append({"role": "system", "content": [text_of(content, f"{path}.content", problems)]})
         else:
             problems.add(f"{path}.role", f"{path}.role must be user, assistant or system, not {_named(role)}")
-    return read
+    return [_joined(message) for message in read]
 
 
 def text_of(content: Any, path: str, problems: Problems) -> str:
@@ -81,23 +85,31 @@ def _read_assistant(content: Any, path: str, read: list[Message], problems: Prob
             thoughts.append(_string(block, "thinking", where, problems))
         else:
             calls.append(_call(block, where, problems))
-    extra: Message = {}
+    extra: dict[str, list[Any]] = {}
     if thoughts:
-        extra["reasoning_content"] = "".join(thoughts)
+        extra["reasoning_content"] = thoughts
     if calls:
         extra["tool_calls"] = calls
     _add(read, "assistant", _JOINT.join(texts), extra)
 
 
-def _add(read: list[Message], role: str, text: str, extra: Message | None = None) -> None:
-    """A message more, or more of the last one."""
+def _add(read: list[Message], role: str, text: str, extra: dict[str, list[Any]] | None = None) -> None:
+    """A message more, or more of the last one. Texts stay in lists: to join them turn by turn would be quadratic."""
     last = read[-1] if read else None
     if last is None or last["role"] != role or "tool_calls" in last:
-        read.append({"role": role, "content": text, **(extra or {})})
+        read.append({"role": role, "content": [text], **(extra or {})})
         return
-    last["content"] = _JOINT.join(filter(None, (last["content"], text)))
+    last["content"].append(text)
     for name, value in (extra or {}).items():
-        last[name] = last[name] + value if name in last else value
+        last.setdefault(name, []).extend(value)
+
+
+def _joined(message: Message) -> Message:
+    """The message with its texts as strings."""
+    joined = {**message, "content": _JOINT.join(filter(None, message["content"]))}
+    if "reasoning_content" in joined:
+        joined["reasoning_content"] = "".join(joined["reasoning_content"])
+    return joined
 
 
 def _blocks(content: Any, path: str, kinds: tuple[str, ...], problems: Problems) -> list[tuple[str, Mapping[str, Any]]]:
@@ -128,7 +140,7 @@ def _result(block: Mapping[str, Any], path: str, problems: Problems) -> Message:
     text = text_of("" if content is None else content, f"{path}.content", problems)
     if block.get("is_error"):
         text = f"Error: {text}"  # a chat template shows the text alone
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", path, problems), "content": text}
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", path, problems), "content": [text]}
 
 
 def _call(block: Mapping[str, Any], path: str, problems: Problems) -> Message:

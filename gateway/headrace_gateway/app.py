@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
@@ -50,6 +51,7 @@ from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
 from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore
+from headrace_gateway.role import keep_running
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.announcer import Webhooks
@@ -137,7 +139,7 @@ def make_app(
                 async with (
                     watch.watching(redis),
                     webhooks.running(),
-                    _running(collector.run()),
+                    _running(keep_running(collector.run)),
                     running_batches(app.state.gateway),
                 ):
                     yield
@@ -218,12 +220,19 @@ async def _on_redis_error(request: Request, _error: Exception) -> Response:
     return _answer(request, unavailable())
 
 
+def _methods_at(request: Request) -> set[str]:
+    """Of all routes of the path: Starlette tells those of the first one alone."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)
+    return {method for route in routes if route.path == path for method in route.methods or ()}
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 405:
         message = f"{path} does not take {request.method[:16]}"
-        headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+        headers = {"allow": ", ".join(sorted(_methods_at(request)))}
         return _answer(request, ApiError(405, "invalid_request_error", "method_not_allowed", message, headers=headers))
     message = f"there is nothing at {path}"
     return _answer(request, ApiError(404, "invalid_request_error", "not_found", message))

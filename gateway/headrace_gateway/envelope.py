@@ -59,7 +59,7 @@ class EnvelopeStore:
 
     def __init__(self, client: "redis.asyncio.Redis", result_ttl: int) -> None:
         self._client: Final = client
-        self._result_ttl: Final = result_ttl
+        self.result_ttl: Final = result_ttl
 
     async def put(self, envelope: Envelope) -> None:
         """Keep it until the request has expired, its stream too, and an hour more."""
@@ -67,10 +67,12 @@ class EnvelopeStore:
 
     def life(self, envelope: Envelope) -> int:
         """Seconds that it is kept from now on, where nothing else is said."""
-        return envelope.expires + self._result_ttl + _KEPT_BEYOND
+        return envelope.expires + self.kept_beyond
 
-    async def delete(self, answer_id: str) -> None:
-        await self._client.delete(envelope_key(answer_id))
+    @property
+    def kept_beyond(self) -> int:
+        """Seconds that an envelope is kept from when its request has expired."""
+        return self.result_ttl + _KEPT_BEYOND
 
     async def get(self, answer_id: str, key: ApiKey) -> Envelope:
         """The envelope of an answer that this key may read.

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
+from headrace_broker.keys import ended_key, stream_key
 from headrace_gateway import sse
 from headrace_gateway.answer_reader import AnswerReader, Place, PlacedChunk, open_reader
 from headrace_gateway.body import read_json
@@ -22,7 +23,7 @@ from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.cursor import Cursor
-from headrace_gateway.envelope import Envelope
+from headrace_gateway.envelope import Envelope, envelope_key
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.event_stream import EventStream, unless_disconnected
 from headrace_gateway.fold import fold
@@ -31,6 +32,7 @@ from headrace_gateway.ids import new_id
 from headrace_gateway.input_items import with_ids
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.response_store import response_key
 
 _PLAIN_WAIT: Final = 3600.0
 _REFUSALS: Final = (InvalidRequestError, UnknownModelError, QueueFullError)
@@ -101,21 +103,32 @@ async def submit(
     if accepted[0] == answer_id:
         return envelope
     await forget(gateway, answer_id)
-    # The key's first request has its own envelope, unless the queue was full for it: its id stays bound to the key.
-    await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
+    if await gateway.envelopes.find(accepted[0]) is None:
+        if await _is_gone(gateway, accepted[0]):
+            raise not_found("the answer of this Idempotency-Key was deleted, or is no longer kept: choose a new key")
+        # The queue was full for the key's first request: its id stays bound to the key.
+        await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
     return await gateway.envelopes.get(accepted[0], key)
+
+
+async def _is_gone(gateway: Gateway, answer_id: str) -> bool:
+    """Whether an answer without an envelope was deleted, or has ended so long ago that its stream is gone."""
+    if await gateway.responses.was_deleted(answer_id):
+        return True
+    stream, ended = stream_key(answer_id), ended_key(answer_id)
+    return not await gateway.redis.exists(stream) and bool(await gateway.redis.exists(ended))
 
 
 async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:
     if isinstance(envelope.form, ResponseForm):
         await gateway.responses.put(envelope, with_ids(call.input_items, envelope.id))
-    await gateway.envelopes.put(envelope)
+    else:
+        await gateway.envelopes.put(envelope)
 
 
 async def forget(gateway: Gateway, answer_id: str) -> None:
     """Keep nothing of an answer; its stream, which nobody can read then, goes by itself."""
-    await gateway.envelopes.delete(answer_id)
-    await gateway.responses.delete(answer_id)
+    await gateway.redis.delete(envelope_key(answer_id), response_key(answer_id))
 
 
 async def _send(gateway: Gateway, requests: list[SubmitRequest]) -> list[str]:

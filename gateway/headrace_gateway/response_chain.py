@@ -27,16 +27,13 @@ async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Ite
     Raises ApiError 400 where a link is not kept, is another key's, or is not finished, and where there are too many.
     """
     links: list[list[Item]] = []
-    size = 0
+    size = _Size(f"the responses that {_PARAM} continues")
     while isinstance(previous, str):
         if len(links) == MAX_LINKS:
             raise invalid(f"{_PARAM} must continue at most {MAX_LINKS} responses", param=_PARAM)
         envelope = await _envelope(gateway, key, previous)
         items = await _items(gateway, envelope)
-        size += len(_ENCODE(items))
-        if size > MAX_BYTES:
-            message = f"the responses that {_PARAM} continues must have at most {MAX_BYTES} bytes: begin anew"
-            raise invalid(message, param=_PARAM)
+        size.add(items, _PARAM)
         links.append(items)
         assert isinstance(envelope.form, ResponseForm)
         previous = envelope.form.config[_PARAM]
@@ -46,11 +43,12 @@ async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Ite
 async def with_references(gateway: Gateway, key: ApiKey, given: Any) -> Any:
     """`input` with the items that its references name; what is no reference is left to be checked.
 
-    Raises ApiError 400 where an item is not kept, and where they are of too many responses.
+    Raises ApiError 400 where an item is not kept, and where they or their responses are too many or too large.
     """
     if not isinstance(given, list):
         return given
     known: dict[str, dict[str, Item]] = {}
+    read, named_size = _Size("the responses whose items input names"), _Size("the items that input names")
     found = []
     for position, item in enumerate(given):
         if not isinstance(item, dict) or item.get("type") != "item_reference":
@@ -63,11 +61,31 @@ async def with_references(gateway: Gateway, key: ApiKey, given: Any) -> Any:
             if len(known) == MAX_LINKS:
                 raise invalid(f"input must name items of at most {MAX_LINKS} responses", param=path)
             known[response_id] = await _items_by_id(gateway, key, response_id)
+            read.add(list(known[response_id].values()), path)
         named = known.get(response_id, {}).get(str(item.get("id")))
         if named is None:
             raise invalid("no item with this id is stored: send the item itself", code="item_not_found", param=path)
+        named_size.add(named, path)  # each time: the messages of a chat hold the text as often
         found.append(named)
     return found
+
+
+class _Size:
+    """The bytes of what was read so far, as JSON.
+
+    Args:
+        what: is counted, for the error.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what: Final = what
+        self._bytes = 0
+
+    def add(self, items: list[Item] | Item, param: str) -> None:
+        """Raises ApiError 400 where it is too much."""
+        self._bytes += len(_ENCODE(items))
+        if self._bytes > MAX_BYTES:
+            raise invalid(f"{self._what} must have at most {MAX_BYTES} bytes: begin anew", param=param)
 
 
 async def _items_by_id(gateway: Gateway, key: ApiKey, response_id: str) -> dict[str, Item]:

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from headrace_broker import HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import ended_key, stream_key
+from headrace_gateway.answer_reader import LATE_SECONDS
 from headrace_gateway.call import ResponseForm
+from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release
+from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release, envelope_key
 from headrace_gateway.errors import ApiError
 from headrace_gateway.response_replay import replay
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.response_stream import ResponseStream
 from headrace_monitoring.gateway_metrics import GatewayMetrics
+from headrace_monitoring.logging import frames
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -33,6 +36,8 @@ _LOOKS_PER_SECOND: Final = 500
 _SHORTEST_SECONDS: Final = 1.0
 _FAULT_SECONDS: Final = 30.0
 """After which a response that could not be stored is tried again."""
+_DEFECT_SECONDS: Final = 300.0
+"""After which one that an unforeseen error kept from being stored is tried again."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +109,18 @@ class ResponseCollector:
         return len(claims)
 
     async def _ready(self, claims: list[Claim]) -> Iterable[Claim]:
-        """Those whose stream has ended, or that have none."""
+        """Those that have ended, or that no worker will begin, as far as one round trip tells."""
         async with self._client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.xrevrange(stream_key(claim.item), count=1)
-            newest: list[Any] = await pipe.execute()
+                pipe.exists(ended_key(claim.item))
+                pipe.ttl(envelope_key(claim.item))
+            found: list[Any] = await pipe.execute()
+        late = self._envelopes.kept_beyond - LATE_SECONDS
         return [
-            claim for claim, last in zip(claims, newest, strict=True) if not last or last[0][1].get(b"type") == b"end"
+            claim
+            for claim, last, has_mark, life in zip(claims, found[::3], found[1::3], found[2::3], strict=True)
+            if (last[0][1].get(b"type") == b"end" if last else has_mark or life <= late)
         ]
 
     async def _try_finish(self, claim: Claim, interval: float) -> None:
@@ -120,6 +130,12 @@ class ResponseCollector:
         except (ApiError, HeadraceBrokerError) as error:  # of another release, or an entry that cannot be read
             logger.warning("response not stored: id=%s (%s)", claim.item, type(error).__name__)
             await self._claims.put_back(claim, after=_FAULT_SECONDS)
+        except REDIS_ERRORS:
+            raise
+        except Exception as error:  # noqa: BLE001  # one answer must not keep others from being stored
+            check_cancelled()
+            logger.error("response not stored: id=%s\n%s", claim.item, frames(error))
+            await self._claims.put_back(claim, after=_DEFECT_SECONDS)
 
     async def _finish(self, claim: Claim) -> bool:
         """Store and announce the end; False where the response has not ended."""
@@ -130,12 +146,12 @@ class ResponseCollector:
         stream = await self._ended(envelope)
         if stream is None:
             return False
-        state = stream.state()
-        if not await self._responses.finish(claim, state):
+        status = await self._responses.finish(claim, stream.state())
+        if status is None:
             return True  # another replica has it
-        await self._tell(envelope, state["status"])
+        await self._tell(envelope, status)
         if await self._claims.finish(claim):
-            self._metrics.response_stored(state["status"])
+            self._metrics.response_stored(status)
         return True
 
     async def _ended(self, envelope: Envelope) -> ResponseStream | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from headrace_broker.idempotency import KEPT_SECONDS
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.envelope import Envelope, EnvelopeStore, envelope_key
@@ -43,28 +44,44 @@ class ResponseStore:
         self._finish: Final = client.register_script(_lua("finish"))
 
     async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
-        """Keep the input of a request that is to be stored, and have its end collected.
+        """Keep the envelope, the input of a request that is to be stored, and have its end collected.
+
+        The claim comes last: a collector takes one without an envelope for that of a deleted response.
 
         Raises ApiError 400 where it is too large.
         """
         assert isinstance(envelope.form, ResponseForm)
+        has_ended = False
         if envelope.form.store:
             packed = _ENCODE(input_items)
             size = len(packed) + len(_ENCODE(envelope.form.config))
             if size > MAX_STORED_BYTES:
                 message = f"the input takes {size} bytes, and at most {MAX_STORED_BYTES} can be stored: "
                 raise invalid(f"{message}shorten it, or send store: false", code="response_too_large", param="store")
-            await self._put(keys=[response_key(envelope.id)], args=[packed, self._envelopes.life(envelope)])
-        if envelope.form.store or envelope.form.background:
+            keys = [response_key(envelope.id)]
+            has_ended = bool(await self._put(keys=keys, args=[packed, self._envelopes.life(envelope)]))
+        await self._envelopes.put(envelope)
+        if not has_ended and (envelope.form.store or envelope.form.background):
             await self._claims.add(envelope.id, after=1.0)
 
     async def delete(self, response_id: str) -> None:
-        await self._client.delete(response_key(response_id))
+        """Delete all of it at once, and remember that for as long as an Idempotency-Key is bound to it."""
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.delete(envelope_key(response_id), response_key(response_id))
+            pipe.set(_deleted_key(response_id), "1", ex=KEPT_SECONDS)
+            await pipe.execute()
+
+    async def was_deleted(self, response_id: str) -> bool:
+        return bool(await self._client.exists(_deleted_key(response_id)))
 
     async def input_items(self, response_id: str) -> Items | None:
         """The items of the input; None where none are kept."""
         packed = await self._client.hget(response_key(response_id), "input")
         return None if packed is None else _DECODE(packed)
+
+    async def has_ended(self, response_id: str) -> bool:
+        """Whether the end is stored."""
+        return bool(await self._client.hexists(response_key(response_id), "state"))
 
     async def state(self, response_id: str) -> dict[str, Any] | None:
         """What the response has become; None where its end is not stored.
@@ -78,17 +95,25 @@ class ResponseStore:
             raise ApiError(404, "invalid_request_error", "response_too_large", message)
         return state
 
-    async def finish(self, claim: Claim, state: dict[str, Any]) -> bool:
-        """Store the end, once; False where the claim is lost."""
+    async def finish(self, claim: Claim, state: dict[str, Any]) -> str | None:
+        """Store the end, once, and return the status that it has now; None where the claim is lost."""
         packed = _ENCODE(state)
         if len(packed) > MAX_STORED_BYTES:
-            packed = _ENCODE({_TOO_LARGE: len(packed)})
+            packed = _ENCODE({_TOO_LARGE: len(packed), "status": state["status"]})
         keys = [self._claims.token_key, response_key(claim.item), envelope_key(claim.item)]
-        return bool(await self._finish(keys=keys, args=[*claim, packed, self._life]))
+        lives = self._life, self._envelopes.result_ttl
+        found: int | bytes = await self._finish(keys=keys, args=[*claim, packed, *lives])
+        if isinstance(found, bytes):  # a replica died before it had told of the end
+            return str(_DECODE(found).get("status", state["status"]))
+        return str(state["status"]) if found else None
 
 
 def response_key(response_id: str) -> str:
     return f"headrace:gw:response:{response_id}"
+
+
+def _deleted_key(response_id: str) -> str:
+    return f"headrace:gw:deleted:{response_id}"
 
 
 def _lua(name: str) -> str:

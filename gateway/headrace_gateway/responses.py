@@ -17,7 +17,7 @@ from headrace_gateway.broker_errors import not_found
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.envelope import Envelope
-from headrace_gateway.errors import invalid
+from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.event_stream import unless_disconnected
 from headrace_gateway.headers import LONGEST_EXPIRES, CallHeaders, read_headers
 from headrace_gateway.json_response import JsonResponse
@@ -39,20 +39,23 @@ async def create(request: Request) -> Response:
     headers = read_headers(request.headers, gateway.settings)
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)  # before stored items are read
     history = await read_history(gateway, key, body.get("previous_response_id"))
     body["input"] = await with_references(gateway, key, body.get("input"))
     call = read_response(body, model=model, lora=lora, history=history)
     assert isinstance(call.form, ResponseForm)
     if call.form.background:
         headers = _in_background(request, headers)
-    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
     envelope = await generation.submit(gateway, key, call, headers, "resp_", model.name)
+    is_late = headers.idempotency_key is not None and await _is_stream_gone(gateway, envelope.id)
     if call.stream:
+        if is_late:
+            raise _stream_expired()
         framing = sse.ResponseFraming()
         at_once = call.form.background
         return await generation.streamed(gateway, key, envelope, framing, arrived=arrived, at_once=at_once)
-    if call.form.background:
-        return await _as_it_is(gateway, key_of(request), envelope)
+    if call.form.background or is_late:
+        return await _as_it_is(gateway, key, envelope)
     return await unless_disconnected(request.receive, partial(generation.plain, gateway, key, envelope))
 
 
@@ -73,10 +76,8 @@ async def retrieve(request: Request) -> Response:
             raise invalid("starting_after goes with stream=true only", param="starting_after")
         return await _as_it_is(gateway, key_of(request), envelope)
     after = None if starting_after is None else _number(starting_after, "starting_after", 0, 10**18)
-    stream, ended = stream_key(envelope.id), ended_key(envelope.id)
-    if not await gateway.redis.exists(stream) and await gateway.redis.exists(ended):
-        message = "the events of this response are kept no more: retrieve it without stream"
-        raise invalid(message, code="stream_expired", param="stream")
+    if await _is_stream_gone(gateway, envelope.id):
+        raise _stream_expired()
     gateway.metrics.rejoined("start" if after is None else "cursor")
     framing = sse.ResponseFraming(-1 if after is None else after)
     return await generation.streamed(gateway, key_of(request), envelope, framing, after, at_once=True)
@@ -89,18 +90,15 @@ async def cancel(request: Request) -> Response:
     if not envelope.form.background:
         message = "only responses with background: true can be cancelled: close the connection of this one"
         raise invalid(message, code="not_in_background")
-    if await gateway.responses.state(envelope.id) is None:
-        await gateway.client.cancel(envelope.id)
+    await _stop(gateway, envelope.id)
     return await _as_it_is(gateway, key_of(request), envelope)
 
 
 async def delete(request: Request) -> Response:
     """`DELETE /v1/responses/{id}`: one that still runs is cancelled."""
     gateway, envelope = await _find(request)
-    runs = await gateway.responses.state(envelope.id) is None
-    await generation.forget(gateway, envelope.id)
-    if runs:
-        await gateway.client.cancel(envelope.id)
+    await _stop(gateway, envelope.id)  # first: where this is cut short a repeat finds the response again
+    await gateway.responses.delete(envelope.id)
     return JsonResponse({"id": envelope.id, "object": "response", "deleted": True})
 
 
@@ -140,6 +138,24 @@ async def _find(request: Request) -> tuple[Gateway, Envelope]:
     if not isinstance(envelope.form, ResponseForm):
         raise not_found(f"no response {envelope.id!r} is kept")
     return gateway, envelope
+
+
+async def _stop(gateway: Gateway, response_id: str) -> None:
+    """Cancel the request unless it has ended."""
+    if not (await gateway.responses.has_ended(response_id) or await _is_stream_gone(gateway, response_id)):
+        await gateway.client.cancel(response_id)
+
+
+async def _is_stream_gone(gateway: Gateway, response_id: str) -> bool:
+    """Whether the response has ended and its events are kept no more."""
+    if await gateway.redis.exists(stream_key(response_id)):
+        return False
+    return bool(await gateway.redis.exists(ended_key(response_id))) or await gateway.responses.has_ended(response_id)
+
+
+def _stream_expired() -> ApiError:
+    message = "the events of this response are kept no more: retrieve it without stream"
+    return invalid(message, code="stream_expired", param="stream")
 
 
 async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Response:

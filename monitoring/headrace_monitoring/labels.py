@@ -106,6 +106,7 @@ REFUSALS = (
     "storage_full",
     "storage_unavailable",
     "storage_limit_exceeded",
+    "too_many_batches",
     "upload_timeout",
     "invalid_cursor",
     "stream_expired",

@@ -148,14 +148,14 @@ class CommandRunner(Runner):
 
     def begin(self) -> None:
         self._output, self._errors = self.source.with_name("out.jsonl"), self.source.with_name("out.errors.jsonl")
-        self._told = self.source.with_name("batch-run.log").open("ab")
         self._start()
 
     def _start(self) -> None:
         command = [*HEADRACE, self.source, self._output, "--redis-url", self.site.server.url, "--window", str(_WINDOW)]
-        self._process = subprocess.Popen(
-            [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=self._told, stderr=self._told
-        )
+        with self.source.with_name("batch-run.log").open("ab") as told:
+            self._process = subprocess.Popen(
+                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=told, stderr=told
+            )
 
     def num_done(self) -> int:
         return sum(path.read_bytes().count(b"\n") for path in (self._output, self._errors) if path.exists())

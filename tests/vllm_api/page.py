@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace_engine import async_llm, beam_search, config, llm, llm_engine, lora_request, outputs, sampling_params
+from headrace_engine import async_llm, beam_search, engine_args, llm, llm_engine, lora_request, outputs, sampling_params
 from headrace_engine import structured_outputs_params as structured
 from headrace_engine.vllm_names import RENAMED, WITHOUT_EFFECT, instead_of
 
@@ -19,7 +19,7 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "vllm.md"
 _SIGNATURES: Final = Path(__file__).with_name("signatures.json")
 
 _OURS: Final[dict[str, type]] = {
-    "EngineArgs": config.AsyncEngineArgs,
+    "EngineArgs": engine_args.AsyncEngineArgs,
     "LLM": llm.LLM,
     "LLMEngine": llm_engine.LLMEngine,
     "AsyncLLMEngine": async_llm.AsyncLLMEngine,

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_gateway.batch.batch_store import ClaimLostError
@@ -17,10 +18,13 @@ from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
+from headrace_gateway.files.file_threads import in_file_thread
+from headrace_gateway.role import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
 """In one replica's hands at a time."""
+_MOST_OF_A_KEY: Final = MAX_BATCHES // 4
 _TURN_SECONDS: Final = 1.0
 _KEEPS_A_CLAIM: Final = 5
 """Renewals in the life of a claim."""
@@ -30,18 +34,25 @@ _AGAIN_SECONDS: Final = 10.0
 logger = logging.getLogger(__name__)
 
 
+class _Held(NamedTuple):
+    work: BatchWork
+    task: "asyncio.Task[None]"
+    owner: tuple[str, str | None] | None
+    """The key and tenant that the batch belongs to."""
+
+
 class BatchRunner:
     """A role of every replica."""
 
     def __init__(self, tools: BatchTools) -> None:
         self._tools: Final = tools
         self._claims: Final = tools.store.claims
-        self._held: Final[dict[Claim, tuple[BatchWork, asyncio.Task[None]]]] = {}
+        self._held: Final[dict[Claim, _Held]] = {}
         self._kept_at = 0.0
-        self._swept_at = 0.0
 
     async def run(self) -> None:
         """Work until cancelled."""
+        sweeping = asyncio.create_task(self._sweep_now_and_then())  # beside it, as it may take longer than a claim
         try:
             while True:
                 try:
@@ -52,6 +63,7 @@ class BatchRunner:
                 check_cancelled()
                 await asyncio.sleep(_TURN_SECONDS)
         finally:
+            sweeping.cancel()
             await self._hand_over()
 
     async def _turn(self) -> None:
@@ -59,19 +71,34 @@ class BatchRunner:
         now = time.monotonic()
         if now - self._kept_at > self._claims.seconds / _KEEPS_A_CLAIM:
             for claim in await self._claims.keep(self._held):
-                self._held[claim][1].cancel()
+                self._held[claim].task.cancel()
             self._kept_at = now
         # one a turn, so that other replicas get some, too
-        for claim in await self._claims.take(1) if len(self._held) < MAX_BATCHES else ():
-            logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
-            work = BatchWork(self._tools, claim)
-            self._held[claim] = work, asyncio.create_task(work.run())
-        if now - self._swept_at > _SWEEP_SECONDS:
-            self._swept_at = now
-            await self._sweep()
+        while len(self._held) < MAX_BATCHES and (taken := await self._claims.take(1)):
+            if await self._begin(taken[0]):
+                break
+
+    async def _begin(self, claim: Claim) -> bool:
+        """Work on a batch; False where it is put back."""
+        older = [held for claimed, held in self._held.items() if claimed.item == claim.item]
+        for held in older:  # Redis has lost the claim; two tasks must not work on one batch
+            held.task.cancel()
+        if older:
+            await self._claims.put_back(claim, after=_TURN_SECONDS)
+            return False
+        batch = await self._tools.store.find(claim.item)
+        owner = None if batch is None else (batch.record.key, batch.record.tenant)
+        if sum(held.owner == owner for held in self._held.values()) >= _MOST_OF_A_KEY:
+            await self._claims.put_back(claim, after=_AGAIN_SECONDS)
+            return False
+        logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
+        work = BatchWork(self._tools, claim)
+        self._held[claim] = _Held(work, asyncio.create_task(work.run()), owner)
+        return True
 
     async def _reap(self) -> None:
-        for claim, (_, task) in list(self._held.items()):
+        for claim, held in list(self._held.items()):
+            task = held.task
             if not task.done():
                 continue
             error = None if task.cancelled() else task.exception()
@@ -82,21 +109,43 @@ class BatchRunner:
                 await self._claims.put_back(claim, after=_AGAIN_SECONDS)
             del self._held[claim]
 
-    async def _sweep(self) -> None:
-        with contextlib.suppress(OSError):
-            for folder in await asyncio.to_thread(self._tools.files.sweep):
-                batch = await self._tools.store.find(folder.name)
-                if batch is None or batch.has_ended:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    async def _sweep_now_and_then(self) -> None:
+        while True:
+            try:
+                await self.sweep()
+            except (OSError, *REDIS_ERRORS) as error:
+                check_cancelled()
+                logger.warning("the directory of files could not be swept: %s", type(error).__name__)
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+    async def sweep(self) -> None:
+        """Delete what nobody wants any more from the directory of files."""
+        files, store = self._tools.files, self._tools.store
+        folders = await in_file_thread(files.sweep)
+        if folders and not await self._has_these_batches():
+            logger.warning("folders of batches are kept: the directory of files belongs to another Redis")
+            return
+        for folder in folders:
+            batch = await store.find(folder.name)
+            if batch is None or batch.has_ended:
+                await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _has_these_batches(self) -> bool:
+        """Whether this Redis is the one whose batches are in the directory: another knows none of them."""
+        files, store = self._tools.files, self._tools.store
+        kept = await in_file_thread(files.redis_id)
+        if kept is None:
+            kept = await in_file_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
+        return kept == await store.redis_id()
 
     def _tell(self) -> None:
-        works = [work for work, _ in self._held.values()]
+        works = [held.work for held in self._held.values()]
         idle = max((time.monotonic() - work.moved_at for work in works), default=0.0)
         self._tools.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
 
     async def _hand_over(self) -> None:
         """Another replica goes on at once."""
-        tasks = [task for _, task in self._held.values()]
+        tasks = [held.task for held in self._held.values()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -125,7 +174,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
             priority=settings.batch_priority,
             announce=gateway.webhooks.announce,
         )
-        running = asyncio.create_task(BatchRunner(tools).run())
+        running = asyncio.create_task(keep_running(BatchRunner(tools).run))
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ replica which was paused, and has lost its claim meanwhile, changes nothing.
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,9 +14,9 @@ import msgspec
 
 from headrace_broker.keys import ended_key, result_key, stream_key
 from headrace_gateway.batch.batch_record import Batch, BatchRecord, Committed
-from headrace_gateway.broker_errors import not_found
+from headrace_gateway.broker_errors import NO_RETRY, not_found
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.errors import HeadraceGatewayError
+from headrace_gateway.errors import ApiError, HeadraceGatewayError
 from headrace_gateway.files.stored_files import owner_of
 from headrace_gateway.keys import ApiKey
 
@@ -26,9 +26,14 @@ if TYPE_CHECKING:
 CLAIMS: Final = "batches"
 _KEPT_SECONDS: Final = 38 * 86_400
 """The longest window, and a month more."""
+MOST_OPEN: Final = 16
+"""Batches of one key that have not ended."""
+_MOST_KEPT: Final = 1000
+"""Batches of one key. The oldest that has ended makes room for a new one."""
 _REQUEST_SECONDS: Final = 30
 """A worker may still have to store the result. With the life of other requests Redis would hold many."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
+_REDIS_ID: Final = "headrace:gw:redis-id"
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
 _RECORD: Final = msgspec.msgpack.Decoder(BatchRecord)
@@ -59,11 +64,13 @@ class BatchStore:
         self._cancel: Final = client.register_script(_lua("cancel"))
 
     async def create(self, record: BatchRecord) -> Batch:
-        """Keep a new batch, and let the replicas have it."""
-        kept = _KEPT_SECONDS * 1000
+        """Keep a new batch, and let the replicas have it. Raises ApiError 429 where its key has too many."""
         fields = {"record": _ENCODE(record), "status": "validating"}
         keys = [_key(record.id), _index_key(record.key, record.tenant), self.claims.due_key]
-        await self._create(keys=keys, args=[record.id, kept, kept, *_flat(fields)])
+        args = [record.id, _KEPT_SECONDS * 1000, MOST_OPEN, _MOST_KEPT, _key(""), *_flat(fields)]
+        if not await self._create(keys=keys, args=args):
+            message = f"the key has {MOST_OPEN} batches that have not ended, the most: cancel one, or wait for its end"
+            raise ApiError(429, "rate_limit_error", "too_many_batches", message, headers=NO_RETRY)
         return Batch(record, "validating")
 
     async def find(self, batch_id: str) -> Batch | None:
@@ -102,15 +109,25 @@ class BatchStore:
 
     async def cancel(self, batch_id: str) -> str:
         """Ask for its end; returns the status that it had."""
-        status: bytes = await self._cancel(keys=[_key(batch_id)], args=[int(self._now())])
+        status: bytes = await self._cancel(
+            keys=[_key(batch_id), self.claims.token_key], args=[int(self._now()), batch_id]
+        )
         return status.decode()
 
-    async def let_go(self, request_id: str) -> None:
-        """Let Redis forget the request of a line whose answer counts: nobody reads it again."""
+    async def let_go(self, request_ids: Sequence[str]) -> None:
+        """Let Redis forget the requests of a line whose answer counts: nobody reads them again."""
         async with self._client.pipeline(transaction=False) as pipe:
-            for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
-                pipe.expire(key, _REQUEST_SECONDS, lt=True)
+            for request_id in request_ids:
+                for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
+                    pipe.expire(key, _REQUEST_SECONDS, lt=True)
             await pipe.execute()
+
+    async def redis_id(self, new: str | None = None) -> str | None:
+        """A random id of this Redis. `new` is kept where it has none, if given."""
+        if new is not None:
+            await self._client.set(_REDIS_ID, new, nx=True)
+        kept: Any = await self._client.get(_REDIS_ID)
+        return None if kept is None else kept.decode()
 
     async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
         """Tell which bytes of a segment count. Raises ClaimLostError."""

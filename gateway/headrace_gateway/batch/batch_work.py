@@ -7,10 +7,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,8 @@ from headrace_gateway.batch_line import BatchLine, read_line
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError, InputRefusedError
-from headrace_gateway.files.stored_files import FileLostError, StoredFiles
+from headrace_gateway.files.file_threads import in_file_thread
+from headrace_gateway.files.stored_files import FileLostError, StoredFiles, copy_to_disk, is_missing, sync_folder
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
 from headrace_monitoring.gateway_metrics import GatewayMetrics
@@ -39,6 +42,10 @@ MAX_LINES: Final = 50_000
 _LOOK_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 10.0
 """So long a stopped batch waits for the answers of requests that it has cancelled."""
+_DISK_SECONDS: Final = 600.0
+"""So long a stopped batch waits for the disk."""
+_END_SECONDS: Final = 5.0
+"""Redis writes to its disk once a second."""
 _REST_LINES: Final = 1000
 _REASONS: Final = {
     "batch_cancelled": "the batch was cancelled before this request had an answer",
@@ -78,6 +85,8 @@ class BatchWork:
         self._claim: Final = claim
         self._key = ApiKey("")
         self._folder = Path()
+        self._began_at: Final = time.time()
+        self._patient_until = math.inf
         self.waits_for_disk = False
         self.moved_at = time.monotonic()
         """When a line last got its answer, or the batch another status."""
@@ -89,6 +98,7 @@ class BatchWork:
             "cancelling": self._answer,
             "finalizing": self._finalize,
         }
+        before: Batch | None = None
         while True:
             batch = await self._find()
             if batch is None:
@@ -99,14 +109,21 @@ class BatchWork:
             self._folder = self._tools.files.batch_folder(self._key, batch.record.id)
             if batch.has_ended:
                 await self._announce(batch)
+                if before is not None:  # Redis may still lose this end: the folder is kept until it is on its disk
+                    put_back = partial(self._tools.store.claims.put_back, self._claim, after=_END_SECONDS)
+                    await self._with_redis(put_back)
+                    return
                 break
+            if batch == before:
+                await asyncio.sleep(self._tools.pause)
+            before = batch
             try:
                 await steps[batch.status](batch)
             except FileLostError as error:
                 await self._fail(batch, error)
             self.moved_at = time.monotonic()
         await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await in_file_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _announce(self, batch: Batch) -> None:
         logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
@@ -125,18 +142,35 @@ class BatchWork:
 
     async def _validate(self, batch: Batch) -> None:
         try:
-            checked = await self._with_disk(partial(self._check, batch.record))
+            checked = await self._checked(batch.record)
         except InputRefusedError as error:
             errors = [asdict(problem) for problem in error.problems]
             await self._move(("validating", "cancelling"), "failed", errors=errors)
             return
+        if checked is None:
+            return
         model = next(iter(checked.models)) if len(checked.models) == 1 else None
         await self._move(("validating",), "in_progress", total=len(checked.lines), model=model)
+
+    async def _checked(self, record: BatchRecord) -> CheckedInput | None:
+        """None where the batch was stopped before the disk and Redis were there."""
+        checking = asyncio.create_task(self._with_disk(partial(self._check, record)))
+        looking = asyncio.create_task(self._until_stopped(record, "validating"))
+        try:
+            await _first(checking, looking)
+            if checking.done():
+                return checking.result()
+            if looking.result() == "batch_expired":
+                await self._move(("validating",), "finalizing", ends_as="expired")
+            return None
+        finally:
+            await _cancelled(checking)
+            await _cancelled(looking)
 
     async def _check(self, record: BatchRecord) -> CheckedInput:
         while True:
             try:
-                with self._open_input() as source:
+                async with self._input() as source:
                     return await check_input(
                         source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
@@ -145,8 +179,11 @@ class BatchWork:
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
                 await asyncio.sleep(self._tools.pause)
 
-    def _open_input(self) -> InputFile:
-        return InputFile(str(input_path(self._folder)))
+    @asynccontextmanager
+    async def _input(self) -> AsyncIterator[InputFile]:
+        source = await in_file_thread(InputFile, str(input_path(self._folder)))
+        with source:
+            yield source
 
     async def _answer(self, batch: Batch) -> None:
         """Send the lines that have no answer, until all have one, or the batch is cancelled or expires."""
@@ -160,10 +197,10 @@ class BatchWork:
                 await _cancelled(writing)
         else:
             code = "batch_cancelled"
-        if code == "batch_cancelled":
+        ends_as = "expired" if code else "completed"
+        # it may have been cancelled after its last answer, or after its window
+        if code == "batch_cancelled" or not await self._move(("in_progress",), "finalizing", ends_as=ends_as):
             await self._make_files(("cancelling",), "cancelled")
-            return
-        await self._move(("in_progress",), "finalizing", ends_as="expired" if code else "completed")
 
     async def _answer_rest(
         self, batch: Batch, answered: bytearray, writer: SegmentWriter, writing: "asyncio.Task[None]"
@@ -178,13 +215,12 @@ class BatchWork:
             self.moved_at = time.monotonic()
             self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
-            if answer.request_id is not None:
-                with contextlib.suppress(*REDIS_ERRORS):
-                    await self._tools.store.let_go(answer.request_id)
+            with contextlib.suppress(*REDIS_ERRORS):
+                await self._tools.store.let_go(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
         sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))
-        looking = asyncio.create_task(self._until_stopped(batch.record))
+        looking = asyncio.create_task(self._until_stopped(batch.record, "in_progress"))
         try:
             await _first(sending, looking, writing)
             if sending.done():
@@ -193,6 +229,7 @@ class BatchWork:
                     return None
                 await _first(looking, writing)
             code = looking.result()
+            self._patient_until = min(self._patient_until, time.time() + _DISK_SECONDS)
             stopped.set()
             with contextlib.suppress(TimeoutError, HeadraceBrokerError):
                 async with asyncio.timeout(_STOP_SECONDS):
@@ -224,8 +261,8 @@ class BatchWork:
 
     async def _find_answered(self, batch: Batch) -> bytearray:
         """Which lines of the input, by their numbers, have answers that count."""
-        ids = await asyncio.to_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
-        with self._open_input() as source:
+        ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
+        async with self._input() as source:
             answered = bytearray()
             async for number, raw in source.read():
                 answered.extend(b"\1" * (number + 1 - len(answered)))  # a blank line needs no answer
@@ -233,14 +270,14 @@ class BatchWork:
         return answered
 
     async def _unanswered(self, answered: bytearray, stopped: asyncio.Event) -> AsyncIterator[tuple[int, BatchLine]]:
-        with self._open_input() as source:
+        async with self._input() as source:
             async for number, raw in source.read():
                 if stopped.is_set():
                     return
                 if not answered[number]:
                     yield number, read_line(raw)
 
-    async def _until_stopped(self, record: BatchRecord) -> str:
+    async def _until_stopped(self, record: BatchRecord, running: str) -> str:
         """Returns after a moment at the earliest.
 
         A replica that takes over a batch which is to be stopped joins what the first has sent, so that it is cancelled.
@@ -254,7 +291,7 @@ class BatchWork:
                 status = await self._tools.store.status(record.id)
                 if status == "cancelling":
                     return "batch_cancelled"
-                if status != "in_progress":
+                if status != running:
                     raise ClaimLostError(record.id)
 
     async def _give_up(self, answered: bytearray, code: str, writer: SegmentWriter) -> None:
@@ -276,7 +313,12 @@ class BatchWork:
         batch = await self._find()
         if batch is None:
             raise ClaimLostError(self._claim.item)
-        output, errors = await self._with_disk(partial(asyncio.to_thread, self._assemble, batch))
+        if batch.total is not None and batch.done.completed + batch.done.failed < batch.total:
+            logger.error("batch goes on, as Redis has lost answers: id=%s", self._claim.item)
+            if batch.status == "finalizing":  # a cancelled one is answered again as it is
+                await self._move(("finalizing",), "in_progress")
+            return
+        output, errors = await self._with_disk(partial(in_file_thread, self._assemble, batch))
         await self._move(before, status, output_file_id=output, error_file_id=errors)
 
     def _assemble(self, batch: Batch) -> list[str | None]:
@@ -300,6 +342,9 @@ class BatchWork:
         return made
 
     def _disk(self, reason: str | None) -> None:
+        """Told how the disk is. Raises FileLostError where a stopped batch has waited for it long enough."""
+        if reason is not None and time.time() > self._patient_until:
+            raise FileLostError(reason)
         if reason is not None and not self.waits_for_disk:
             logger.error("batch waits for its directory of files: id=%s (%s)", self._claim.item, reason)
         elif reason is None and self.waits_for_disk:
@@ -310,11 +355,15 @@ class BatchWork:
         logger.debug("line waits: batch=%s (%s)", self._claim.item, reason)
 
     async def _find(self) -> Batch | None:
-        return await self._with_redis(partial(self._tools.store.find, self._claim.item))
+        batch = await self._with_redis(partial(self._tools.store.find, self._claim.item))
+        if batch is not None:
+            stopped_at = min(batch.record.expires_at, batch.times.get("cancelling", math.inf))
+            self._patient_until = max(stopped_at, self._began_at) + _DISK_SECONDS
+        return batch
 
-    async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> None:
-        """Where it has another status by now, the next step begins from that."""
-        await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
+    async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> bool:
+        """False where it has another status by now: the next step begins from that."""
+        return await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
 
     async def _with_redis(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Do it once Redis is there; what may have been done is done again."""
@@ -333,14 +382,20 @@ class BatchWork:
                 result = await act()
             except InputRefusedError:
                 raise
-            except (BatchError, OSError) as error:
-                if self._folder.exists() and not input_path(self._folder).exists():
-                    raise FileLostError("the input is not there") from None
+            except (BatchError, OSError, FileLostError) as error:
+                if await in_file_thread(self._has_lost, error):
+                    raise FileLostError(str(error)) from None
                 self._disk(str(error))
                 await asyncio.sleep(self._tools.pause)
+                await self._find()
             else:
                 self._disk(None)
                 return result
+
+    def _has_lost(self, error: Exception) -> bool:
+        """Whether files are gone for good: the directory is there, and they are not."""
+        is_lost = isinstance(error, FileLostError) or is_missing(input_path(self._folder))
+        return is_lost and not is_missing(self._folder.parent)
 
 
 def input_path(folder: Path) -> Path:
@@ -352,13 +407,15 @@ def keep_input(folder: Path, source: Path) -> None:
     """Keep the input for the batch, also where its file is deleted. Blocks; raises OSError."""
     folder.mkdir(mode=0o700, parents=True)
     try:
-        os.link(source, input_path(folder))
-    except OSError:  # some file systems have no links
         try:
-            shutil.copyfile(source, input_path(folder))
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            os.link(source, input_path(folder))
+        except OSError:  # some file systems have no links
+            copy_to_disk(source, input_path(folder))
+        sync_folder(folder)
+        sync_folder(folder.parent)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 async def _first(*tasks: "asyncio.Task[Any]") -> None:

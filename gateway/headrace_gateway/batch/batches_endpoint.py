@@ -1,7 +1,7 @@
 """`/v1/batches`: create, read, list and cancel the batches of an API key."""
 
-import asyncio
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,8 +16,9 @@ from headrace_gateway.batch.batch_work import keep_input
 from headrace_gateway.batch_line import ENDPOINTS
 from headrace_gateway.body import read_json
 from headrace_gateway.context import gateway_of, key_of
-from headrace_gateway.errors import invalid
-from headrace_gateway.files.files_endpoint import files_of, find, storage_error
+from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.files.file_threads import in_file_thread
+from headrace_gateway.files.files_endpoint import files_of, find, find_room, keeps_too_much, storage_error
 from headrace_gateway.files.stored_files import KEPT_SECONDS
 from headrace_gateway.files.upload import LEAST_SECONDS, MOST_SECONDS
 from headrace_gateway.json_response import JsonResponse
@@ -35,7 +36,9 @@ async def create(request: Request) -> Response:
     files, store, key = files_of(request), _store(request), key_of(request)
     body = await read_json(request, gateway_of(request).settings.max_body_bytes)
     _check(body)
-    _, path = await find(files, key, body["input_file_id"])
+    file, path = await find(files, key, body["input_file_id"])
+    if file.bytes > await find_room(files, key, gateway_of(request).settings.max_kept_bytes):
+        raise keeps_too_much(gateway_of(request).settings.max_kept_bytes)
     request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key)
     now = int(time.time())
     seconds = window_seconds(body["completion_window"])
@@ -55,11 +58,16 @@ async def create(request: Request) -> Response:
         output_seconds=(body.get("output_expires_after") or {}).get("seconds", KEPT_SECONDS),
         secret=secrets.token_hex(16),
     )
+    folder = files.batch_folder(key, record.id)
     try:
-        await asyncio.to_thread(keep_input, files.batch_folder(key, record.id), path)
+        await in_file_thread(keep_input, folder, path)
     except OSError as error:
         raise storage_error(error) from error
-    return JsonResponse((await store.create(record)).shape())
+    try:
+        return JsonResponse((await store.create(record)).shape())
+    except ApiError:
+        await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
+        raise
 
 
 def _check(body: Mapping[str, Any]) -> None:

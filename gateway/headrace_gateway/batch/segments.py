@@ -23,6 +23,8 @@ from headrace_gateway.batch.line_request import LineAnswer
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError
+from headrace_gateway.files.file_threads import start_in_file_thread
+from headrace_gateway.files.stored_files import FileLostError, is_missing, sync_folder
 
 _COMMIT_SECONDS: Final = 1.0
 _COMMIT_LINES: Final = 64
@@ -42,7 +44,7 @@ class SegmentWriter:
     """`run` it beside those who `add`. It waits for the disk and for Redis for as long as they are away.
 
     Args:
-        folder: of the batch; made where it does not exist.
+        folder: of the batch.
         on_waiting: told why nothing can be written, each time that it was tried, and None when it can again.
     """
 
@@ -80,7 +82,7 @@ class SegmentWriter:
         await written
 
     async def run(self) -> None:
-        """Write what was added, about once a second. Raises ClaimLostError."""
+        """Write what was added, about once a second. Raises ClaimLostError and FileLostError."""
         try:
             while True:
                 await self._has_any.wait()
@@ -112,6 +114,8 @@ class SegmentWriter:
                 self._segment = self._segment or await _in_thread(_Segment.begin, self._folder, self._claim)
                 committed = await _in_thread(self._segment.write, answers)
             except (BatchError, OSError) as error:
+                if await _in_thread(is_missing, self._folder) and not await _in_thread(is_missing, self._folder.parent):
+                    raise FileLostError(str(error)) from None
                 # whether bytes that were not flushed reach the disk later is unknown: they go into new files
                 await self._drop_segment()
                 self._on_waiting(str(error))
@@ -149,7 +153,6 @@ class _Segment:
 
     @classmethod
     def begin(cls, folder: Path, claim: Claim) -> "_Segment":
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(folder, f"{claim.token:016d}-{secrets.token_hex(8)}")
 
     def write(self, answers: Sequence[LineAnswer]) -> Committed:
@@ -160,6 +163,8 @@ class _Segment:
             if some:
                 file.append(b"".join(answer.line for answer in some))
                 file.sync()
+        if (succeeded and not self.committed.output_bytes) or (failed and not self.committed.error_bytes):
+            sync_folder(self._paths[0].parent)
         total = self.committed.plus(
             Committed(
                 output_bytes=sum(len(answer.line) for answer in succeeded),
@@ -211,10 +216,14 @@ def committed_parts(folder: Path, batch: Batch) -> tuple[list[tuple[Path, int]],
 
 
 def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
-    """The ids of all lines that count. Blocks; raises OSError."""
+    """The ids of all lines that count. Blocks; raises OSError, and FileLostError."""
     for parts in committed_parts(folder, batch):
         for path, size in parts:
-            with path.open("rb") as lines:
+            try:
+                lines = path.open("rb")
+            except FileNotFoundError:
+                raise FileLostError(f"{path.name} is not there") from None
+            with lines:
                 while size > 0 and (line := lines.readline()):
                     size -= len(line)
                     yield _READ_ID.decode(line).id
@@ -222,7 +231,7 @@ def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
 
 async def _in_thread(act: Callable[..., Any], *args: Any) -> Any:
     """Run it in a thread to its end, even where this task is cancelled: the file is then closed after it."""
-    running = asyncio.ensure_future(asyncio.to_thread(act, *args))
+    running = start_in_file_thread(act, *args)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -4,6 +4,7 @@
     DIR/<owner>/file-<id>.json    what is known of it; without this the file does not exist
     DIR/<owner>/.part-<random>    being written; what a killed process leaves is swept
     DIR/<owner>/batch_<id>/       of a batch that has not ended
+    DIR/redis-id                  of the Redis that has these batches
 
 A file is found in the folder of the key that asks, so no key reaches another's. Names that users give are never paths.
 All methods block: call them in a thread. They raise OSError.
@@ -12,9 +13,11 @@ All methods block: call them in a thread. They raise OSError.
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +34,14 @@ _STALE_SECONDS: Final = 7200
 """A part that has not been written to for so long belongs to no live upload."""
 _ID: Final = re.compile(r"file-[0-9a-f]{32}")
 _PART: Final = ".part-"
+_OWNER: Final = re.compile(r"[0-9a-f]{32}")
+_OURS: Final = re.compile(r"file-[0-9a-f]{32}(\.json)?|\.part-[0-9a-f]{32}(\.about)?|batch_[0-9a-f]{32}")
+_REDIS_ID: Final = "redis-id"
+_LEAST_BYTES: Final = 4096
+"""A file takes at least a block of the disk."""
 _CHUNK_BYTES: Final = 2**20
+
+logger = logging.getLogger(__name__)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -76,16 +86,20 @@ class StoredFiles:
     def folder(self, key: ApiKey) -> Path:
         """The folder of a key, made where it does not exist."""
         folder = self._root / owner_of(key.name, key.tenant)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_missing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_folder(self._root)
         return folder
 
-    def used_bytes(self, key: ApiKey) -> int:
-        """Bytes in the folder of a key: files, uploads and batches that have not ended."""
-        size = 0
+    def used(self, key: ApiKey) -> tuple[int, int]:
+        """Bytes and number of what is in the folder of a key: files, uploads and batches that have not ended."""
+        size = count = 0
         for path in self.folder(key).rglob("*"):
             with contextlib.suppress(FileNotFoundError):
-                size += path.lstat().st_size if not path.is_dir() else 0
-        return size
+                if path.suffix != ".json" and not path.is_dir():
+                    size += max(path.lstat().st_size, _LEAST_BYTES)
+                    count += 1
+        return size, count
 
     def begin(self, key: ApiKey) -> "PartialFile":
         """Begin a file; nobody sees it before its `finish`."""
@@ -129,30 +143,45 @@ class StoredFiles:
 
     def batch_folder(self, key: ApiKey, batch_id: str) -> Path:
         """Where a batch keeps its input and what it has written, until it has ended."""
-        return self.folder(key) / batch_id
+        return self._root / owner_of(key.name, key.tenant) / batch_id
+
+    def redis_id(self, new: str | None = None) -> str | None:
+        """The id of the Redis whose batches are in the directory. `new` is kept where there is none, if given."""
+        path = self._root / _REDIS_ID
+        if new is not None:
+            with contextlib.suppress(FileExistsError), open(path, "x", opener=_private) as target:
+                target.write(new)
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            return None
 
     def sweep(self) -> list[Path]:
-        """Delete what has expired, and what killed processes have left.
+        """Delete what has expired, and what killed processes have left; nothing that has another's name.
 
         Returns the folders of batches that have not changed for long; only Redis knows whether these have ended.
         """
         found: list[Path] = []
-        for folder in self._root.iterdir() if self._root.exists() else ():
-            for path in folder.iterdir() if folder.is_dir() else ():
-                with contextlib.suppress(FileNotFoundError):
-                    found += [path] if self._is_old_folder(path) else []
+        for folder in _entries(self._root, _OWNER):
+            for entry in _entries(Path(folder), _OURS) if folder.is_dir(follow_symlinks=False) else ():
+                try:
+                    found += [Path(entry)] if self._is_old_folder(entry) else []
+                except FileNotFoundError:
+                    pass
+                except OSError as error:
+                    logger.warning("the directory of files could not be swept: %s: %s", entry.name, error.strerror)
         return found
 
-    def _is_old_folder(self, path: Path) -> bool:
-        """Whether it is a folder that has not changed for long; a file is deleted where nobody will want it."""
-        now = self._now()
-        is_stale = now - path.stat().st_mtime > _STALE_SECONDS
-        if path.name.endswith(".json"):
+    def _is_old_folder(self, entry: "os.DirEntry[str]") -> bool:
+        """Whether it is a batch's that has not changed for long; a file is deleted where nobody will want it."""
+        path, now = Path(entry), self._now()
+        is_stale = now - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
+        if entry.is_dir(follow_symlinks=False):
+            return is_stale and entry.name.startswith("batch_")
+        if path.suffix == ".json":
             file = _read(path)
             if file is not None and now >= file.expires_at:
                 _remove(path.with_suffix(""))
-        elif is_stale and path.is_dir():
-            return True
         elif is_stale and not path.with_suffix(".json").exists():
             path.unlink()
         return False
@@ -228,6 +257,24 @@ class PartialFile:
             self._fd = -1
 
 
+def copy_to_disk(source: Path, target: Path) -> None:
+    """Copy a file; the copy is on the disk when this returns."""
+    shutil.copyfile(source, target)
+    with target.open("rb") as copy:
+        os.fsync(copy.fileno())
+
+
+def is_missing(path: Path) -> bool:
+    """Whether the disk says that there is no such path; False where it says nothing."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY)
@@ -235,6 +282,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _entries(folder: Path, names: "re.Pattern[str]") -> "list[os.DirEntry[str]]":
+    """What a folder has of such names; nothing where it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if names.fullmatch(entry.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("the directory of files could not be swept: %s: %s", folder.name, error.strerror)
+        return []
 
 
 def _private(path: str, flags: int) -> int:

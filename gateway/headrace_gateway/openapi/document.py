@@ -86,7 +86,12 @@ def document() -> dict[str, Any]:
                 "delete": _of_response("delete_response", "Delete a Response", _json("DeletedResponse")),
             },
             "/v1/responses/{id}/cancel": {
-                "post": _of_response("cancel_response", "Cancel a Response in the background", _json("Response")),
+                "post": _of_response(
+                    "cancel_response",
+                    "Cancel a Response in the background",
+                    _json("Response"),
+                    refusals=(*_WHEN_READ, 415),
+                ),
             },
             "/v1/responses/{id}/input_items": {
                 "get": _of_response(
@@ -282,8 +287,10 @@ def _read(name: str, answer: str) -> dict[str, Any]:
     }
 
 
-def _of_response(name: str, summary: str, found: dict[str, Any], *query: dict[str, Any]) -> dict[str, Any]:
-    operation = _operation(name, summary, _WHEN_READ, {"200": found})
+def _of_response(
+    name: str, summary: str, found: dict[str, Any], *query: dict[str, Any], refusals: tuple[int, ...] = _WHEN_READ
+) -> dict[str, Any]:
+    operation = _operation(name, summary, refusals, {"200": found})
     return operation | {"parameters": [_parameter("path", "id", schemas.STRING), *query]}
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 
+from headrace_broker.value_rules import is_unicode
 from headrace_gateway.parsers.text_reader import Sink, Steps, TextReader
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
@@ -75,9 +76,12 @@ def read_string(reader: TextReader, sink: Sink) -> Steps[str | None]:
 
 
 def decoded_string(written: str) -> str | None:
-    """Return what a JSON string stands for. Control characters are let pass; None where it is malformed."""
+    """Return what a JSON string stands for. Control characters are let pass.
+
+    None where it is malformed, or where its escapes stand for a lone surrogate, which no answer can carry.
+    """
     try:
         value = json.loads(written, strict=False)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and is_unicode(value) else None

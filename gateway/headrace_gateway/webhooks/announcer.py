@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from headrace_gateway.event_stream import end_tasks
+from headrace_gateway.role import keep_running
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import EVENT_TYPES, Event
@@ -73,7 +74,7 @@ class Webhooks:
         resolver = Resolver()
         sender = Sender(self._outbox, self._endpoints.content, Poster(resolver, tls=self._tls), self._metrics)
         self._sender = sender
-        delivering = asyncio.create_task(sender.run())
+        delivering = asyncio.create_task(keep_running(sender.run))
         try:
             yield
         finally:

@@ -10,8 +10,15 @@ from headrace_broker.connections import connect, connect_async
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import TokenizerCallError
 from headrace_broker.events import pack, unpack
-from headrace_broker.keys import tokenizer_calls_key
-from headrace_broker.tokenizer_calls import MOST_OF_ASKER, MOST_WAITING, TokenizerAsker, TokenizerCall, TokenizerCalls
+from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
+from headrace_broker.tokenizer_calls import (
+    ANSWER_SECONDS,
+    MOST_OF_ASKER,
+    MOST_WAITING,
+    TokenizerAsker,
+    TokenizerCall,
+    TokenizerCalls,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -43,10 +50,28 @@ async def test_a_call_reaches_a_worker_of_any_of_its_names_and_its_answer_comes_
     calls = TokenizerCalls(client, ["m", "m|2"])
     call = await take(calls)
     assert (call.kind, unpack(call.body)) == ("count", {"request": {"prompt": "a|b"}})
-    assert client.pttl(tokenizer_calls_key("m|2")) > 0 or not client.exists(tokenizer_calls_key("m|2"))
     calls.answer(call, pack({"result": {"count": 3}}))
     assert await asked == {"count": 3}
     assert client.keys("*") == []
+
+
+async def test_a_call_with_less_time_does_not_end_those_before_it(
+    client: "redis.Redis", asking: "redis.asyncio.Redis"
+) -> None:
+    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "count", {}))
+    while not client.llen(key := tokenizer_calls_key("m")):
+        await asyncio.sleep(0)
+    assert 0 < client.pttl(key) <= 1000 * ANSWER_SECONDS
+    client.persist(key)  # its life is then the one that the second call gives it
+    short = asyncio.create_task(TokenizerAsker(asking, seconds=ANSWER_SECONDS / 2).call("m", "count", {}))
+    while client.llen(key) < 2:
+        await asyncio.sleep(0)
+    assert 1000 * ANSWER_SECONDS / 2 < client.pttl(key) <= 1000 * ANSWER_SECONDS
+    calls = TokenizerCalls(client, ["m"])
+    calls.answer(await take(calls), pack({"result": {"count": 3}}))
+    assert await asked == {"count": 3}
+    short.cancel()
+    await asyncio.gather(short, return_exceptions=True)
 
 
 async def test_a_refusal_is_raised_with_its_code(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
@@ -58,15 +83,25 @@ async def test_a_refusal_is_raised_with_its_code(client: "redis.Redis", asking: 
     assert raised.value.code == "unsupported"
 
 
-async def test_a_call_that_nobody_answers_fails_in_time_and_is_not_kept(
-    client: "redis.Redis", asking: "redis.asyncio.Redis"
-) -> None:
+async def test_a_call_that_nobody_answers_fails_in_time(asking: "redis.asyncio.Redis") -> None:
     asker = TokenizerAsker(asking, seconds=0.05)
     with pytest.raises(TokenizerCallError, match=r"no worker of m has answered within 0\.05 s") as raised:
         await asker.call("m", "count", {})
     assert raised.value.code == "tokenizer_unavailable"
-    client.persist(tokenizer_calls_key("m"))  # as if a later call had kept the list
-    assert TokenizerCalls(client, ["m"]).take(1.0) is None
+
+
+async def test_a_call_whose_time_is_over_is_not_taken(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
+    calls, key = TokenizerCalls(client, ["m"]), tokenizer_calls_key("m")
+    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "count", {}))
+    while (call := client.lpop(key)) is None:
+        await asyncio.sleep(0)
+    seconds, _ = client.time()
+    for ends, taken in ((1000 * seconds - 1, False), (1000 * seconds + 60_000, True)):
+        client.rpush(key, b"%d|%b" % (ends, call.split(b"|", 1)[1]))
+        assert (calls.take(1.0) is not None) == taken
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
 
 
 async def test_no_more_calls_wait_than_may(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
@@ -89,3 +124,10 @@ def test_what_is_no_call_that_somebody_waits_for_is_passed_over(client: "redis.R
     client.rpush(tokenizer_calls_key("m"), item)
     assert TokenizerCalls(client, ["m"]).take(1.0) is None
     assert not client.exists(tokenizer_calls_key("m"))
+
+
+def test_an_answer_and_its_life_are_written_together(client: "redis.Redis") -> None:
+    client.config_resetstat()
+    TokenizerCalls(client, ["m"]).answer(TokenizerCall("a", "count", b""), pack({"result": {"count": 3}}))
+    assert client.info("commandstats")["cmdstat_exec"]["calls"] == 1
+    assert client.pttl(tokenizer_answer_key("a")) > 0

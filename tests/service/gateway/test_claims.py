@@ -103,3 +103,31 @@ async def test_a_claim_of_an_item_that_was_finished_and_added_again_is_lost(repl
     await first.add("a")
     (new,) = await first.take(1)
     assert await first.keep([old, new, Claim("never", 1)]) == {old, Claim("never", 1)}
+
+
+async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
+    replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
+) -> None:
+    first, second = replicas
+    await first.add("a")
+    before = redis_client.hgetall(first.token_key)
+    (old,) = await first.take(1)
+    redis_client.delete(first.token_key)
+    if before:
+        redis_client.hset(first.token_key, mapping=before)
+    let_pass(redis_client, 30)
+    (new,) = await second.take(1)
+    assert new.token > old.token
+    assert await first.keep([old, new]) == {old}
+
+
+async def test_tokens_grow_also_where_the_clock_goes_back(
+    replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
+) -> None:
+    first, _ = replicas
+    redis_client.hset(first.token_key, "", 8 * 10**15)
+    for item in "ab":
+        await first.add(item)
+    claims = await first.take(2)
+    assert [claim.token for claim in claims] == [8 * 10**15 + 1, 8 * 10**15 + 2]
+    assert await first.keep(claims) == set()

@@ -13,9 +13,10 @@ import redis
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import ended_key, listener_key, stream_key
 from headrace_broker.registry import register_model
-from headrace_gateway.claims import Claims
+from headrace_gateway.claims import Claim, Claims
+from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.response_collector import ResponseCollector
-from headrace_gateway.response_store import response_key
+from headrace_gateway.response_store import ResponseStore, response_key
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.gateway.test_gateway_command import begin, end, take
@@ -130,6 +131,156 @@ async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replace
         assert (await wait_stored(redis_client, created))["status"] == "completed"
 
 
+@pytest.mark.usefixtures("idle_replicas")
+async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
+    redis_server: EmbeddedServer,
+    redis_client: "redis.Redis",
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = [(await http.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
+        for request_id in [await asyncio.to_thread(take, redis_client) for _ in created]:
+            begin(redis_client, request_id)
+            end(redis_client, request_id)
+            redis_client.zadd(DUE, {request_id: 0})
+        finish = ResponseStore.finish
+
+        async def failing(self: ResponseStore, claim: Claim, state: dict[str, Any]) -> Any:
+            if claim.item == created[0]:
+                raise ValueError(state["output"])
+            return await finish(self, claim, state)
+
+        monkeypatch.setattr(ResponseStore, "finish", failing)
+        told: list[tuple[str, str, str]] = []
+        assert await collector_of(app, told).collect() == 3
+        assert {name for _, name, _ in told} == set(created[1:])
+        assert f"id={created[0]}" in caplog.text
+        assert "four" not in caplog.text
+        assert redis_client.zrange(DUE, 0, -1) == [created[0].encode()]
+        seconds, microseconds = redis_client.time()
+        assert redis_client.zscore(DUE, created[0]) > (seconds + 100) * 1000 + microseconds / 1000
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream_has_expired(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY, headers={"Idempotency-Key": "k"})).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        claims = Claims(app.state.gateway.redis, "responses", seconds=0.001)
+        redis_client.zadd(DUE, {created: 0})
+        (of_the_dead,) = await claims.take(9)  # its replica stores the end, and dies before it tells of it
+        completed = {"status": "completed", "output": [], "usage": None}
+        assert await app.state.gateway.responses.finish(of_the_dead, completed) == "completed"
+        redis_client.delete(stream_key(created))
+        told: list[tuple[str, str, str]] = []
+        while not await collector_of(app, told).collect():
+            await asyncio.sleep(0.01)
+        assert told == [("response.completed", created, "anyone")]
+        assert redis_client.zcard(DUE) == 0
+        again = await http.post(PATH, json=BODY, headers={"Idempotency-Key": "k"})
+        assert again.json()["id"] == created
+        assert redis_client.zscore(DUE, created) is None
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for_a_deleted_one(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        put = EnvelopeStore.put
+
+        async def collecting(self: EnvelopeStore, envelope: Envelope) -> None:
+            for claim in redis_client.zrange(DUE, 0, -1):
+                redis_client.zadd(DUE, {claim: 0})
+            await collector_of(app).collect()
+            await put(self, envelope)
+
+        monkeypatch.setattr(EnvelopeStore, "put", collecting)
+        assert (await http.post(PATH, json=BODY)).status_code == 200
+        assert redis_client.zcard(DUE) == 1
+
+
+@pytest.mark.parametrize("has_mark", [True, False])
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_repeat_behind_the_end_of_the_stream_gets_what_is_stored(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", background: bool, has_mark: bool
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        body, headers = {**BODY, "background": background}, {"Idempotency-Key": "k"}
+        sending = asyncio.create_task(http.post(PATH, json=body, headers=headers))
+        created = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        await sending
+        await wait_stored(redis_client, created)
+        redis_client.delete(stream_key(created), *([] if has_mark else [ended_key(created)]))
+        repeat = await http.post(PATH, json=body, headers=headers)
+        assert repeat.json() == (await http.get(f"{PATH}/{created}")).json()
+        assert (repeat.json()["id"], repeat.json()["status"]) == (created, "completed")
+        streamed = await http.post(PATH, json={**body, "stream": True}, headers=headers)
+        for refused in (streamed, await http.get(f"{PATH}/{created}?stream=true")):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
+
+
+async def test_a_repeat_does_not_bring_a_deleted_response_back(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        headers = {"Idempotency-Key": "k"}
+        created = (await http.post(PATH, json=BODY, headers=headers)).json()["id"]
+        assert (await http.delete(f"{PATH}/{created}")).status_code == 200
+        assert (await http.post(PATH, json=BODY, headers=headers)).status_code == 404
+        assert redis_client.keys("headrace:gw:re[qs]*") == []
+
+
+async def test_a_deletion_that_is_cut_short_can_be_repeated(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+
+        async def cut(*_: Any) -> Any:
+            raise OSError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(app.state.gateway.client, "cancel", cut)
+            assert (await http.delete(f"{PATH}/{created}")).status_code == 503
+        assert (await http.delete(f"{PATH}/{created}")).status_code == 200
+        assert redis_client.exists(ended_key(created))  # a worker will not run it
+        assert redis_client.keys("headrace:gw:re[qs]*") == []
+
+
+@pytest.mark.usefixtures("idle_replicas")
+async def test_responses_that_no_worker_has_taken_are_put_back_without_a_look_at_each(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = [(await http.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
+        looked: list[str] = []
+        find = EnvelopeStore.find
+
+        async def noted(self: EnvelopeStore, answer_id: str) -> Any:
+            looked.append(answer_id)
+            return await find(self, answer_id)
+
+        monkeypatch.setattr(EnvelopeStore, "find", noted)
+        for name in created:
+            redis_client.zadd(DUE, {name: 0})
+        assert await collector_of(app).collect() == 3
+        assert looked == []
+        redis_client.zadd(DUE, {created[0]: 0, created[1]: 0})
+        redis_client.expire(f"headrace:gw:req:{created[0]}", 4100)  # its request has expired more than a minute ago
+        redis_client.delete(f"headrace:gw:req:{created[1]}")
+        assert await collector_of(app).collect() == 2
+        assert set(looked) == set(created[:2])
+        assert redis_client.zscore(DUE, created[1]) is None
+
+
 async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
         sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))
@@ -226,8 +377,11 @@ async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
             await asyncio.sleep(0.02)
         assert not redis_client.exists(response_key(created))
         assert (await http.get(f"{PATH}/{created}/input_items")).status_code == 404
+        assert 0 < redis_client.ttl(f"headrace:gw:req:{created}") <= 600
         redis_client.delete(stream_key(created))
         assert (await http.get(f"{PATH}/{created}")).status_code == 404
+        assert (await http.post(f"{PATH}/{created}/cancel", json={})).status_code == 404
+        assert not redis_client.exists(stream_key(created))
 
 
 async def test_what_is_too_large_is_not_stored(
@@ -298,6 +452,39 @@ async def test_items_are_named_by_their_ids(
         for headers, name in ((other, names[0]), (mine, {"type": "item_reference", "id": "msg_1"})):
             refused = await http.post(PATH, json={**BODY, "input": [name]}, headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
+
+
+@pytest.mark.parametrize(("most", "what"), [(1000, "the items that input names"), (150, "the responses whose items")])
+async def test_what_references_bring_is_bounded_however_often_an_item_is_named(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
+) -> None:
+    monkeypatch.setattr("headrace_gateway.response_chain.MAX_BYTES", most)
+    async with gateway_of(redis_server, redis_client) as (_, http):
+        created = (await http.post(PATH, json=BODY)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        (asked,) = (await http.get(f"{PATH}/{created}/input_items")).json()["data"]
+        body = {**BODY, "input": [{"type": "item_reference", "id": asked["id"]}] * 50}
+        refused = (await http.post(PATH, json=body)).json()["error"]
+        assert refused["message"].startswith(f"{what}"), refused
+        assert f"at most {most} bytes" in refused["message"]
+
+
+async def test_a_request_beyond_the_keys_rate_reads_no_stored_items(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = write_keys(tmp_path / "keys", "mine", requests_per_minute="1")
+    mine = bearer(keys["mine"])
+    async with gateway_of(redis_server, redis_client, keys=tmp_path / "keys") as (_, http):
+        created = (await http.post(PATH, json=BODY, headers=mine)).json()["id"]
+
+        async def read(*_: Any) -> Any:
+            raise AssertionError("items were read")
+
+        monkeypatch.setattr("headrace_gateway.responses.read_history", read)
+        refused = await http.post(PATH, json={**BODY, "previous_response_id": created}, headers=mine)
+        assert refused.status_code == 429
 
 
 async def test_a_chain_is_bounded(

@@ -1,12 +1,14 @@
 """What the body of a message may say, what it becomes, and what is refused by its name."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_gateway import field_tables
+from headrace_broker.chat_rules import MAX_MESSAGES
+from headrace_gateway import anthropic_content, field_tables
 from headrace_gateway.anthropic_errors import anthropic_error, is_anthropic
 from headrace_gateway.anthropic_fields import read_counted, read_message
 from headrace_gateway.broker_errors import unavailable
@@ -56,6 +58,28 @@ def test_turns_of_one_role_in_a_row_are_one() -> None:
         {"role": "assistant", "content": "c\nd"},
         {"role": "user", "content": "e"},
     ]
+
+
+def test_thoughts_of_turns_in_a_row_are_one() -> None:
+    turns = [("assistant", [{"type": "thinking", "thinking": each, "signature": ""}]) for each in ("a", "b")]
+    found = messages(("user", "x"), *turns, ("user", "y"), traits=REASONING)[1]
+    assert found == {"role": "assistant", "content": "", "reasoning_content": "ab"}
+
+
+def test_turns_of_one_role_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = 0
+
+    class Joint(str):
+        def join(self, texts: Iterable[str], /) -> str:
+            nonlocal joined
+            texts = list(texts)
+            joined += sum(map(len, texts))
+            return str(self).join(texts)
+
+    monkeypatch.setattr(anthropic_content, "_JOINT", Joint("\n"))
+    turns = [("assistant", "abc")] * (MAX_MESSAGES - 1)
+    assert len(messages(*turns, ("user", "x"))) == 2
+    assert joined == 3 * (MAX_MESSAGES - 1) + 1
 
 
 def test_calls_and_their_results_become_those_of_a_chat() -> None:
@@ -158,6 +182,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
+        ({"messages": [USER] * (MAX_MESSAGES + 1)}, f"messages must hold at most {MAX_MESSAGES} messages"),
         ({"messages": ["hello"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{**USER, "name": "x"}]}, "messages[0]"),
@@ -189,6 +214,10 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        (
+            {"tools": [{**TOOL, "input_schema": {"const": 2**70}}]},
+            "tools[0].input_schema must hold integers of 64 bits",
+        ),
         ({"tools": [{**TOOL, "name": "f g"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "colour": 1}]}, "colour"),
         ({"tools": [TOOL, TOOL]}, "different names"),
@@ -206,6 +235,7 @@ def test_a_count_reads_the_same_prompt() -> None:
             "output_config.format does not go with tools",
         ),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        *(({"context_management": {"edits": edits}}, "context_management") for edits in (5, True, "x", {"a": 1}, [5])),
         ({"speed": "fast"}, "speed"),
         ({"n": 2}, "unknown field 'n'"),
         *(({name: "x"}, name) for name in field_tables.MESSAGES_REFUSED),
@@ -219,7 +249,20 @@ def test_what_is_wrong_is_told_by_its_name(fields: dict[str, Any], named: str) -
 _WORDS = st.sampled_from(
     (
         *("type", "text", "role", "content", "user", "assistant", "tool_use", "tool_result", "thinking", "enabled"),
-        *("tool_use_id", "input", "id", "custom", "input_schema", "auto", "tool", "format", "schema", "effort", "name"),
+        *(
+            "tool_use_id",
+            "input",
+            "id",
+            "custom",
+            "input_schema",
+            "auto",
+            "tool",
+            "format",
+            "schema",
+            "effort",
+            "name",
+            "edits",
+        ),
     )
 )
 _PARTS = st.recursive(

@@ -39,6 +39,17 @@ def test_a_call_with_too_few_braces_ends_at_its_tag() -> None:
     assert parse("hermes", text) == Parsed(" then".strip(), "", [("f", '{"a": 1')])
 
 
+def test_arguments_in_a_string_that_no_answer_can_carry_stay_as_they_are_written() -> None:
+    written = r'"{\"a\": \"\ud83d\"}"'
+    text = f'<tool_call>{{"name":"f","arguments":{written}}}</tool_call>'
+    assert parse("hermes", text) == Parsed("", "", [("f", written)])
+
+
+def test_a_name_that_no_answer_can_carry_is_content() -> None:
+    text = r'<tool_call>{"name": "\ud83d"}</tool_call>'
+    assert parse("hermes", text).content.startswith(r'<tool_call>{"name": "\ud83d"')
+
+
 def test_special_tokens_are_not_shown() -> None:
     assert parse("hermes", "Hi.<|im_end|>") == Parsed("Hi.", "", [])
 

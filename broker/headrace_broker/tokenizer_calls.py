@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from weakref import WeakValueDictionary
 
 from headrace_broker.connections import BLOCK_SECONDS
 from headrace_broker.errors import TokenizerCallError
@@ -31,6 +32,8 @@ MOST_WAITING: Final = 64
 """Calls on one list; a call is as large as a request may be."""
 MOST_OF_ASKER: Final = 16
 """Calls of one asker that are in Redis at once; further ones wait in its own memory."""
+MOST_OF_KEY: Final = 4
+"""Calls of one API key among those of an asker; further ones wait, so that they keep no others out."""
 ANSWER_SECONDS: Final = 10.0
 _LIST_KEPT_MS: Final = math.ceil(1000 * ANSWER_SECONDS)
 _ANSWER_KEPT_MS: Final = 10_000
@@ -61,17 +64,24 @@ class TokenizerAsker:
         self._seconds: Final = seconds
         self._push: Final = client.register_script(lua("tokenizer_push", prelude=None))
         self._room: Final = asyncio.Semaphore(MOST_OF_ASKER)
+        self._rooms_of_keys: Final[WeakValueDictionary[str, asyncio.Semaphore]] = WeakValueDictionary()
 
-    async def call(self, model: str, kind: TokenizerCallKind, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def call(
+        self, model: str, kind: TokenizerCallKind, body: Mapping[str, Any], *, key: str = ""
+    ) -> dict[str, Any]:
         """The result of a call, answered by some worker of this served name. Redis's errors pass through.
+
+        Args:
+            key: whose call it is; see MOST_OF_KEY.
 
         Raises TokenizerCallError where the worker refuses it, where none answers in time, or where too many wait.
         """
         deadline = time.monotonic() + self._seconds
         call_id = uuid.uuid4().hex
         packed = b"|".join((call_id.encode(), kind.encode(), pack(body)))
+        room_of_key = self._rooms_of_keys.setdefault(key, asyncio.Semaphore(MOST_OF_KEY))
         try:
-            async with asyncio.timeout(self._seconds), self._room:
+            async with asyncio.timeout(self._seconds), room_of_key, self._room:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
                 keys = [tokenizer_calls_key(model)]
                 args = [packed, MOST_WAITING, milliseconds, _LIST_KEPT_MS]

@@ -73,7 +73,7 @@ async def count_message_tokens(request: Request) -> Response:
     model, lora = await gateway.models.find(body.get("model"), key)
     call = read_counted(body, model=model, lora=lora)
     request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    count = await count_tokens(gateway, model, call.submissions[0], prompt_field="messages")
+    count = await count_tokens(gateway, key, model, call.submissions[0], prompt_field="messages")
     return JsonResponse({"input_tokens": count})
 
 

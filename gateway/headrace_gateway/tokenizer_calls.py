@@ -11,6 +11,7 @@ from headrace_broker.tokenizer_calls import TokenizerCallKind
 from headrace_gateway.broker_errors import NO_RETRY, api_error_of_end
 from headrace_gateway.context import Gateway
 from headrace_gateway.errors import ApiError
+from headrace_gateway.key_file import ApiKey
 
 _SILENT_SECONDS: Final = 300.0
 """A worker registers its model each minute: one that has not done so for longer is gone."""
@@ -18,7 +19,13 @@ _PROMPT: Final = ("prompt", "messages", *CHAT_OPTIONS)
 
 
 async def call_tokenizer(
-    gateway: Gateway, model: RegisteredModel, kind: TokenizerCallKind, body: Mapping[str, Any], *, prompt_field: str
+    gateway: Gateway,
+    key: ApiKey,
+    model: RegisteredModel,
+    kind: TokenizerCallKind,
+    body: Mapping[str, Any],
+    *,
+    prompt_field: str,
 ) -> dict[str, Any]:
     """The result of a call.
 
@@ -31,7 +38,7 @@ async def call_tokenizer(
     if time.time() - model.seen > _SILENT_SECONDS:
         raise _unavailable(f"no worker of {model.name} is there to answer; try again later")
     try:
-        return await gateway.tokenizers.call(model.name, kind, body)
+        return await gateway.tokenizers.call(model.name, kind, body, key=key.name)
     except TokenizerCallError as error:
         if error.code == "tokenizer_unavailable":
             raise _unavailable(str(error)) from error
@@ -39,11 +46,11 @@ async def call_tokenizer(
 
 
 async def count_tokens(
-    gateway: Gateway, model: RegisteredModel, submission: SubmitRequest, *, prompt_field: str
+    gateway: Gateway, key: ApiKey, model: RegisteredModel, submission: SubmitRequest, *, prompt_field: str
 ) -> int:
     """How many tokens the prompt of a request has: the `prompt_tokens` that its answer would tell."""
     body = {"request": prompt_of(submission)}
-    result = await call_tokenizer(gateway, model, "count", body, prompt_field=prompt_field)
+    result = await call_tokenizer(gateway, key, model, "count", body, prompt_field=prompt_field)
     return int(result["count"])
 
 

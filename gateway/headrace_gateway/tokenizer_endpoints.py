@@ -43,7 +43,8 @@ async def tokenize(request: Request) -> Response:
     body = {"request": prompt, "add_special_tokens": add_special_tokens, "token_strs": token_strs}
     prompt_field = "messages" if is_chat else "prompt"
     request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key_of(request))
-    return JsonResponse(await call_tokenizer(gateway_of(request), model, "tokenize", body, prompt_field=prompt_field))
+    gateway, key = gateway_of(request), key_of(request)
+    return JsonResponse(await call_tokenizer(gateway, key, model, "tokenize", body, prompt_field=prompt_field))
 
 
 async def detokenize(request: Request) -> Response:
@@ -59,7 +60,8 @@ async def detokenize(request: Request) -> Response:
     problems.raise_any()
     request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key_of(request))
     body = {"tokens": tokens}
-    return JsonResponse(await call_tokenizer(gateway_of(request), model, "detokenize", body, prompt_field="tokens"))
+    gateway, key = gateway_of(request), key_of(request)
+    return JsonResponse(await call_tokenizer(gateway, key, model, "detokenize", body, prompt_field="tokens"))
 
 
 async def count_input_tokens(request: Request) -> Response:
@@ -71,7 +73,7 @@ async def count_input_tokens(request: Request) -> Response:
     history = await read_history(gateway, key, body.get("previous_response_id"))
     call = read_response(body, model=model, lora=lora, history=history)
     request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    count = await count_tokens(gateway, model, call.submissions[0], prompt_field="input")
+    count = await count_tokens(gateway, key, model, call.submissions[0], prompt_field="input")
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 

@@ -92,3 +92,6 @@ def read_toml(what: str, path: Path) -> tuple[dict[str, Any], str]:
         raise GatewaySettingsError(f"the {what} {path} is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise GatewaySettingsError(f"the {what} {path} cannot be used: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a date that is none, deep arrays
+        message = f"the {what} {path} cannot be used: it is no TOML that can be read ({type(error).__name__})"
+        raise GatewaySettingsError(message) from None

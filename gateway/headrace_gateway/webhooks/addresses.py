@@ -25,6 +25,9 @@ _PRIVATE: Final = _networks(
 """Reached only where the operator allows it for the endpoint."""
 _NEVER: Final = _networks(
     "0.0.0.0/8",
+    "100.100.100.200/32",  # Alibaba Cloud's metadata
+    "168.63.129.16/32",  # Azure's metadata
+    "fd00:ec2::254/128",  # AWS's metadata
     "169.254.0.0/16",  # link-local; clouds hand out credentials there
     "192.0.0.0/24",
     "192.0.2.0/24",
@@ -49,9 +52,10 @@ def refusal_of(address: str, *, allow_private: bool) -> str | None:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return f"{address[:64]!r} is no IP address"
-    if _is_in(parsed, _PRIVATE):
+    is_never = _is_in(parsed, _NEVER)
+    if not is_never and _is_in(parsed, _PRIVATE):
         return None if allow_private else f"{parsed} is a private address, which allow_private does not allow"
-    if _is_in(parsed, _NEVER) or (parsed.version == 6 and parsed not in _PUBLIC_V6):
+    if is_never or (parsed.version == 6 and parsed not in _PUBLIC_V6):
         return f"{parsed} is an address of special use"
     return None
 

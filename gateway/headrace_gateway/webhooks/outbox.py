@@ -101,10 +101,13 @@ class Outbox:
         claims = self.claims(endpoint.name)
         return noted and await (claims.finish(claim) if is_done else claims.put_back(claim, after=verdict.after))
 
-    async def drop(self, claim: Claim, name: str) -> None:
-        """Forget a delivery that nobody is to have any more."""
-        if await self._write_note(claim, name, "done"):
-            await self.claims(name).finish(claim)
+    async def is_kept(self, event_id: str) -> bool:
+        """Whether the event's life, or the time for which it is remembered after its delivery, is not over."""
+        return bool(await self._client.exists(_event_key(event_id)))
+
+    async def drop(self, claim: Claim, name: str) -> bool:
+        """Forget a delivery that nobody is to have any more; False where the claim is another's by now."""
+        return await self._write_note(claim, name, "done") and await self.claims(name).finish(claim)
 
     async def _write_note(
         self,

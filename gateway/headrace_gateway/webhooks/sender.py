@@ -16,7 +16,7 @@ from headrace_gateway.claims import Claim
 from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.outbox import Delivery, Outbox
-from headrace_gateway.webhooks.retries import Attempt, Verdict, judge
+from headrace_gateway.webhooks.retries import LIFE_SECONDS, Attempt, Verdict, judge
 from headrace_gateway.webhooks.secret import signed_headers
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.logging import frames
@@ -26,6 +26,10 @@ _CONCURRENCY: Final = 8
 """Attempts that one replica has under way at one endpoint."""
 _GRACE_SECONDS: Final = 5.0
 """Attempts under way may take so long after the server's end; others send the rest again when their claims run out."""
+
+_FILE_SECONDS: Final = 600.0
+"""All replicas have a new version of the file after so long."""
+_OTHERS_SECONDS: Final = 30.0
 
 Post = Callable[[Endpoint, Mapping[str, str], bytes], Awaitable[Attempt]]
 
@@ -133,8 +137,11 @@ class Sender:
 
     async def _deliver(self, endpoint: Endpoint, claim: Claim) -> None:
         delivery = await self._outbox.delivery(claim.item, endpoint.name)
-        if delivery is None or not endpoint.wants(delivery.event):
-            await self._outbox.drop(claim, endpoint.name)
+        if delivery is None:
+            await self._end(endpoint, claim)
+            return
+        if not endpoint.wants(delivery.event):
+            await self._decline(endpoint, claim, delivery)
             return
         body = delivery.event.body()
         headers = signed_headers(claim.item, body, endpoint.secrets, at=int(self._now()))
@@ -145,6 +152,23 @@ class Sender:
         await self._outbox.note(claim, endpoint, verdict, failed=delivery.failed + 1)
         self._metrics.webhook_attempted(verdict.outcome)
         _log(endpoint, delivery, attempt, verdict)
+
+    async def _end(self, endpoint: Endpoint, claim: Claim) -> None:
+        """Forget an event that is done, or one whose life ended before it was."""
+        is_kept = await self._outbox.is_kept(claim.item)
+        if await self._outbox.drop(claim, endpoint.name) and not is_kept:
+            self._metrics.webhook_attempted("given_up")
+            days = LIFE_SECONDS // 86400
+            logger.error("webhook given up: endpoint=%s event=%s (%d days are over)", endpoint.name, claim.item, days)
+
+    async def _decline(self, endpoint: Endpoint, claim: Claim, delivery: Delivery) -> None:
+        """Forget an event that nobody wants; a new one is left to others first, whose file may be a newer version."""
+        what = f"endpoint={endpoint.name} event={delivery.event.id} type={delivery.event.type}"
+        if self._now() - delivery.event.created_at < _FILE_SECONDS:
+            await self._outbox.claims(endpoint.name).put_back(claim, after=_OTHERS_SECONDS)
+            logger.info("webhook left to other replicas, the file here does not want it: %s", what)
+        elif await self._outbox.drop(claim, endpoint.name):
+            logger.warning("webhook dropped, the file does not want it: %s", what)
 
 
 def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, verdict: Verdict) -> None:

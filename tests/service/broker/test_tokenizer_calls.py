@@ -14,6 +14,7 @@ from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
 from headrace_broker.tokenizer_calls import (
     ANSWER_SECONDS,
     MOST_OF_ASKER,
+    MOST_OF_KEY,
     MOST_WAITING,
     TokenizerAsker,
     TokenizerCall,
@@ -106,7 +107,8 @@ async def test_a_call_whose_time_is_over_is_not_taken(client: "redis.Redis", ask
 
 async def test_no_more_calls_wait_than_may(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
     askers = [TokenizerAsker(asking) for _ in range(MOST_WAITING // MOST_OF_ASKER)]
-    waiting = [asyncio.create_task(asker.call("m", "count", {})) for asker in askers for _ in range(MOST_OF_ASKER)]
+    keys = [str(number // MOST_OF_KEY) for number in range(MOST_OF_ASKER)]
+    waiting = [asyncio.create_task(asker.call("m", "count", {}, key=key)) for asker in askers for key in keys]
     while client.llen(tokenizer_calls_key("m")) < MOST_WAITING:
         await asyncio.sleep(0)
     with pytest.raises(TokenizerCallError, match="64 calls") as raised:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_broker.errors import TokenizerCallError
-from headrace_broker.tokenizer_calls import MOST_OF_ASKER, TokenizerAsker
+from headrace_broker.tokenizer_calls import MOST_OF_ASKER, MOST_OF_KEY, TokenizerAsker
 
 
 class LosingClient:
@@ -42,6 +42,30 @@ async def test_calls_fail_in_time_though_their_cancellation_was_lost(losing: str
     client: Any = LosingClient(losing)
     asker = TokenizerAsker(client, seconds=0.05)
     async with asyncio.timeout(60):
-        calls = (asker.call("m", "count", {}) for _ in range(MOST_OF_ASKER))
+        calls = (asker.call("m", "count", {}, key=str(number)) for number in range(MOST_OF_ASKER))
         ended = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(error) for error in ended} == {TokenizerCallError}
+
+
+async def test_calls_of_one_key_keep_no_others_out() -> None:
+    pushed: list[bytes] = []
+
+    class SilentClient(LosingClient):
+        def register_script(self, _: str) -> Any:
+            async def push(args: Sequence[Any], **_: Any) -> int:
+                pushed.append(args[0].rpartition(b"|")[2])
+                return 1
+
+            return push
+
+    client: Any = SilentClient("blpop")
+    asker = TokenizerAsker(client)
+    greedy = [asyncio.create_task(asker.call("m", "count", {"a": 1}, key="greedy")) for _ in range(MOST_OF_ASKER)]
+    other = asyncio.create_task(asker.call("m", "count", {"b": 1}, key="other"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [b"b" in body for body in pushed] == [False] * MOST_OF_KEY + [True]
+    calls = [*greedy, other]
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

@@ -247,15 +247,36 @@ async def test_attempts_that_were_under_way_together_are_one_pause(
 
 
 async def test_what_an_endpoint_does_not_want_any_more_is_dropped(
-    replica: MakeReplica, redis_client: "redis.Redis"
+    replica: MakeReplica, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Receiver() as receiver:
         made = await replica(endpoint("a", receiver.url, tenant="acme"))
         await announce(made)
         made.endpoints = {"a": replace(made.endpoints["a"], tenant="rival")}
         made.start()
-        await made.until(lambda: redis_client.exists("headrace:gw:work:webhook:a") == 0)
+        await made.until(
+            lambda: f"webhook dropped, the file does not want it: endpoint=a event={DONE.id}" in caplog.text
+        )
+        assert not redis_client.exists("headrace:gw:work:webhook:a")
         assert receiver.received == []
+
+
+async def test_a_new_event_that_an_older_file_does_not_want_is_left_to_others(
+    replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    event = Event("response.completed", "resp_new", int(time.time()), "web", "acme")
+    async with Receiver() as receiver:
+        newer = await replica(endpoint("a", receiver.url, tenant="acme"))
+        older = (await replica(endpoint("a", receiver.url, tenant="rival"))).start()
+        await announce(newer, event)
+        await older.until(lambda: "webhook left to other replicas" in caplog.text)
+        assert event.id in caplog.text
+        await older.stop()
+        let_pass(30)
+        newer.start()
+        await newer.until(lambda: newer.attempts("delivered") == 1)
+        assert len(receiver.received) == 1
 
 
 async def test_an_endpoint_that_left_the_file_gets_nothing(replica: MakeReplica) -> None:
@@ -298,14 +319,17 @@ async def test_all_that_is_kept_has_an_end(replica: MakeReplica, redis_client: "
     assert all(0 < redis_client.ttl(key) <= 4 * 86400 for key in keys)
 
 
-async def test_an_event_whose_life_is_over_is_not_sent(replica: MakeReplica, redis_client: "redis.Redis") -> None:
+async def test_an_event_whose_life_is_over_is_given_up(
+    replica: MakeReplica, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
     async with Receiver() as receiver:
         made = await replica(endpoint("a", receiver.url))
         await announce(made)
         redis_client.delete(f"headrace:gw:webhook:event:{DONE.id}")
         made.start()
-        await made.until(lambda: redis_client.exists("headrace:gw:work:webhook:a") == 0)
-        assert redis_client.exists("headrace:gw:webhook:undelivered:a") == 0
+        await made.until(lambda: f"given up: endpoint=a event={DONE.id} (4 days are over)" in caplog.text)
+        assert made.attempts("given_up") == 1
+        assert not redis_client.exists("headrace:gw:work:webhook:a", "headrace:gw:webhook:undelivered:a")
         assert receiver.received == []
 
 

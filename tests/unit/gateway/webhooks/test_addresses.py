@@ -51,6 +51,7 @@ def test_private_addresses_are_reached_only_where_the_operator_allows_it(address
             "ff02::1",
             "4000::1",
         ),
+        *("168.63.129.16", "100.100.100.200", "fd00:ec2::254"),
         *("localhost", "127.1", "0x7f000001", "2130706433", "", "127.0.0.1:80", "[::1]"),
     ],
 )

@@ -184,7 +184,7 @@ def test_what_a_preempted_request_has_got_is_in_its_stream_and_the_stream_stays_
 
 
 def seconds_left(desk: Desk, request_id: str) -> float:
-    return desk.redis.milliseconds_left[stream_key(request_id)] / 1000
+    return float(desk.redis.milliseconds_left[stream_key(request_id)] / 1000)
 
 
 def test_the_stream_of_a_request_that_is_handed_back_by_a_drain_waits_with_it_in_the_queue() -> None:

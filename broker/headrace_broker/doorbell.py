@@ -77,6 +77,10 @@ class DoorbellPoller(MultiChannelPoller):
         self._reader, self._readers = reader, readers
         self._look_at = -math.inf
 
+    def look_soon(self) -> None:
+        """All may be looked through again before the next wait."""
+        self._look_at = -math.inf
+
     @property
     def fds(self) -> dict[int, Any]:
         """Those that the event loop is still to read: kombu adds them before each wait, by a system call each."""
@@ -89,6 +93,8 @@ class DoorbellPoller(MultiChannelPoller):
         An engine wakes the loop up for each of its steps, and they change nothing here. What neither a connection nor
         a channel's credit tells waits for two seconds at most, as the loop wakes up once a second.
         """
+        for channel in self._channels:
+            channel.await_left_better()
         can_consume = [channel.qos.can_consume() for channel in self._channels]
         now = time.monotonic()
         if now < self._look_at and can_consume == self._could_consume:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 ENDED_SECONDS: Final = 3600
 """So long after its stream has expired is it known that a request has ended."""
 
+HANDED_BACK_SECONDS: Final = 86_400
+"""How long the stream of a request that has begun waits for it to go on, which may take as long as the queue does."""
+
 _ENDED: Final = 1
 _ANOTHERS: Final = 2
 """States of a claim, as `stream_claim.lua` says them."""
@@ -272,6 +275,13 @@ class StreamWriter:
         """All that the stream holds. Redis's errors pass through."""
         entries: Any = self._client.xrange(stream_key(request_id))
         return [read_entry(entry_id, fields) for entry_id, fields in entries]
+
+    def keep(self, request_id: str) -> None:
+        """Let the stream live while its request waits in the queue, until the next claim. Redis's errors pass through.
+
+        Before the request is handed back, as its next worker may be quick.
+        """
+        self._client.expire(stream_key(request_id), max(self._ttl_seconds, HANDED_BACK_SECONDS))
 
     def takes_writes(self) -> bool:
         """Whether the server takes a write now, whatever it says of a request's own keys."""

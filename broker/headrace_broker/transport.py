@@ -226,6 +226,8 @@ class Channel(kombu_redis.Channel):
         """What is left of handing over the first of them."""
         self._rounds: Iterator[list[LeasedMessage]] | None = None
         """What is left of a fetch."""
+        self._better_credit = math.inf
+        """What is left of the credit of the latest fetch of better messages; used up: others may be left."""
         self._turn = Turn()
         super().__init__(*args, **kwargs)
         if self.global_keyprefix:
@@ -385,15 +387,28 @@ class Channel(kombu_redis.Channel):
             return self._fetch_past(error)
         if self.fetch():
             return True
-        loop = self.connection.loop
-        if has_message and loop is not None and self._preemption_timer is None and self.preemption_credit()[1] > 0:
-            self._preemption_timer = loop.call_later(self.preemption_wait_seconds, self._on_preemption_time)
+        if has_message:
+            self.await_better()
         return False
+
+    def await_left_better(self) -> None:
+        """Before each wait: better messages that a fetch may have left, as its credit was used up, are next."""
+        if self._better_credit <= 0 and self.active_queues and not (self.hands_over or self._is_refused()):
+            self.await_better()
+
+    def await_better(self) -> None:
+        """Take better messages after the wait, if they would preempt anything then."""
+        loop = self.connection.loop
+        if loop is not None and self._preemption_timer is None and self.preemption_credit()[1] > 0:
+            self._preemption_timer = loop.call_later(self.preemption_wait_seconds, self._on_preemption_time)
 
     def _on_preemption_time(self) -> None:
         self._preemption_timer = None
-        if not self.fetch():  # there may be room by now
+        if self.fetch():  # there was room by now
+            self._better_credit = 0
+        else:
             self.fetch_better()
+        self.connection.cycle.look_soon()  # the doorbells were not armed meanwhile
 
     def _fetch_past(self, error: "redis.ResponseError") -> bool:
         """The server refuses to wait for one list. Other lists may have messages, where only its type is wrong."""
@@ -427,6 +442,7 @@ class Channel(kombu_redis.Channel):
         if count <= 0:
             return False
         num_better = sum(step < level for step in self.priority_steps) * len(self.active_queues)
+        self._better_credit = count
         self._rounds = self.leases.fetch_in_rounds(self._lists(), count, taken_from=num_better)
         self._go_on()
         return True
@@ -454,6 +470,7 @@ class Channel(kombu_redis.Channel):
             self._turn.begin(loop, self._go_on)
         else:
             self._turn.end()
+            self.connection.cycle.look_soon()
         return found or self.hands_over
 
     def _fetch_round(self) -> None:
@@ -465,8 +482,11 @@ class Channel(kombu_redis.Channel):
             self._was_refused(error)
         if messages is None:
             self._rounds = None
+            if self._better_credit > 0:
+                self._better_credit = math.inf
         else:
             self._fetched += messages
+            self._better_credit -= sum(not message.over_quota for message in messages)
 
     def _hand_over_step(self) -> None:
         steps = self._steps = self._steps or self._hand_over()

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from headrace_broker import RegisteredModel
 from headrace_broker.sampling_rules import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from headrace_broker.value_rules import data_problem
 from headrace_gateway import field_tables
 from headrace_gateway.anthropic_content import read_conversation, text_of
 from headrace_gateway.call import Call, ChatForm, MessageForm
@@ -119,6 +120,8 @@ def _read_tool(path: str, tool: Any, problems: Problems) -> dict[str, Any] | Non
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):
         problems.add(f"{path}.input_schema", f"{path}.input_schema must be a JSON Schema object, not {shown(schema)}")
+    elif (problem := data_problem(f"{path}.input_schema", schema)) is not None:
+        problems.add(f"{path}.input_schema", problem)
     name = tool.get("name")
     if not is_name(name):
         message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"

@@ -223,8 +223,8 @@ async def _on_redis_error(request: Request, _error: Exception) -> Response:
 def _methods_at(request: Request) -> set[str]:
     """Of all routes of the path: Starlette tells those of the first one alone."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    here = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return {method for route in here for method in route.methods or ()}
+    path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)
+    return {method for route in routes if route.path == path for method in route.methods or ()}
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -67,7 +67,12 @@ class EnvelopeStore:
 
     def life(self, envelope: Envelope) -> int:
         """Seconds that it is kept from now on, where nothing else is said."""
-        return envelope.expires + self.result_ttl + _KEPT_BEYOND
+        return envelope.expires + self.kept_beyond
+
+    @property
+    def kept_beyond(self) -> int:
+        """Seconds that an envelope is kept from when its request has expired."""
+        return self.result_ttl + _KEPT_BEYOND
 
     async def get(self, answer_id: str, key: ApiKey) -> Envelope:
         """The envelope of an answer that this key may read.

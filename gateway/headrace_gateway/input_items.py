@@ -29,8 +29,16 @@ def read_items(given: Any, problems: Problems) -> list[Item]:
         told = "an empty array" if given == [] else shown(given)
         problems.add("input", f"input must be a string or an array of at least one item, not {told}")
         return []
-    items = (_read(f"input[{position}]", item, problems) for position, item in enumerate(given))
-    return [item for item in items if item is not None]
+    read = [_read(f"input[{position}]", item, problems) for position, item in enumerate(given)]
+    seen: set[str] = set()
+    for position, item in enumerate(read):
+        identity = item.get("id") if item is not None else None
+        if identity in seen:
+            message = f"input[{position}].id is the id of an earlier item: leave it out, or give another one"
+            problems.add(f"input[{position}].id", message)
+        elif identity is not None:
+            seen.add(identity)
+    return [item for item in read if item is not None]
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> tuple[Item, ...]:

@@ -59,16 +59,16 @@ class LocalGuard:
             return ApiError(403, "permission_error", "origin_not_allowed", message)
         # a page can post the other types to any site without being asked first
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json" and not _is_own_upload(path, kind, headers):
+        if method == "POST" and kind != "application/json" and not self._is_own_upload(path, kind, headers):
             message = f"Content-Type must be application/json, not {kind[:100]!r}"
             return ApiError(415, "invalid_request_error", "unsupported_media_type", message)
         return None
 
-
-def _is_own_upload(path: str, kind: str, headers: Headers) -> bool:
-    """Whether a form is an upload of no other site's page. Browsers tell where a page's request comes from."""
-    is_upload = path == "/v1/files" and kind == "multipart/form-data"
-    return is_upload and headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+    def _is_own_upload(self, path: str, kind: str, headers: Headers) -> bool:
+        """Whether a form is an upload of no foreign page. Browsers tell where a page's request comes from."""
+        is_upload = path == "/v1/files" and kind == "multipart/form-data"
+        is_own = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
+        return is_upload and (is_own or headers.get("origin", "").lower() in self._origins)
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from headrace_broker import HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS
-from headrace_broker.keys import stream_key
+from headrace_broker.keys import ended_key, stream_key
+from headrace_gateway.answer_reader import LATE_SECONDS
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release
+from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release, envelope_key
 from headrace_gateway.errors import ApiError
 from headrace_gateway.response_replay import replay
 from headrace_gateway.response_store import ResponseStore
@@ -108,13 +109,18 @@ class ResponseCollector:
         return len(claims)
 
     async def _ready(self, claims: list[Claim]) -> Iterable[Claim]:
-        """Those whose stream has ended, or that have none."""
+        """Those that have ended, or that no worker will begin, as far as one round trip tells."""
         async with self._client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.xrevrange(stream_key(claim.item), count=1)
-            newest: list[Any] = await pipe.execute()
+                pipe.exists(ended_key(claim.item))
+                pipe.ttl(envelope_key(claim.item))
+            found: list[Any] = await pipe.execute()
+        late = self._envelopes.kept_beyond - LATE_SECONDS
         return [
-            claim for claim, last in zip(claims, newest, strict=True) if not last or last[0][1].get(b"type") == b"end"
+            claim
+            for claim, last, has_mark, life in zip(claims, found[::3], found[1::3], found[2::3], strict=True)
+            if (last[0][1].get(b"type") == b"end" if last else has_mark or life <= late)
         ]
 
     async def _try_finish(self, claim: Claim, interval: float) -> None:

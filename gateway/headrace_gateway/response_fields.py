@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headrace_broker import GenerateRequest, InvalidRequestError, RegisteredModel, SubmitRequest
+from headrace_broker.value_rules import data_problem
 from headrace_gateway import call_fields, chat_fields, field_tables
 from headrace_gateway.call import Call, ResponseForm
 from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, integer
@@ -63,10 +64,13 @@ def read_response(
     metadata = chat_fields.read_metadata(given, problems)
     _check(request, given, problems)
     problems.raise_any()
+    config = _config(given, text, reasoning, tier, metadata)
+    _check_config(config, problems)
+    problems.raise_any()
     if lora:
         request["lora"] = lora
     form = ResponseForm(
-        config=_config(given, text, reasoning, tier, metadata),
+        config=config,
         store=store,
         background=background,
         logprobs=logprobs,
@@ -127,6 +131,15 @@ def _json_schema(form: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     if not isinstance(given.get("schema"), Mapping):
         problems.add("text.format.schema", f"text.format.schema must be an object, not {shown(given.get('schema'))}")
         given["schema"] = {}
+    elif (problem := data_problem("text.format.schema", given["schema"])) is not None:
+        problems.add("text.format.schema", problem)
+    for name, kind, told in (
+        ("name", str, "a string"),
+        ("description", str, "a string"),
+        ("strict", bool, "a boolean"),
+    ):
+        if name in given and not isinstance(given[name], kind):
+            problems.add(f"text.format.{name}", f"text.format.{name} must be {told}, not {shown(given[name])}")
     return {"name": "response", **{name: value for name, value in given.items() if name != "type"}}
 
 
@@ -229,6 +242,17 @@ def _config(
         "safety_identifier": given.get("safety_identifier"),
         "prompt_cache_key": given.get("prompt_cache_key"),
     }
+
+
+def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
+    """Refuse what the envelope cannot hold, before anything is stored."""
+    for name in ("user", "safety_identifier"):
+        if not isinstance(config[name], str | None):
+            problems.add(name, f"{name} must be a string, not {shown(config[name])}")
+            config = {**config, name: None}
+    for name, value in config.items():
+        if (problem := data_problem(name, value)) is not None:
+            problems.add(name, problem)
 
 
 def _tool_shape(tool: Any) -> Any:

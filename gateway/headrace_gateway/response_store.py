@@ -58,8 +58,8 @@ class ResponseStore:
             if size > MAX_STORED_BYTES:
                 message = f"the input takes {size} bytes, and at most {MAX_STORED_BYTES} can be stored: "
                 raise invalid(f"{message}shorten it, or send store: false", code="response_too_large", param="store")
-            args = [packed, self._envelopes.life(envelope)]
-            has_ended = bool(await self._put(keys=[response_key(envelope.id)], args=args))
+            keys = [response_key(envelope.id)]
+            has_ended = bool(await self._put(keys=keys, args=[packed, self._envelopes.life(envelope)]))
         await self._envelopes.put(envelope)
         if not has_ended and (envelope.form.store or envelope.form.background):
             await self._claims.add(envelope.id, after=1.0)
@@ -101,8 +101,8 @@ class ResponseStore:
         if len(packed) > MAX_STORED_BYTES:
             packed = _ENCODE({_TOO_LARGE: len(packed), "status": state["status"]})
         keys = [self._claims.token_key, response_key(claim.item), envelope_key(claim.item)]
-        args = [*claim, packed, self._life, self._envelopes.result_ttl]
-        found: int | bytes = await self._finish(keys=keys, args=args)
+        lives = self._life, self._envelopes.result_ttl
+        found: int | bytes = await self._finish(keys=keys, args=[*claim, packed, *lives])
         if isinstance(found, bytes):  # a replica died before it had told of the end
             return str(_DECODE(found).get("status", state["status"]))
         return str(state["status"]) if found else None

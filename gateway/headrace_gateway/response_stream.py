@@ -110,7 +110,8 @@ class ResponseStream:
             if isinstance(each, Content):
                 logprobs = []
         # those of tokens of reasoning and of calls have no place in the API
-        self._waiting_logprobs = logprobs if not read or isinstance(self._open, MessageItem) else []
+        may_wait = isinstance(self._open, MessageItem) or (not read and self._open is None)
+        self._waiting_logprobs = logprobs if may_wait else []
         self._finish_reason = event.finish_reason or self._finish_reason
         return self._numbered(events)
 

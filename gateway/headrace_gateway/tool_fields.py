@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from headrace_broker.value_rules import data_problem
 from headrace_gateway.call import ToolChoice, ToolForm
 from headrace_gateway.problems import Problems, shown
 
@@ -77,6 +78,9 @@ def _read_tool(path: str, tool: Any, problems: Problems, place: str) -> ToolForm
     if parameters is not None and not isinstance(parameters, Mapping):
         message = f"{path}.parameters must be a JSON Schema object, not {shown(parameters)}"
         problems.add(f"{path}.parameters", message)
+        fine = False
+    elif parameters is not None and (problem := data_problem(f"{path}.parameters", parameters)) is not None:
+        problems.add(f"{path}.parameters", problem)
         fine = False
     if strict is not None and not isinstance(strict, bool):
         problems.add(f"{path}.strict", f"{path}.strict must be true or false, not {shown(strict)}")

@@ -270,8 +270,8 @@ class EngineStep(bootsteps.StartStopStep):
         if self._leases is None or self.dispatcher.credit() > 0:  # then it fetches, which sorts first
             return
         try:
-            if not self._channel.fetch_better():  # which sorts, too
-                self._leases.sort(self._lists)
+            self._leases.sort(self._lists)
+            self._channel.await_better()  # those that came unheard are left to other workers for a while, too
         except CONNECTION_ERRORS:
             pass  # the loop finds out by itself
         except redis.ResponseError as error:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from heapq import nsmallest
 from typing import Any
 
@@ -168,7 +169,7 @@ class Dispatcher:
         """The worst level that would make room, and how many more messages of better levels may then be taken."""
         if self._takes_nothing:
             return 0, 0
-        return self._preemption.credit(self._in_flight, len(self._preparation), engine_waits=self._engine_waiting > 0)
+        return self._preemption.credit(self._in_flight, len(self._preparation), engine_waiting=self._engine_waiting)
 
     def _has_room(self, step: int) -> bool:
         level, count = self.preemption_credit()
@@ -336,8 +337,7 @@ class Dispatcher:
         job.model, job.begun_with = model, begun_with(claim.entries, model)
         job.drawn_with = draws_of(claim.entries)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
-        self._preemption.make_room(self._in_flight, job)
-        self._in_flight.start(job, incoming.deadline)
+        self._in_flight.start(job, incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
         """What the request is computed with."""
@@ -582,9 +582,8 @@ class Dispatcher:
         self._in_flight.flush(retry=True)
         jobs = list(self._in_flight)
         for job in reversed(jobs):  # the last first: they come out again in their order
-            self._in_flight.drop(job)
-            self._metrics.message_returned("engine_given_up" if self._given_up else "drain")
-            job.celery_request.hand_back(strike=self._given_up)
+            reason = "engine_given_up" if self._given_up else "drain"
+            self._in_flight.hand_back(job, reason, strike=self._given_up)
         return len(jobs)
 
     def stop(self) -> None:

@@ -113,8 +113,13 @@ class InFlight:
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
-    def start(self, job: Job, deadline: float | None) -> None:
-        """A request whose stream is claimed. `deadline` is in unix seconds."""
+    def start(self, job: Job, deadline: float | None, make_room: Callable[[Job], None]) -> None:
+        """A request whose stream is claimed.
+
+        Args:
+            deadline: in unix seconds.
+            make_room: called before the request goes to the engine, if it does.
+        """
         self._jobs[job.request_id] = job
         self._slots_used = None
         self._metrics.request_started()
@@ -132,6 +137,7 @@ class InFlight:
             self._note_other_draws(job, job.drawn_with)
             self._follow(job)
             if self._quarantine.admits(job):
+                make_room(job)
                 self.supervisor.send(job.core_requests())
             else:
                 self._go_on_with_quarantine()
@@ -151,6 +157,11 @@ class InFlight:
         self._settlement.forget(job)
         self._tracing.end(job, None)
         self._metrics.request_handed_back()
+
+    def hand_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+        """Stop a request and put it back into the queue, from which it goes on behind its last token."""
+        self.drop(job)
+        self._settlement.hand_back(job, reason, strike=strike, is_preempted=is_preempted)
 
     def _expire(self, job: Job) -> None:
         if self._jobs.get(job.request_id) is job:
@@ -258,10 +269,8 @@ class InFlight:
             if not self._quarantine.is_acquitted:
                 return
             logger.info("request does not kill the engine", **suspect.log_fields)
-            self.drop(suspect)
             self._quarantine.acquit(suspect)
-            self._metrics.message_returned("cleared")
-            suspect.celery_request.hand_back()
+            self.hand_back(suspect, "cleared")
         self.send_chosen()
 
     # -- what the engine generates --------------------------------------------------------------------------------
@@ -377,8 +386,11 @@ class InFlight:
     def publish_held_back(self) -> None:
         """Write what waits for the interval of publishing, so that a request that goes generates nothing twice."""
         assert self._output_processor is not None
-        if self._output_processor.holds_back:
-            self._show()
+        try:
+            if self._output_processor.holds_back:
+                self._show()
+        except Exception as error:  # noqa: BLE001  # it is not the better request's, which would be refused for it
+            self.supervisor.fail(error)
         self.flush()
 
     def heartbeat(self) -> None:

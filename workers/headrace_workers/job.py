@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent
+from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
 from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import (
     CompletionOutput,
@@ -207,6 +207,15 @@ def recorded_result(request_id: str, entries: Sequence[StreamEvent], ended: EndE
     choices = recorded_choices(entries, count)
     outputs = [choice.to_output(index) for index, choice in enumerate(choices)]
     return GenerateResult(request_id, outputs, ended.usage, ended.error, recorded_prompt_logprobs(entries))
+
+
+def recorded_usage(entries: Sequence[StreamEvent]) -> Usage | None:
+    """What the tokens of the stream have cost, as far as its workers said; None where it has none."""
+    num_tokens = sum(len(entry.token_ids) for entry in entries if isinstance(entry, ChunkEvent))
+    if not num_tokens:
+        return None
+    prompt_tokens = max((entry.prompt_tokens or 0 for entry in entries if isinstance(entry, StartEvent)), default=0)
+    return Usage(prompt_tokens, 0, num_tokens)
 
 
 def recorded_prompt_logprobs(entries: Sequence[StreamEvent]) -> PromptLogprobs | None:

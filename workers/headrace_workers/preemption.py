@@ -36,18 +36,23 @@ class Preemption:
         """A request that would go on with other tokens than an undisturbed one is not preempted."""
         self._exact_resume = exact_resume
 
-    def credit(self, in_flight: InFlight, num_preparing: int, *, engine_waits: bool) -> tuple[int, int]:
+    def credit(self, in_flight: InFlight, num_preparing: int, *, engine_waiting: int) -> tuple[int, int]:
         """The worst step that would make room, and how many more messages of better steps may then be taken.
 
         Args:
             num_preparing: messages that have been taken and will have a choice at least.
-            engine_waits: requests wait in the engine, whose memory or budget of tokens is short, so that no more are
-                taken. Better ones go before those of worse steps there, and need only the free slots.
+            engine_waiting: so many requests wait in the engine, whose memory or budget of tokens is short. Better ones
+                go before those of worse steps there, and need only the free slots; no more are taken than wait, less
+                the better ones that have not begun, as other workers may have room.
         """
         room = self._max_num_seqs - num_preparing - in_flight.slots_used
         if room > 0:
-            waiting = [job.step for job in in_flight if engine_waits and self._max_preemptions and not _is_begun(job)]
-            return max(waiting, default=0), room if any(waiting) else 0
+            if not engine_waiting or not self._max_preemptions:
+                return 0, 0
+            # Those that the engine itself has evicted have begun, and which these are it does not say.
+            worst = max((job.step for job in in_flight if job.num_unfinished), default=0)
+            ahead = sum(job.num_unfinished for job in in_flight if job.step < worst and not _is_begun(job))
+            return worst, max(0, min(room, engine_waiting - num_preparing - ahead))
         slots_at: dict[int, int] = {}
         for job in self._preemptible(in_flight, better=0):
             slots_at[job.step] = slots_at.get(job.step, 0) + job.num_unfinished
@@ -55,21 +60,19 @@ class Preemption:
         return step, max(0, room + slots)
 
     def make_room(self, in_flight: InFlight, job: Job) -> None:
-        """Hand requests of worse steps back as far as the choices of this one find no slots.
+        """Hand requests of worse steps back as far as the choices of this one, which is in flight, find no slots.
 
         The worst goes first, and of equals the one that loses least.
         """
-        missing = in_flight.slots_used + job.num_unfinished - self._max_num_seqs
-        if missing <= 0 or job.begun_with is not None or in_flight.keeps_others_out:
+        if in_flight.slots_used <= self._max_num_seqs or not self._preemptible(in_flight, better=job.step):
             return
-        in_flight.publish_held_back()
+        in_flight.publish_held_back()  # with which some may end
+        missing = in_flight.slots_used - self._max_num_seqs
         for victim in sorted(self._preemptible(in_flight, better=job.step), key=_worth):
             if missing <= 0:
                 return
             missing -= victim.num_unfinished
-            in_flight.drop(victim)
-            victim.celery_request.hand_back(is_preempted=True)
-            self._metrics.message_returned("preempted")
+            in_flight.hand_back(victim, "preempted", is_preempted=True)
             logger.info(
                 "request preempted",
                 **victim.log_fields,

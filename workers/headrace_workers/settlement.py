@@ -16,14 +16,15 @@ import structlog
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DeadLetter
+from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import EndEvent, StreamEvent
-from headrace_broker.results import ErrorInfo, GenerateResult
+from headrace_broker.results import ErrorInfo, GenerateResult, Usage
 from headrace_broker.streams import Attempt, Claim, Ending, StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.labels import Outcome
 from headrace_monitoring.metrics import SERVED, Metrics
 from headrace_workers.finisher import Finisher
 from headrace_workers.intake import MALFORMED, Incoming, tenant_of
-from headrace_workers.job import Job, recorded_result
+from headrace_workers.job import Job, recorded_result, recorded_usage
 from headrace_workers.publisher import Publisher
 from headrace_workers.tracing import RequestTracing
 
@@ -95,6 +96,16 @@ class Settlement:
         """Write nothing more of a job that is no longer ours."""
         self._publisher.drop(job.key)
 
+    def hand_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+        """Put a job's message back into the queue; its stream waits there with it."""
+        if not self.waits_for_redis:
+            try:
+                self._writer.keep(job.request_id)
+            except REDIS_ERRORS as failure:
+                logger.warning("stream may expire in the queue", **job.log_fields, error=type(failure).__name__)
+        self._metrics.message_returned(reason)
+        job.celery_request.hand_back(strike=strike, is_preempted=is_preempted)
+
     def ending(self, request_id: str) -> Job | None:
         """The job of that request, where it is complete and only its end is not written yet."""
         return next((job for job, _, _ in self._ending.values() if job.request_id == request_id), None)
@@ -154,9 +165,8 @@ class Settlement:
             # was kept here, and the next attempt generates it again. Whose doing it is cannot be told, so it counts.
             self.forget(job)
             self._metrics.request_handed_back()
-            self._metrics.message_returned(outcome.value)
             self._tracing.end(job, None)
-            job.celery_request.hand_back(strike=True)
+            self.hand_back(job, outcome.value, strike=True)
             return
         gone = outcome is WriteOutcome.GONE
         if gone:
@@ -187,8 +197,7 @@ class Settlement:
         if claim.ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled", tenant_of(celery_request))
         result = recorded_result(request_id, claim.entries, claim.ended)
-        usage = claim.ended.usage
-        celery_request.cost(0 if usage is None else usage.prompt_tokens + usage.completion_tokens)
+        celery_request.cost(_tokens_of(claim.ended.usage or recorded_usage(claim.entries)))
         self._finish(celery_request, partial(run_task, result.to_wire()))
 
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: Any, run_task: RunTask) -> None:
@@ -198,7 +207,6 @@ class Settlement:
             return
         self._metrics.request_refused("rejected", incoming.tenant)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
-        celery_request.cost(0)
         self._finish(celery_request, partial(run_task, result))
 
     def set_aside(self, request_id: str, celery_request: Any) -> None:
@@ -234,11 +242,10 @@ class Settlement:
         if not self._end_stream_of(celery_request, outcome, _EXPIRED if outcome == "expired" else _CANCELLED):
             return
         self._metrics.request_refused(outcome, tenant_of(celery_request))
-        celery_request.cost(0)
         self._finish(celery_request, announce)
 
     def _end_stream_of(self, celery_request: Any, finish_reason: str, error: ErrorInfo) -> bool:
-        """End the stream of a request that this worker does not run.
+        """End the stream of a request that this worker does not run; its tenant pays for the tokens that it has.
 
         False where the end is not to be answered with `error`, and its message is settled here: the stream had ended,
         is another message's, or Redis refuses.
@@ -246,7 +253,9 @@ class Settlement:
         request_id = celery_request.id
         try:
             ending = self._writer.end_unclaimed(request_id, finish_reason, error, celery_request.content)
-            entries = self._writer.recorded(request_id) if ending is Ending.HAD_ENDED else []
+            entries = [] if ending is Ending.ANOTHERS else self._writer.recorded(request_id)
+        except MalformedEntryError:
+            entries = []
         except REDIS_ERRORS as failure:
             self.give_back(celery_request, failure)
             return False
@@ -254,6 +263,8 @@ class Settlement:
             self.set_aside(request_id, celery_request)
         elif ending is Ending.HAD_ENDED:
             self._finish_recorded(celery_request, entries)
+        else:
+            celery_request.cost(_tokens_of(recorded_usage(entries)))
         return ending is Ending.WRITTEN
 
     def _finish_recorded(self, celery_request: Any, entries: Sequence[StreamEvent]) -> None:
@@ -264,7 +275,7 @@ class Settlement:
             celery_request.hand_back(strike=True)
             return
         result = recorded_result(celery_request.id, entries, ended).to_wire()
-        celery_request.cost(0)
+        celery_request.cost(_tokens_of(ended.usage or recorded_usage(entries)))
 
         def finish() -> None:
             self._store_result(celery_request.id, result, celery_request.content_type)
@@ -324,3 +335,7 @@ class Settlement:
             decoded_tokens=job.num_tokens - job.num_first_tokens,
             trace_id=job.trace_id,
         )
+
+
+def _tokens_of(usage: Usage | None) -> int:
+    return 0 if usage is None else usage.prompt_tokens + usage.completion_tokens

@@ -12,7 +12,8 @@ local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[
 local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] ~= ''
 local FIRST_LIST = 9
 local lists_taken_from = tonumber(ARGV[7])
-local looks_left = 200 -- at messages that may have come by other lists
+-- At messages that may have come by other lists: so many, and so many of one tenant, that others are seen, too.
+local looks_left, LOOKS_AT_TENANT = 400, 32
 -- However much has arrived, the script stays short.
 local sorts_left, bytes_left = 100, 1024 * 1024
 local ages_left = 100
@@ -276,7 +277,8 @@ end
 -- The tenant's next message that came by one of the lists to take from: its id and its record, or nothing.
 local function choose_of_lists(level, tenant)
   if looks_left <= 0 then return end
-  for _, id in ipairs(redis.call('ZRANGE', messages_of(level, tenant), 0, looks_left - 1)) do
+  local last = math.min(looks_left, LOOKS_AT_TENANT) - 1
+  for _, id in ipairs(redis.call('ZRANGE', messages_of(level, tenant), 0, last)) do
     looks_left = looks_left - 1
     local record = record_at(level, id)
     if not record or is_taken_from[record.list] then return id, record end

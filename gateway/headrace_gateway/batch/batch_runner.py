@@ -18,6 +18,7 @@ from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
+from headrace_gateway.files.file_threads import in_file_thread
 from headrace_gateway.role import keep_running
 from headrace_monitoring.logging import frames
 
@@ -48,10 +49,10 @@ class BatchRunner:
         self._claims: Final = tools.store.claims
         self._held: Final[dict[Claim, _Held]] = {}
         self._kept_at = 0.0
-        self._swept_at = -_SWEEP_SECONDS
 
     async def run(self) -> None:
         """Work until cancelled."""
+        sweeping = asyncio.create_task(self._sweep_now_and_then())  # beside it, as it may take longer than a claim
         try:
             while True:
                 try:
@@ -62,6 +63,7 @@ class BatchRunner:
                 check_cancelled()
                 await asyncio.sleep(_TURN_SECONDS)
         finally:
+            sweeping.cancel()
             await self._hand_over()
 
     async def _turn(self) -> None:
@@ -75,12 +77,6 @@ class BatchRunner:
         while len(self._held) < MAX_BATCHES and (taken := await self._claims.take(1)):
             if await self._begin(taken[0]):
                 break
-        if now - self._swept_at >= _SWEEP_SECONDS:
-            self._swept_at = now
-            try:
-                await self.sweep()
-            except OSError as error:
-                logger.warning("the directory of files could not be swept: %s", error.strerror)
 
     async def _begin(self, claim: Claim) -> bool:
         """Work on a batch; False where it is put back."""
@@ -113,24 +109,33 @@ class BatchRunner:
                 await self._claims.put_back(claim, after=_AGAIN_SECONDS)
             del self._held[claim]
 
+    async def _sweep_now_and_then(self) -> None:
+        while True:
+            try:
+                await self.sweep()
+            except (OSError, *REDIS_ERRORS) as error:
+                check_cancelled()
+                logger.warning("the directory of files could not be swept: %s", type(error).__name__)
+            await asyncio.sleep(_SWEEP_SECONDS)
+
     async def sweep(self) -> None:
         """Delete what nobody wants any more from the directory of files."""
         files, store = self._tools.files, self._tools.store
-        folders = await asyncio.to_thread(files.sweep)
+        folders = await in_file_thread(files.sweep)
         if folders and not await self._has_these_batches():
             logger.warning("folders of batches are kept: the directory of files belongs to another Redis")
             return
         for folder in folders:
             batch = await store.find(folder.name)
             if batch is None or batch.has_ended:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _has_these_batches(self) -> bool:
         """Whether this Redis is the one whose batches are in the directory: another knows none of them."""
         files, store = self._tools.files, self._tools.store
-        kept = await asyncio.to_thread(files.redis_id)
+        kept = await in_file_thread(files.redis_id)
         if kept is None:
-            kept = await asyncio.to_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
+            kept = await in_file_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
         return kept == await store.redis_id()
 
     def _tell(self) -> None:

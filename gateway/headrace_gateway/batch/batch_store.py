@@ -6,7 +6,7 @@ replica which was paused, and has lost its claim meanwhile, changes nothing.
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
@@ -114,11 +114,12 @@ class BatchStore:
         )
         return status.decode()
 
-    async def let_go(self, request_id: str) -> None:
-        """Let Redis forget the request of a line whose answer counts: nobody reads it again."""
+    async def let_go(self, request_ids: Sequence[str]) -> None:
+        """Let Redis forget the requests of a line whose answer counts: nobody reads them again."""
         async with self._client.pipeline(transaction=False) as pipe:
-            for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
-                pipe.expire(key, _REQUEST_SECONDS, lt=True)
+            for request_id in request_ids:
+                for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
+                    pipe.expire(key, _REQUEST_SECONDS, lt=True)
             await pipe.execute()
 
     async def redis_id(self, new: str | None = None) -> str | None:

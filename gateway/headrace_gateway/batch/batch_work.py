@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from headrace_gateway.batch_line import BatchLine, read_line
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError, InputRefusedError
+from headrace_gateway.files.file_threads import in_file_thread
 from headrace_gateway.files.stored_files import FileLostError, StoredFiles, copy_to_disk, is_missing, sync_folder
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
@@ -121,7 +123,7 @@ class BatchWork:
                 await self._fail(batch, error)
             self.moved_at = time.monotonic()
         await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await in_file_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _announce(self, batch: Batch) -> None:
         logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
@@ -168,7 +170,7 @@ class BatchWork:
     async def _check(self, record: BatchRecord) -> CheckedInput:
         while True:
             try:
-                with self._open_input() as source:
+                async with self._input() as source:
                     return await check_input(
                         source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
@@ -177,8 +179,11 @@ class BatchWork:
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
                 await asyncio.sleep(self._tools.pause)
 
-    def _open_input(self) -> InputFile:
-        return InputFile(str(input_path(self._folder)))
+    @asynccontextmanager
+    async def _input(self) -> AsyncIterator[InputFile]:
+        source = await in_file_thread(InputFile, str(input_path(self._folder)))
+        with source:
+            yield source
 
     async def _answer(self, batch: Batch) -> None:
         """Send the lines that have no answer, until all have one, or the batch is cancelled or expires."""
@@ -210,9 +215,8 @@ class BatchWork:
             self.moved_at = time.monotonic()
             self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
-            if answer.request_id is not None:
-                with contextlib.suppress(*REDIS_ERRORS):
-                    await self._tools.store.let_go(answer.request_id)
+            with contextlib.suppress(*REDIS_ERRORS):
+                await self._tools.store.let_go(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
         sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))
@@ -257,8 +261,8 @@ class BatchWork:
 
     async def _find_answered(self, batch: Batch) -> bytearray:
         """Which lines of the input, by their numbers, have answers that count."""
-        ids = await asyncio.to_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
-        with self._open_input() as source:
+        ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
+        async with self._input() as source:
             answered = bytearray()
             async for number, raw in source.read():
                 answered.extend(b"\1" * (number + 1 - len(answered)))  # a blank line needs no answer
@@ -266,7 +270,7 @@ class BatchWork:
         return answered
 
     async def _unanswered(self, answered: bytearray, stopped: asyncio.Event) -> AsyncIterator[tuple[int, BatchLine]]:
-        with self._open_input() as source:
+        async with self._input() as source:
             async for number, raw in source.read():
                 if stopped.is_set():
                     return
@@ -309,7 +313,12 @@ class BatchWork:
         batch = await self._find()
         if batch is None:
             raise ClaimLostError(self._claim.item)
-        output, errors = await self._with_disk(partial(asyncio.to_thread, self._assemble, batch))
+        if batch.total is not None and batch.done.completed + batch.done.failed < batch.total:
+            logger.error("batch goes on, as Redis has lost answers: id=%s", self._claim.item)
+            if batch.status == "finalizing":  # a cancelled one is answered again as it is
+                await self._move(("finalizing",), "in_progress")
+            return
+        output, errors = await self._with_disk(partial(in_file_thread, self._assemble, batch))
         await self._move(before, status, output_file_id=output, error_file_id=errors)
 
     def _assemble(self, batch: Batch) -> list[str | None]:
@@ -374,7 +383,7 @@ class BatchWork:
             except InputRefusedError:
                 raise
             except (BatchError, OSError, FileLostError) as error:
-                if await asyncio.to_thread(self._has_lost, error):
+                if await in_file_thread(self._has_lost, error):
                     raise FileLostError(str(error)) from None
                 self._disk(str(error))
                 await asyncio.sleep(self._tools.pause)

@@ -1,6 +1,5 @@
 """`/v1/batches`: create, read, list and cancel the batches of an API key."""
 
-import asyncio
 import secrets
 import shutil
 import time
@@ -18,6 +17,7 @@ from headrace_gateway.batch_line import ENDPOINTS
 from headrace_gateway.body import read_json
 from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.files.file_threads import in_file_thread
 from headrace_gateway.files.files_endpoint import files_of, find, find_room, keeps_too_much, storage_error
 from headrace_gateway.files.stored_files import KEPT_SECONDS
 from headrace_gateway.files.upload import LEAST_SECONDS, MOST_SECONDS
@@ -60,13 +60,13 @@ async def create(request: Request) -> Response:
     )
     folder = files.batch_folder(key, record.id)
     try:
-        await asyncio.to_thread(keep_input, folder, path)
+        await in_file_thread(keep_input, folder, path)
     except OSError as error:
         raise storage_error(error) from error
     try:
         return JsonResponse((await store.create(record)).shape())
     except ApiError:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
 
 

@@ -1,6 +1,5 @@
 """`InputFile`: the lines of a batch's input, read as often as wanted, a few in memory at a time."""
 
-import asyncio
 import shutil
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from typing import IO, Final, Self
 
 from headrace_gateway.batch_line import MAX_LINE_BYTES
 from headrace_gateway.errors import BatchError
+from headrace_gateway.files.file_threads import in_file_thread
 
 STANDARD: Final = "-"
 """Standard input or output, where a file is named."""
@@ -54,7 +54,7 @@ class InputFile(AbstractContextManager["InputFile"]):
     async def read(self) -> AsyncIterator[tuple[int, bytes]]:
         """The same lines, for an event loop: a thread reads a few at a time, and the loop turns between them."""
         lines = self.lines()
-        while block := await asyncio.to_thread(_block, lines):
+        while block := await in_file_thread(_block, lines):
             for line in block:
                 yield line
 

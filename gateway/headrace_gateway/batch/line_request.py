@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -53,8 +53,8 @@ class LineAnswer(NamedTuple):
     is_success: bool
     usage: Mapping[str, Any] | None = None
     """Of a success, as its body has it."""
-    request_id: str | None = None
-    """Of the stream that was read to its end."""
+    request_ids: Sequence[str] = ()
+    """Of all requests that were made for the line."""
 
 
 class LineStoppedError(Exception):
@@ -129,10 +129,12 @@ class LineRequests:
         LineStoppedError after `stop` and after the deadline.
         """
         attempt = num_lost = 0
+        request_ids: list[str] = []
         while True:
             self._check_stopped()
             try:
-                return await self._answer(line, self.answer_id(line, attempt))
+                answer = await self._answer(line, self.answer_id(line, attempt), request_ids)
+                return answer._replace(request_ids=request_ids)
             except _QuotaError:
                 await asyncio.sleep(10 * self._pause)
                 attempt += 1
@@ -140,7 +142,7 @@ class LineRequests:
                 num_lost += lost.was_sent
                 if num_lost == _LOST_LIMIT:
                     message = f"the request was sent {num_lost} times, and each time its stream was gone before its end"
-                    return LineAnswer(line.unanswered("answer_lost", message), False)
+                    return LineAnswer(line.unanswered("answer_lost", message), False, request_ids=request_ids)
                 attempt += 1
             except redis.RedisError as error:  # out of memory, read-only: both may pass, and the attempt is joined
                 if isinstance(error, redis.exceptions.NoPermissionError):
@@ -149,10 +151,10 @@ class LineRequests:
                 self._on_waiting(f"Redis refuses: {error}")
                 await asyncio.sleep(self._pause)
 
-    async def _answer(self, line: BatchLine, answer_id: str) -> LineAnswer:
+    async def _answer(self, line: BatchLine, answer_id: str, made: list[str]) -> LineAnswer:
         try:
-            body = await self._generate(line, answer_id)
-            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"), answer_id)
+            body = await self._generate(line, answer_id, made)
+            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"))
         except MalformedEntryError as error:
             return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
         except QueueUnavailableError:
@@ -176,10 +178,11 @@ class LineRequests:
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
         return f"{line.id_prefix}{digest.hexdigest()}"
 
-    async def _generate(self, line: BatchLine, answer_id: str) -> dict[str, Any]:
+    async def _generate(self, line: BatchLine, answer_id: str, made: list[str]) -> dict[str, Any]:
         model, lora = await self._patiently(partial(self._models.find, line.body.get("model"), self._key))
         call = line.read_call(model, lora)
         request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
+        made += [request_id for request_id in request_ids if request_id not in made]
         envelope = Envelope(
             id=answer_id,
             request_ids=tuple(request_ids),

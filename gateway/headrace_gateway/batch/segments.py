@@ -23,6 +23,7 @@ from headrace_gateway.batch.line_request import LineAnswer
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.errors import BatchError
+from headrace_gateway.files.file_threads import start_in_file_thread
 from headrace_gateway.files.stored_files import FileLostError, is_missing, sync_folder
 
 _COMMIT_SECONDS: Final = 1.0
@@ -230,7 +231,7 @@ def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
 
 async def _in_thread(act: Callable[..., Any], *args: Any) -> Any:
     """Run it in a thread to its end, even where this task is cancelled: the file is then closed after it."""
-    running = asyncio.ensure_future(asyncio.to_thread(act, *args))
+    running = start_in_file_thread(act, *args)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

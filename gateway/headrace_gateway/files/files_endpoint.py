@@ -13,6 +13,7 @@ from starlette.routing import Route
 from headrace_gateway.broker_errors import NO_RETRY, not_found
 from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.files.file_threads import in_file_thread, start_in_file_thread
 from headrace_gateway.files.stored_files import KEPT_SECONDS, PartialFile, StoredFile, StoredFiles, is_full
 from headrace_gateway.files.upload import FORM_BYTES, UploadForm
 from headrace_gateway.json_response import JsonResponse
@@ -20,6 +21,8 @@ from headrace_gateway.keys import ApiKey
 from headrace_gateway.object_list import object_list, read_limit
 
 MOST_LISTED: Final = 10_000
+MOST_FILES: Final = 10_000
+"""Of one key."""
 _UPLOAD_SECONDS: Final = 3600.0
 _WRITE_BYTES: Final = 2**20
 _CHECK_BYTES: Final = 16 * 2**20
@@ -71,20 +74,24 @@ async def _store(request: Request, form: UploadForm, files: StoredFiles, key: Ap
                 raise _too_large(settings.max_file_bytes)
             if body_size > room:
                 raise keeps_too_much(settings.max_kept_bytes)
-            await asyncio.to_thread(partial.write, data)
+            await in_file_thread(partial.write, data)
             if body_size - checked_at > _CHECK_BYTES:  # other uploads of the key may have come
                 checked_at = body_size
                 room = body_size + await find_room(files, key, settings.max_kept_bytes)
         filename, purpose, seconds = form.finish()
         kept_seconds = KEPT_SECONDS if seconds is None else seconds
-        return await asyncio.to_thread(partial.finish, filename=filename, purpose=purpose, kept_seconds=kept_seconds)
+        return await in_file_thread(partial.finish, filename=filename, purpose=purpose, kept_seconds=kept_seconds)
 
 
 async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
-    """The bytes of the file, about a megabyte at a time."""
+    """The bytes of the file, about a megabyte at a time. What comes after the form is not read."""
+    most = gateway_of(request).settings.max_file_bytes
     parts: list[bytes] = []
-    size = 0
+    size = body_size = 0
     async for data in request.stream():
+        body_size += len(data)
+        if body_size > most + FORM_BYTES:  # of parts without data, or before the first, the form counts nothing
+            raise _too_large(most)
         form.write(data)
         if part := form.take():
             parts.append(part)
@@ -92,24 +99,30 @@ async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
         if size >= _WRITE_BYTES:
             yield b"".join(parts)
             parts, size = [], 0
+        if form.has_ended:
+            break
     yield b"".join(parts)
 
 
 @contextlib.asynccontextmanager
 async def _partial(files: StoredFiles, key: ApiKey) -> AsyncIterator[PartialFile]:
-    partial = await asyncio.to_thread(files.begin, key)
+    partial = await in_file_thread(files.begin, key)
     try:
         yield partial
     finally:
-        partial.discard()  # not in a thread: a cancelled upload has no time to wait for one
+        await asyncio.shield(start_in_file_thread(partial.discard))  # done also where this is cancelled again
 
 
 async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:
     """Bytes that the key may keep besides what it has. Raises ApiError 403 where there are none."""
-    room = most - await asyncio.to_thread(files.used_bytes, key)
-    if room <= 0:
+    size, count = await in_file_thread(files.used, key)
+    if size >= most:
         raise keeps_too_much(most)
-    return room
+    if count >= MOST_FILES:
+        message = f"the key has {count} files, and may have {MOST_FILES}: delete some"
+        headers = {"connection": "close"}
+        raise ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
+    return most - size
 
 
 async def list_files(request: Request) -> Response:
@@ -141,7 +154,7 @@ async def read_content(request: Request) -> Response:
     """`GET /v1/files/{id}/content`."""
     file, path = await find(files_of(request), key_of(request), request.path_params["id"])
     try:
-        status = await asyncio.to_thread(path.stat)
+        status = await in_file_thread(path.stat)
     except FileNotFoundError:
         raise _no_file(file.id) from None
     return FileResponse(
@@ -171,7 +184,7 @@ async def find(files: StoredFiles, key: ApiKey, file_id: str) -> Any:
 
 async def _in_thread(act: Any, *args: Any) -> Any:
     try:
-        return await asyncio.to_thread(act, *args)
+        return await in_file_thread(act, *args)
     except OSError as error:
         raise storage_error(error) from error
 

@@ -37,6 +37,8 @@ _PART: Final = ".part-"
 _OWNER: Final = re.compile(r"[0-9a-f]{32}")
 _OURS: Final = re.compile(r"file-[0-9a-f]{32}(\.json)?|\.part-[0-9a-f]{32}(\.about)?|batch_[0-9a-f]{32}")
 _REDIS_ID: Final = "redis-id"
+_LEAST_BYTES: Final = 4096
+"""A file takes at least a block of the disk."""
 _CHUNK_BYTES: Final = 2**20
 
 logger = logging.getLogger(__name__)
@@ -89,13 +91,15 @@ class StoredFiles:
             sync_folder(self._root)
         return folder
 
-    def used_bytes(self, key: ApiKey) -> int:
-        """Bytes in the folder of a key: files, uploads and batches that have not ended."""
-        size = 0
+    def used(self, key: ApiKey) -> tuple[int, int]:
+        """Bytes and number of what is in the folder of a key: files, uploads and batches that have not ended."""
+        size = count = 0
         for path in self.folder(key).rglob("*"):
             with contextlib.suppress(FileNotFoundError):
-                size += path.lstat().st_size if not path.is_dir() else 0
-        return size
+                if path.suffix != ".json" and not path.is_dir():
+                    size += max(path.lstat().st_size, _LEAST_BYTES)
+                    count += 1
+        return size, count
 
     def begin(self, key: ApiKey) -> "PartialFile":
         """Begin a file; nobody sees it before its `finish`."""

@@ -56,7 +56,7 @@ class UploadForm:
         self._data: list[bytes] = []
         self._value = b""
         self._num_other_bytes = 0
-        self._has_ended = False
+        self.has_ended = False
         self._values: Final[dict[str, str]] = {}
         self.filename: str | None = None
 
@@ -73,7 +73,7 @@ class UploadForm:
 
     def finish(self) -> tuple[str, str, int | None]:
         """The file's name, its purpose, and the seconds for which it is to be kept."""
-        if not self._has_ended:
+        if not self.has_ended:
             raise _broken("it ends before its last boundary")
         problems = Problems()
         if self.filename is None:
@@ -138,7 +138,7 @@ class UploadForm:
             self._values[self._field] = self._value.decode("utf-8", "replace")
 
     def _end(self) -> None:
-        self._has_ended = True
+        self.has_ended = True
 
     def _bounded(self, data: bytes) -> bytes:
         self._num_other_bytes += len(data)

@@ -76,6 +76,18 @@ def test_the_look_for_better_messages_is_bounded(
     assert len(take(leases, 400)) == 301
 
 
+def test_the_aged_messages_of_one_tenant_hide_no_better_one_of_another(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases(ageing_seconds=0.000001)
+    push(redis_client, "batch", numbered("b", 450), step=3)
+    for _ in range(15):
+        leases.sort(LISTS)
+    push(redis_client, "chat", ["c"], step=0)
+
+    assert names(take_better(leases, 9)) == ["c"]
+
+
 def test_how_often_a_message_was_preempted_is_kept_with_it_and_is_no_delivery(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 import redis
 from kombu import Connection
 
+from headrace_broker import doorbell
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import sorted_ids_key
 from headrace_broker.transport import LEVEL, STEP, Transport
@@ -61,6 +62,40 @@ def test_no_more_are_taken_than_would_find_room(loop: Loop, send: Callable[..., 
     assert [message.decode() for message in loop.messages] == ["one"]
 
 
+@pytest.fixture
+def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look once a second, and no wait that ends, helps."""
+    monkeypatch.setattr(doorbell, "_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(doorbell, "WAIT_SECONDS", 3600.0)
+
+
+@pytest.mark.usefixtures("unlooked")
+def test_better_messages_are_heard_one_after_the_other(loop: Loop, send: Callable[..., None]) -> None:
+    loop.channel.preemption_credit = lambda: (9, 5)
+    loop.channel.preemption_wait_seconds = 0.05
+    turn(loop)
+    for number, priority in enumerate([0, 6, 0, 3, 0], 1):
+        send(f"better {number}", priority)
+        loop.run_until(lambda number=number: len(loop.messages) == number)  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("unlooked")
+def test_better_messages_that_found_no_room_are_taken_when_others_may_make_room(
+    loop: Loop, send: Callable[..., None]
+) -> None:
+    """First one of step 9, and later, when the better ones are prepared, those of step 6."""
+    credit = [(9, 1)]
+    loop.channel.preemption_credit = lambda: (credit[0][0], max(0, credit[0][1] - len(loop.messages)))
+    turn(loop)
+    for number in range(3):
+        send(f"better {number}")
+    loop.run_until(lambda: bool(loop.messages))
+    turn(loop)
+    assert len(loop.messages) == 1
+    credit[0] = (6, 3)
+    loop.run_until(lambda: len(loop.messages) == 3)
+
+
 def test_messages_of_no_better_priority_stay(loop: Loop, send: Callable[..., None]) -> None:
     loop.channel.preemption_credit = lambda: (6, 1)
     turn(loop)
@@ -106,7 +141,11 @@ def test_a_better_message_that_came_unheard_is_found_by_a_look(
     send("better")
     loop.channel.leases.sort(loop.channel._lists())
     assert redis_client.zcard(sorted_ids_key(QUEUE.name)) == 1
-    assert loop.channel.fetch_better()
+    loop.channel.preemption_wait_seconds = 30.0
+    loop.channel.await_better()
+    turn(loop)
+    assert loop.messages == []  # others may have room
+    loop.channel._on_preemption_time()
     loop.run_until(lambda: bool(loop.messages))
     assert [message.decode() for message in loop.messages] == ["better"]
     assert not loop.channel.fetch_better()

@@ -253,6 +253,26 @@ def test_every_write_gives_the_stream_its_whole_life_again(writer: StreamWriter,
     assert redis_client.ttl(stream_key("r")) <= 5
 
 
+def test_the_stream_of_a_request_that_waits_to_go_on_lives_for_a_day_until_it_is_claimed(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    writer.keep("r")
+    assert redis_client.ttl(stream_key("r")) > 86_000
+    writer.claim("r", "w")
+    assert redis_client.ttl(stream_key("r")) <= TTL
+
+
+def test_a_request_that_is_cancelled_while_it_waits_to_go_on_never_runs_on(
+    writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    writer.claim("r", "w")
+    writer.keep("r")
+    cancel(redis_client)
+    assert redis_client.ttl(stream_key("r")) > 86_000
+    assert redis_client.ttl(ended_key("r")) > 86_000
+
+
 def test_many_streams_are_written_in_one_call_and_only_failures_are_told(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:

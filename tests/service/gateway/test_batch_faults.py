@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -33,6 +34,10 @@ from headrace_gateway.keys import ANYONE
 from service.gateway.gateway_process import PATIENCE
 
 
+async def never(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
 @pytest.fixture
 async def tools(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[BatchTools]:
     """Of a replica that shares the directory and Redis; nothing answers its lines."""
@@ -40,7 +45,7 @@ async def tools(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[B
         yield BatchTools(
             client=Mock(),
             hub=Mock(),
-            models=Mock(),
+            models=Mock(find=AsyncMock(side_effect=never)),
             store=BatchStore(client),
             files=StoredFiles(tmp_path / "files"),
             window=SharedWindow(16),
@@ -348,3 +353,72 @@ async def test_the_batches_of_one_key_do_not_keep_another_waiting(
     async with running(tools):
         await reach(lambda: record_of(100).id in begun)
     assert len(begun) == 9
+
+
+@pytest.mark.parametrize("status", ["finalizing", "cancelling"])
+async def test_a_batch_does_not_end_while_answers_are_missing_that_redis_has_lost(
+    tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    monkeypatch.setattr(batch_work, "_STOP_SECONDS", 0.01)
+    record, claim = await begun(tools, answered=2, expires_at=int(time.time()) - 1)
+    if status == "finalizing":
+        await tools.store.move(claim, ("in_progress",), status, ends_as="completed")
+    else:
+        await tools.store.cancel(record.id)
+    key, _, fields = fields_of(tools, redis_client, record.id)
+    num_found = 0
+
+    async def find(batch_id: str) -> Any:
+        nonlocal num_found
+        num_found += 1
+        if num_found == 2:  # before it makes its files
+            redis_client.hdel(key, *(name for name in fields if name.startswith(b"seg:")))
+        return await tools.store.find(batch_id)
+
+    store = AsyncMock(wraps=tools.store, claims=tools.store.claims)
+    store.find.side_effect = find
+    async with asyncio.timeout(PATIENCE):
+        await BatchWork(dataclasses.replace(tools, store=store), claim).run()
+    batch = await tools.store.find(record.id)
+    assert batch is not None
+    assert batch.status == ("expired" if status == "finalizing" else "cancelled")
+    assert (batch.done.completed, batch.done.failed) == (0, 2)
+    assert outputs(tools) == ["0", "1"]
+
+
+async def test_batches_are_taken_while_a_slow_directory_is_swept(
+    tools: BatchTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def sweep() -> list[Path]:
+        begun.set()
+        goes_on.wait(PATIENCE)
+        return []
+
+    work = WorkOfMany()
+    monkeypatch.setattr(batch_runner, "BatchWork", lambda *_: work)
+    files = Mock(wraps=tools.files, sweep=sweep)
+    try:
+        async with running(dataclasses.replace(tools, files=files)):
+            await reach(begun.is_set)
+            await tools.store.create(record_of())
+            await reach(lambda: work.num_begun == 1)
+    finally:
+        goes_on.set()
+
+
+async def test_an_input_is_opened_and_read_in_threads(tools: BatchTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    opened = batch_work.InputFile
+
+    def open_input(name: str) -> Any:
+        threads.append(threading.get_ident())
+        return opened(name)
+
+    monkeypatch.setattr(batch_work, "InputFile", open_input)
+    record, claim = await begun(tools, expires_at=int(time.time()) - 1)
+    await BatchWork(tools, claim).run()
+    assert await tools.store.status(record.id) == "expired"
+    assert threads
+    assert threading.get_ident() not in threads

@@ -122,6 +122,13 @@ def assert_each_once(client: openai.OpenAI, batch: Batch, count: int) -> None:
     assert sorted(answer["custom_id"] for answer in answers) == sorted(f"line-{number}" for number in range(count))
 
 
+def assert_forgotten(site: Site, request_id: str) -> None:
+    """What Redis holds does not grow with the batch."""
+    kept = {key(request_id) for key in (stream_key, result_key, ended_key)}
+    lives = {key: site.service.client.ttl(key) for key in kept}
+    assert all(life == -2 or 0 <= life <= 30 for life in lives.values()), lives
+
+
 def completed(batch: Batch) -> int:
     assert batch.request_counts is not None
     return batch.request_counts.completed
@@ -142,10 +149,8 @@ def test_a_batch_is_answered_and_its_output_is_a_file(site: Site, client: openai
     usage = [answer["response"]["body"]["usage"] for answer in answers]
     assert batch.usage is not None
     assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in usage)
-    for answer in answers:  # what Redis holds does not grow with the batch
-        request_id = answer["response"]["body"]["id"]
-        kept = [key(request_id) for key in (stream_key, result_key, ended_key)]
-        assert all(site.service.client.ttl(key) <= 30 for key in kept), kept
+    for answer in answers:
+        assert_forgotten(site, answer["response"]["request_id"])
     with site.client(1) as other:
         assert batch.id in [each.id for each in other.batches.list(limit=1)]
         assert other.files.retrieve(batch.output_file_id or "").purpose == "batch_output"
@@ -248,13 +253,24 @@ def test_a_batch_goes_on_when_its_input_is_deleted_and_its_replica_stops(site: S
         holder.wait_ready()
 
 
-def test_a_batch_of_errors_alone_has_no_output(client: openai.OpenAI) -> None:
+def test_redis_forgets_every_request_of_a_line_of_several_prompts(site: Site, client: openai.OpenAI) -> None:
+    batch = until(client, begin(client, lines_of(3, prompt=["hello", "there", "you"])).id, has_ended)
+    for answer in read(client, batch.output_file_id):
+        request_id = answer["response"]["request_id"]
+        for each in (request_id, f"{request_id}.1", f"{request_id}.2"):
+            assert site.service.client.exists(stream_key(each))
+            assert_forgotten(site, each)
+
+
+def test_a_batch_of_errors_alone_has_no_output(site: Site, client: openai.OpenAI) -> None:
     batch = until(client, begin(client, lines_of(3, prompt="a" * 5000)).id, has_ended)
     assert batch.status == "completed"
     assert batch.output_file_id is None
     errors = read(client, batch.error_file_id)
     assert [error["response"]["status_code"] for error in errors] == [400] * 3
     assert {error["response"]["body"]["error"]["code"] for error in errors} == {"context_length_exceeded"}
+    for error in errors:
+        assert_forgotten(site, error["response"]["request_id"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.files.stored_files import StoredFiles
+from headrace_gateway.files import files_endpoint
+from headrace_gateway.files.file_threads import start_in_file_thread
+from headrace_gateway.files.stored_files import PartialFile, StoredFiles
 from headrace_gateway.keys import ANYONE
+from service.gateway.gateway_process import PATIENCE
 from service.gateway.in_process import bearer, running_app, write_keys
 
 FORM = {"Content-Type": "multipart/form-data; boundary=x"}
@@ -163,6 +167,35 @@ async def test_a_key_keeps_a_bounded_number_of_bytes(client: httpx2.AsyncClient,
     assert (await upload(client, form(b"z" * 90_000))).status_code == 200
 
 
+async def test_a_key_keeps_a_bounded_number_of_files_also_of_empty_ones(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(150_000 // 4096 + 1):
+        assert (await upload(client, form(b""))).status_code == 200
+    assert code_of(await upload(client, form(b""))) == (403, "storage_limit_exceeded")
+    listed = (await client.get("/v1/files")).json()["data"]
+    for file in listed[2:]:
+        await client.delete(f"/v1/files/{file['id']}")
+    monkeypatch.setattr(files_endpoint, "MOST_FILES", 3)
+    assert (await upload(client, form(b""))).status_code == 200
+    assert code_of(await upload(client, form(b""))) == (403, "storage_limit_exceeded")
+
+
+async def test_a_disk_that_hangs_takes_no_thread_of_the_rest_of_the_gateway(client: httpx2.AsyncClient) -> None:
+    goes_on = threading.Event()
+    hanging = [start_in_file_thread(goes_on.wait, PATIENCE) for _ in range(100)]
+    try:
+        blocked = asyncio.create_task(client.get("/v1/files"))
+        async with asyncio.timeout(PATIENCE):
+            for _ in range(20):
+                assert await asyncio.to_thread(threading.get_ident)
+        assert not blocked.done()
+    finally:
+        goes_on.set()
+        await asyncio.wait(hanging)
+    assert (await blocked).status_code == 200
+
+
 async def test_a_batch_keeps_its_input_only_where_its_key_has_room(client: httpx2.AsyncClient, tmp_path: Path) -> None:
     made = (await upload(client, form(b"z" * 90_000))).json()
     body = {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -196,6 +229,52 @@ async def test_an_upload_whose_client_leaves_is_not_kept(client: httpx2.AsyncCli
         raise ClientDisconnect
 
     assert code_of(await client.post("/v1/files", content=half(), headers=FORM)) == (400, "invalid_request")
+    assert kept(tmp_path / "files") == []
+
+
+async def test_an_upload_that_fails_is_discarded_in_a_thread(
+    client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    discard = PartialFile.discard
+
+    def noted(partial: PartialFile) -> None:
+        threads.append(threading.get_ident())
+        discard(partial)
+
+    monkeypatch.setattr(PartialFile, "discard", noted)
+    assert code_of(await upload(client, form(purpose=b"other"))) == (400, "unsupported_value")
+    assert threads
+    assert threading.get_ident() not in threads
+    assert kept(tmp_path / "files") == []
+
+
+async def test_nothing_is_read_after_the_end_of_a_form(client: httpx2.AsyncClient) -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        yield form()
+        while num_read < 1000:
+            num_read += 1
+            yield b"z" * 1000
+
+    assert (await client.post("/v1/files", content=endless(), headers=FORM)).status_code == 200
+    assert num_read < 10
+
+
+async def test_a_form_without_end_is_refused(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while num_read < 1000:
+            num_read += 1
+            yield b"\r\n" * 500
+
+    answer = await client.post("/v1/files", content=endless(), headers=FORM)
+    assert code_of(answer) == (413, "request_too_large")
+    assert num_read < 200
     assert kept(tmp_path / "files") == []
 
 

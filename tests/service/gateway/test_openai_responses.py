@@ -144,7 +144,7 @@ def test_log_probabilities_come_with_the_text(client: openai.OpenAI) -> None:
 def test_a_background_response_is_polled_and_streamed_at_any_replica(gateway: RunningGateway) -> None:
     first, second = (client_of(replica.url) for replica in gateway.replicas)
     response = create(first, background=True, **LONG)
-    assert (response.status, response.output) == ("queued", [])
+    assert response.status in ("queued", "in_progress")  # a worker may have begun by then
     done = wait_until(second, response.id, has_ended)
     events = replayed(second, response.id)
     assert [event.type for event in events][:3] == ["response.created", "response.queued", "response.in_progress"]

@@ -255,6 +255,32 @@ async def test_a_deletion_that_is_cut_short_can_be_repeated(
         assert redis_client.keys("headrace:gw:re[qs]*") == []
 
 
+@pytest.mark.usefixtures("idle_replicas")
+async def test_responses_that_no_worker_has_taken_are_put_back_without_a_look_at_each(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_of(redis_server, redis_client) as (app, http):
+        created = [(await http.post(PATH, json=BODY)).json()["id"] for _ in range(3)]
+        looked: list[str] = []
+        find = EnvelopeStore.find
+
+        async def noted(self: EnvelopeStore, answer_id: str) -> Any:
+            looked.append(answer_id)
+            return await find(self, answer_id)
+
+        monkeypatch.setattr(EnvelopeStore, "find", noted)
+        for name in created:
+            redis_client.zadd(DUE, {name: 0})
+        assert await collector_of(app).collect() == 3
+        assert looked == []
+        redis_client.zadd(DUE, {created[0]: 0, created[1]: 0})
+        redis_client.expire(f"headrace:gw:req:{created[0]}", 4100)  # its request has expired more than a minute ago
+        redis_client.delete(f"headrace:gw:req:{created[1]}")
+        assert await collector_of(app).collect() == 2
+        assert set(looked) == set(created[:2])
+        assert redis_client.zscore(DUE, created[1]) is None
+
+
 async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
         sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))

@@ -173,7 +173,7 @@ async def test_the_gateway_does_all_that_it_is_for(
         assert len(await broker.requeue_dead_letters(letters[:1])) == 1
         assert await broker.purge_dead_letters(letters[1:]) == 1
         assert await broker.cancel(stream_of_another)
-        await app.state.gateway.batches.let_go(request_id)
+        await app.state.gateway.batches.let_go([request_id])
     with connect(url) as reader:
         level = QueueLevelReader(reader).read([QUEUE])[QUEUE]
         assert level.problem is None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
 from headrace_broker import RegisteredModel
@@ -26,9 +27,10 @@ def model(**traits: Any) -> RegisteredModel:
 def outcome(read: Callable[..., Call], body: dict[str, Any], **context: Any) -> ApiError | None:
     """The error that a body is answered with; None where it is accepted."""
     try:
-        read(body, **context)
+        call = read(body, **context)
     except ApiError as error:
         return error
+    msgspec.msgpack.encode(call.form)  # the envelope must hold whatever is accepted
     return None
 
 

@@ -214,6 +214,10 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        (
+            {"tools": [{**TOOL, "input_schema": {"const": 2**70}}]},
+            "tools[0].input_schema must hold integers of 64 bits",
+        ),
         ({"tools": [{**TOOL, "name": "f g"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "colour": 1}]}, "colour"),
         ({"tools": [TOOL, TOOL]}, "different names"),

@@ -530,6 +530,16 @@ def test_a_parser_that_only_newer_gateways_know_counts_as_none() -> None:
     assert (made.tool_parser, made.reasoning_parser) == (None, None)
 
 
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_a_number_in_a_tool_that_the_envelope_cannot_hold_is_refused(choice: str) -> None:
+    tool = {"type": "function", "function": {"name": "paint", "parameters": {"const": 2**70}}}
+    for registered in (None, HERMES, model(tools=False)):
+        body = {**CHAT, "tools": [tool], "tool_choice": choice}
+        error = refusal(read_chat, body, model=registered, lora=None)
+        assert error.param == "tools[0].function.parameters"
+        assert "64 bits" in error.message
+
+
 @settings(max_examples=100, deadline=None)
 @given(body=BODIES, valid=BODIES.map(lambda body: {**body, **CHAT}), messages=JSON, tools=JSON)
 def test_any_body_is_read_or_refused(body: Any, valid: Any, messages: Any, tools: Any) -> None:

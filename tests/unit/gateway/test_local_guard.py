@@ -96,3 +96,6 @@ async def test_a_file_may_be_uploaded_but_by_no_page_of_another_site() -> None:
     assert await status("POST", **form, sec_fetch_site="same-origin") == 200
     assert await status("POST", **form, sec_fetch_site="cross-site") == 415
     assert await status("POST", **form, origin="https://evil.example") == 403
+    allowed = {"origins": ("https://chat.example",), "origin": "https://chat.example", "sec_fetch_site": "cross-site"}
+    assert await status("POST", **form, **allowed) == 200
+    assert await status("POST", **{**form, "path": "/v1/completions"}, **allowed) == 415

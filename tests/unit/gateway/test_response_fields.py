@@ -12,6 +12,8 @@ from unit.gateway.bodies import BODIES, RESPONSE, model, outcome, refusal
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {}}
+JSON_SCHEMA = {"type": "json_schema", "name": "s", "schema": SCHEMA}
+HUGE = 2**70
 
 
 def read(**fields: Any) -> Call:
@@ -37,6 +39,7 @@ def form(**fields: Any) -> ResponseForm:
         ({"input": [{"type": "web_search_call"}]}, "input[0].type", "unsupported"),
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "invalid_request"),
         ({"input": [{"role": "user"}]}, "input[0].content", "invalid_request"),
+        ({"input": [{"role": "user", "content": "a", "id": "x"}] * 2}, "input[1].id", "invalid_request"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
@@ -54,6 +57,24 @@ def form(**fields: Any) -> ResponseForm:
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "unsupported"),
         ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary", "invalid_request"),
         ({"instructions": 5}, "instructions", "invalid_request"),
+        ({"user": 5}, "user", "invalid_request"),
+        ({"safety_identifier": HUGE}, "safety_identifier", "invalid_request"),
+        ({"tools": [TOOL | {"parameters": {"const": HUGE}}]}, "tools[0].parameters", "invalid_request"),
+        (
+            {"tools": [TOOL | {"parameters": {"const": HUGE}}], "tool_choice": "none"},
+            "tools[0].parameters",
+            "invalid_request",
+        ),
+        ({"tools": [TOOL | {"strict": HUGE}]}, "tools[0].strict", "invalid_request"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "x": HUGE}},
+            "tool_choice",
+            "invalid_request",
+        ),
+        ({"text": {"format": JSON_SCHEMA | {"schema": {"const": HUGE}}}}, "text.format.schema", "invalid_request"),
+        ({"text": {"format": JSON_SCHEMA | {"strict": HUGE}}}, "text.format.strict", "invalid_request"),
+        ({"text": {"format": JSON_SCHEMA | {"name": HUGE}}}, "text.format.name", "invalid_request"),
+        ({"text": {"format": JSON_SCHEMA | {"description": 5}}}, "text.format.description", "invalid_request"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_request"),
         ({"max_output_tokens": "many"}, "max_output_tokens", "invalid_request"),
         ({"temperature": -1}, "temperature", "invalid_request"),

@@ -237,3 +237,21 @@ async def test_log_probabilities_of_text_that_is_kept_back_come_with_the_next_te
     assert [[each["token"] for each in event["logprobs"]] for event in deltas] == [["t1", "t2"], ["t3"]]
     (item,) = events[-1]["response"]["output"]
     assert [each["logprob"] for each in item["content"][0]["logprobs"]] == [-9999.0] * 3
+
+
+async def test_log_probabilities_of_reasoning_do_not_land_in_the_message() -> None:
+    def token(number: int) -> list[list[Logprob]]:
+        return [[Logprob(number, float("-inf"), 1, f"t{number}", b"t")]]
+
+    events = await events_of(
+        form_of(include=["message.output_text.logprobs"]),
+        START,
+        ChunkEvent("1-1", 1, 1, 0, [1], "<thi", token(1)),
+        ChunkEvent("1-2", 1, 2, 0, [2], "nk>hm", token(2)),
+        ChunkEvent("1-3", 1, 3, 0, [3], "</thi", token(3)),
+        ChunkEvent("1-4", 1, 4, 0, [4], "nk>", token(4)),
+        ChunkEvent("1-5", 1, 5, 0, [5], "so", token(5), finish_reason="stop"),
+        EndEvent("1-6", 1, 5, "stop", USAGE),
+    )
+    _, message = events[-1]["response"]["output"]
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == ["t5"]

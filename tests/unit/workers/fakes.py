@@ -404,6 +404,10 @@ class FakeRedis:
             for attempt, offset, kind, data in self.streams.get(key, [])
         ]
 
+    def expire(self, key: str, seconds: int) -> None:
+        self.check()
+        self.milliseconds_left[key] = 1000 * seconds
+
     def exists(self, key: str) -> int:
         self.check()
         return int(key in self.streams)
@@ -436,6 +440,7 @@ class FakeRedis:
             [f"{attempt}-{offset}".encode(), [b"type", kind.encode(), b"data", msgpack.packb(data)]]
             for attempt, offset, kind, data in entries
         ]
+        self.milliseconds_left[keys[0]] = 1000 * args[1]
         last = entries[-1] if entries else (0, 0, "", {})
         losses = self.values.get(keys[1], 0)
         if entries and self._is_of_another(entries, args[2]):

@@ -162,7 +162,7 @@ def test_requests_are_handed_back_last_first(desk: Desk) -> None:
     order: list[str] = []
     for name in ("r1", "r2", "r3"):
         request = desk.accept(FakeCeleryRequest(name))
-        request.hand_back = lambda name=name, strike=False: order.append(name)  # type: ignore[method-assign, misc]
+        request.hand_back = lambda name=name, **_: order.append(name)  # type: ignore[method-assign, misc]
     desk.dispatcher.drain()
     assert desk.dispatcher.hand_back() == 3
     assert order == ["r3", "r2", "r1"]

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from headrace_broker.keys import engine_losses_key, stream_key
+from headrace_workers.quarantine import SUSPECT_LOSSES
 from unit.workers.desk import Desk
-from unit.workers.fakes import CAPABILITIES, FakeCeleryRequest, step
+from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step
 
 GREEDY = {"max_tokens": 9, "temperature": 0}
 
 
 def accept(desk: Desk, request_id: str, step: int, prompt: str = "abc", **params: Any) -> FakeCeleryRequest:
-    headers = {name: params.pop(name) for name in ("preemptions", "eta", "level") if name in params}
+    headers = {name: params.pop(name) for name in ("preemptions", "eta", "level", "abandon_after") if name in params}
     kwargs = {"prompt": prompt, "sampling_params": {"max_tokens": 9, **params}}
     return desk.accept(FakeCeleryRequest(request_id, kwargs, lease_id=request_id, step=step, **headers))
 
@@ -62,26 +64,48 @@ def test_a_request_that_waits_in_the_engine_loses_nothing_and_makes_room_first()
 
 def test_a_better_request_goes_before_worse_ones_that_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=4)
-    for request_id, level in (("computed", 9), ("waiting", 6)):
-        accept(desk, request_id, level)
+    for request_id in ("computed", "waiting"):
+        accept(desk, request_id, 6)
     desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
     desk.dispatcher.on_engine_outputs(step(waiting=1))
     assert desk.dispatcher.credit() == 0
-    assert desk.dispatcher.preemption_credit() == (6, 2)
+    assert desk.dispatcher.preemption_credit() == (6, 1)
 
     accept(desk, "best", 0)
 
     assert running(desk) == ["computed", "waiting", "best"]
 
 
-def test_a_request_of_no_better_level_does_not_go_before_those_that_wait_in_the_engine() -> None:
+def test_a_better_request_goes_before_one_that_the_engine_has_evicted() -> None:
     desk = Desk(max_num_seqs=4)
-    accept(desk, "computed", 9)
-    accept(desk, "waiting", 0)
-    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+    for request_id in ("computed", "evicted"):
+        accept(desk, request_id, 9)
+        desk.dispatcher._in_flight.get(request_id).admitted_at = 1.0  # type: ignore[union-attr]
     desk.dispatcher.on_engine_outputs(step(waiting=1))
 
-    assert desk.dispatcher.preemption_credit() == (0, 0)
+    assert desk.dispatcher.preemption_credit() == (9, 1)
+
+
+def test_no_more_better_requests_are_taken_than_wait_in_the_engine() -> None:
+    desk = Desk(max_num_seqs=8)
+    for request_id in ("one", "other"):
+        accept(desk, request_id, 9)
+    desk.dispatcher.on_engine_outputs(step(waiting=2))
+    assert desk.dispatcher.preemption_credit() == (9, 2)
+
+    accept(desk, "better", 0)
+    desk.dispatcher.on_engine_outputs(step(waiting=2))
+
+    assert desk.dispatcher.preemption_credit() == (9, 1)
+
+
+def test_a_request_of_no_better_step_does_not_go_before_those_that_wait_in_the_engine() -> None:
+    desk = Desk(max_num_seqs=4)
+    accept(desk, "computed", 0)
+    accept(desk, "waiting", 0)
+    desk.dispatcher.on_engine_outputs(step(waiting=1))
+
+    assert desk.dispatcher.preemption_credit()[0] == 0
 
 
 def test_requests_of_equal_and_better_levels_stay() -> None:
@@ -159,6 +183,41 @@ def test_what_a_preempted_request_has_got_is_in_its_stream_and_the_stream_stays_
     assert desk.engine.aborted == [desk.engine.sent[0].request_id]
 
 
+def seconds_left(desk: Desk, request_id: str) -> float:
+    return desk.redis.milliseconds_left[stream_key(request_id)] / 1000
+
+
+def test_the_stream_of_a_request_that_is_handed_back_by_a_drain_waits_with_it_in_the_queue() -> None:
+    desk = Desk()
+    accept(desk, "drained", 9)
+
+    desk.dispatcher.hand_back()
+
+    assert seconds_left(desk, "drained") == 86_400
+
+
+def test_the_stream_of_a_preempted_request_waits_with_it_until_it_is_claimed_again() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    accept(desk, "best", 0)
+    assert seconds_left(desk, "worse") == 86_400
+
+    accept(desk, "worse", 9, preemptions=1)
+
+    assert seconds_left(desk, "worse") == 60
+
+
+def test_a_request_is_preempted_though_redis_refuses_to_keep_its_stream() -> None:
+    desk = Desk(max_num_seqs=1)
+    worse = accept(desk, "worse", 9)
+    (job,) = desk.dispatcher._in_flight
+    desk.redis.error = AWAY
+
+    desk.dispatcher._in_flight.hand_back(job, "preempted", is_preempted=True)
+
+    assert worse.fate == ["accepted", "preempted"]
+
+
 def test_a_preempted_request_goes_on_behind_its_last_token() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
@@ -172,6 +231,32 @@ def test_a_preempted_request_goes_on_behind_its_last_token() -> None:
 
     assert desk.engine.sent[-1].output_token_ids == [10]
     assert [kind for _, _, kind, _ in desk.redis.entries("worse")] == ["start", "chunk", "start"]
+
+
+@pytest.mark.parametrize("outcome", ["expired", "revoked"])
+def test_a_request_that_ends_in_the_queue_after_it_was_preempted_pays_for_its_tokens(outcome: str) -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    desk.generate(10)
+    accept(desk, "best", 0)
+    again = FakeCeleryRequest("worse", lease_id="worse", step=9, preemptions=1)
+
+    desk.dispatcher.settlement.revoked_in_queue(again, outcome, lambda: None)
+
+    assert again.tokens == len("abc") + 1
+
+
+def test_a_request_that_is_cancelled_in_the_queue_after_it_was_preempted_pays_for_its_tokens() -> None:
+    desk = Desk(max_num_seqs=2)
+    accept(desk, "worse", 9)
+    desk.generate(10)
+    desk.dispatcher.hand_back()
+    end = {"finish_reason": "cancelled", "usage": None, "error": None}
+    desk.redis.entries("worse").append((2, 2, "end", end))
+
+    again = accept(desk, "worse", 9)
+
+    assert again.tokens == len("abc") + 1
 
 
 def test_a_request_is_preempted_so_often_and_then_stays() -> None:
@@ -227,6 +312,93 @@ def test_nobody_makes_room_for_a_request_that_is_refused() -> None:
     accept(desk, "wrong", 0, temperature=-1)
 
     assert running(desk) == ["worse"]
+
+
+def test_nobody_makes_room_for_a_request_to_which_nobody_listens() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "worse", 9)
+    desk.dispatcher._in_flight._listeners.is_abandoned = lambda job: True  # type: ignore[method-assign]
+
+    accept(desk, "left", 0, abandon_after=30)
+
+    assert running(desk) == ["worse"]
+    assert desk.redis.end("left")["finish_reason"] == "cancelled"
+
+
+def test_nobody_makes_room_for_a_request_that_is_to_run_alone_later() -> None:
+    desk = Desk(max_num_seqs=1)
+    worse = accept(desk, "worse", 9)
+    desk.redis.values[engine_losses_key("suspect")] = SUSPECT_LOSSES
+
+    accept(desk, "suspect", 0)
+
+    assert worse.fate == ["accepted"]
+
+
+def test_nobody_makes_room_for_a_request_that_only_has_to_be_ended() -> None:
+    desk = Desk(max_num_seqs=1)
+    accept(desk, "complete", 0)
+    desk.generate(10)
+    entries = desk.redis.entries("complete")
+    entries[-1][3]["finish_reason"] = "length"
+    desk.dispatcher.hand_back()
+    worse = accept(desk, "worse", 9)
+
+    accept(desk, "complete", 0)
+
+    assert worse.fate == ["accepted"]
+    assert desk.redis.end("complete")["finish_reason"] == "length"
+
+
+def test_nothing_is_published_early_where_nobody_can_make_room() -> None:
+    desk = Desk(max_num_seqs=1, publish_interval=60)
+    accept(desk, "worse", 9, preemptions=3)
+    for token_id in (10, 11, 12):
+        desk.generate(token_id)
+    assert desk.text("worse") == "a"
+
+    accept(desk, "best", 0)
+
+    assert desk.text("worse") == "a"
+
+
+def test_nobody_makes_room_where_what_was_held_back_ends_a_request() -> None:
+    desk = Desk(max_num_seqs=2, publish_interval=60)
+    accept(desk, "ends", 9)
+    desk.generate(10)
+    stays = accept(desk, "stays", 9)
+    in_flight = desk.dispatcher._in_flight
+    show = in_flight.publish_held_back
+
+    def end() -> None:
+        show()
+        in_flight.end(in_flight.get("ends"), desk.dispatcher.settlement.expire)  # type: ignore[arg-type]
+
+    in_flight.publish_held_back = end  # type: ignore[method-assign]
+
+    accept(desk, "best", 0)
+
+    assert stays.fate == ["accepted"]
+    assert running(desk) == ["stays", "best"]
+
+
+def test_what_cannot_be_shown_is_the_engines_fault_and_not_the_better_requests() -> None:
+    desk = Desk(max_num_seqs=1, publish_interval=60)
+    accept(desk, "worse", 9)
+    for token_id in (10, 11):
+        desk.generate(token_id)
+    failure = ValueError("no such token")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise failure
+
+    desk.dispatcher._in_flight._show = fail  # type: ignore[method-assign]
+
+    better = accept(desk, "best", 0)
+
+    assert desk.engine.failures == [failure]
+    assert better.fate == ["accepted"]
+    assert "best" in running(desk)
 
 
 def test_nothing_better_is_taken_while_the_worker_drains() -> None:

@@ -83,9 +83,8 @@ class TokenizerAsker:
         try:
             async with asyncio.timeout(self._seconds), room_of_key, self._room:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
-                keys = [tokenizer_calls_key(model)]
-                args = [packed, MOST_WAITING, milliseconds, _LIST_KEPT_MS]
-                if not await self._push(keys=keys, args=args):
+                args: list[bytes | int] = [packed, MOST_WAITING, milliseconds, _LIST_KEPT_MS]
+                if not await self._push(keys=[tokenizer_calls_key(model)], args=args):
                     message = f"the workers of {model} have {MOST_WAITING} calls of the tokenizer to answer; try again"
                     raise TokenizerCallError("tokenizer_unavailable", message)
                 return await self._answer(call_id, deadline)

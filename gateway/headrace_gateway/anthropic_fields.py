@@ -249,8 +249,11 @@ def _check_hints(given: Mapping[str, Any], problems: Problems) -> None:
         problems.unsupported("speed", "speed must be standard or absent")
     edits = given.get("context_management", {})
     listed = edits.get("edits", []) if isinstance(edits, Mapping) else None
-    is_list = isinstance(listed, list)
-    kinds = [edit.get("type") if isinstance(edit, Mapping) else None for edit in (listed if is_list else ())]
-    if not is_list or not all(isinstance(kind, str) and kind.startswith("clear_thinking_") for kind in kinds):
+    if not isinstance(listed, list) or not all(map(_clears_thinking, listed)):
         message = "context_management may hold edits of type clear_thinking only: the service edits no conversations"
         problems.unsupported("context_management", message)
+
+
+def _clears_thinking(edit: Any) -> bool:
+    kind = edit.get("type") if isinstance(edit, Mapping) else None
+    return isinstance(kind, str) and kind.startswith("clear_thinking_")

@@ -11,7 +11,7 @@ from headrace_broker.tokenizer_calls import TokenizerCallKind
 from headrace_gateway.broker_errors import NO_RETRY, api_error_of_end
 from headrace_gateway.context import Gateway
 from headrace_gateway.errors import ApiError
-from headrace_gateway.key_file import ApiKey
+from headrace_gateway.keys import ApiKey
 
 _SILENT_SECONDS: Final = 300.0
 """A worker registers its model each minute: one that has not done so for longer is gone."""

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -30,6 +31,12 @@ from headrace_workers.tokenizer_answers import error_answer
 ADAPTER_SECONDS: Final = 5.0
 """A request is refused where the file system has not answered for so long."""
 POSTPONE_SECONDS: Final = 1.0
+
+
+class _Calls(Enum):
+    """The tenant of all calls."""
+
+    CALLS = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +103,8 @@ class Preparation:
         self._numbers = itertools.count(1)
         self._held: dict[int, Preparing] = {}
         self._by_id: dict[str, Preparing] = {}
-        self._waiting: OrderedDict[str | None, deque[Preparing]] = OrderedDict()
-        """For the slow lane, by tenant; the first is the next to have its turn."""
+        self._waiting: OrderedDict[str | _Calls | None, deque[Preparing | int]] = OrderedDict()
+        """For the slow lane, by tenant; the first is the next to have its turn. Calls, by number, are one more."""
         self._in_slow_lane: int | None = None
         self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
         """Of the tokenizer, by number, which is below 0."""
@@ -151,8 +158,10 @@ class Preparation:
         """Have a call of the tokenizer answered, beside the messages; see `tokenizer_answers.py`."""
         number = -next(self._numbers)
         self._calls[number] = kind, body, answered
-        lane = self._quick if len(body) <= QUICK_BODY_BYTES else self._slow
-        lane.submit(number, [kind, body])
+        if len(body) <= QUICK_BODY_BYTES:
+            self._quick.submit(number, [kind, body])
+        else:
+            self._wait_for_slow_lane(_Calls.CALLS, number)
 
     def drop(self, message: Preparing) -> None:
         """Forget a message, which is the caller's from now on; what is still said about it is ignored."""
@@ -196,24 +205,22 @@ class Preparation:
 
     def _on_answer(self, number: int, answer: list[Any]) -> None:
         kind, *values = answer
-        if number < 0:
-            self._on_call_answered(number, kind, values)
-            return
         if number == self._in_slow_lane:
             self._in_slow_lane = None
         message = self._held.get(number)
         try:
-            if message is not None:  # else it was dropped meanwhile
+            if number < 0:
+                self._on_call_answered(number, kind, values)
+            elif message is not None:  # else it was dropped meanwhile
                 self._take_answer(message, kind, values)
         finally:  # behind it: what goes wrong with the next message must not take this one's answer
             self._feed_slow_lane()
 
     def _on_call_answered(self, number: int, kind: str, values: list[Any]) -> None:
-        call, body, answered = self._calls[number]
         if kind == "slow":
-            self._slow.submit(number, [call, body])
+            self._wait_for_slow_lane(_Calls.CALLS, number)
             return
-        del self._calls[number]
+        _, _, answered = self._calls.pop(number)
         answered(values[0] if kind == "answered" else error_answer(*values))
 
     def _take_answer(self, message: Preparing, kind: str, values: list[Any]) -> None:
@@ -238,7 +245,10 @@ class Preparation:
             self._postponed(message)
             return
         message.is_slow = True
-        self._waiting.setdefault(tenant, deque()).append(message)
+        self._wait_for_slow_lane(tenant, message)
+
+    def _wait_for_slow_lane(self, tenant: str | _Calls | None, work: Preparing | int) -> None:
+        self._waiting.setdefault(tenant, deque()).append(work)
         self._feed_slow_lane()
 
     def _feed_slow_lane(self) -> None:
@@ -247,6 +257,10 @@ class Preparation:
             message = waiting.popleft()
             if waiting:
                 self._waiting[tenant] = waiting  # behind the other tenants
+            if isinstance(message, int):
+                self._in_slow_lane = message
+                self._slow.submit(message, [*self._calls[message][:2]])
+                continue
             self._in_slow_lane = message.number
             try:
                 self._slow.submit(message.number, message.body)

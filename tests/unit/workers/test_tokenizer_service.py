@@ -98,6 +98,22 @@ def test_a_call_takes_no_slot_and_is_answered_while_all_are_busy() -> None:
     assert desk.dispatcher.credit() == 0
 
 
+def test_slow_calls_take_turns_with_slow_messages() -> None:
+    desk = Desk(max_num_seqs=16)
+    desk.slow.is_held = True
+    large = pack({"request": {"prompt": "a" * (QUICK_BODY_BYTES + 1)}})
+    found = [answered(desk, large) for _ in range(3)]
+    desk.accept(FakeCeleryRequest("r1", {"prompt": "a" * (QUICK_BODY_BYTES + 1)}))
+    assert len(desk.slow.submitted) == 1
+    order = []
+    while desk.slow.submitted:
+        order.append(next(iter(desk.slow.submitted.values()))[0])
+        is_call = next(iter(desk.slow.submitted)) < 0
+        desk.slow.answer(*(("answered", b"x") if is_call else ("refused", "invalid_request", "no")))
+    assert order == ["count", "count", "r1", "count"]
+    assert found == [[b"x"]] * 3
+
+
 def test_a_call_counts_for_no_message() -> None:
     desk = Desk()
     desk.quick.is_held = True

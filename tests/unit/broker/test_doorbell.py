@@ -44,6 +44,9 @@ class FakeChannel:
     def on_doorbell(self, _bell: object) -> bool:
         return False
 
+    def await_left_better(self) -> None:
+        """Its fetches leave nothing."""
+
 
 class Watched:
     """A poller with one channel, on a clock that the test sets; counts how often all connections are looked through."""

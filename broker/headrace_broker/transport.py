@@ -56,8 +56,6 @@ None, where that is not known."""
 STEP: Final = "headrace_step"
 """In a message's delivery_info: the priority step of the list that it came by."""
 
-LEVEL: Final = "headrace_level"
-"""In a message's delivery_info: `LeasedMessage.level`."""
 
 PREEMPTIONS: Final = "headrace_preemptions"
 """In a message's delivery_info: `LeasedMessage.preemptions`."""
@@ -560,7 +558,6 @@ class Channel(kombu_redis.Channel):
         properties["delivery_info"][QUEUED_AT] = None if message.waited is None else time.monotonic() - message.waited
         properties["delivery_info"] |= {
             STEP: level_of(message.list_name),
-            LEVEL: message.level,
             PREEMPTIONS: message.preemptions,
         }
         # Decoded once, as it may be megabytes.

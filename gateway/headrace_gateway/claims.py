@@ -1,8 +1,9 @@
 """`Claims`: items of work that all replicas share through Redis, each in the hands of one replica at a time."""
 
 from collections.abc import Collection
-from importlib.resources import files
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headrace_gateway.scripts import lua
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -33,11 +34,11 @@ class Claims:
         """Sorted set: item -> when it is due, milliseconds by Redis's clock."""
         self.token_key: Final = f"{self.due_key}:token"
         """Hash: item -> the token of whoever holds it."""
-        self._add: Final = client.register_script(_lua("add"))
-        self._take: Final = client.register_script(_lua("take"))
-        self._keep: Final = client.register_script(_lua("keep"))
-        self._put_back_all: Final = client.register_script(_lua("put_back_all"))
-        self._release: Final = client.register_script(_lua("release"))
+        self._add: Final = client.register_script(lua("claims_prelude", "claims_add"))
+        self._take: Final = client.register_script(lua("claims_prelude", "claims_take"))
+        self._keep: Final = client.register_script(lua("claims_prelude", "claims_keep"))
+        self._put_back_all: Final = client.register_script(lua("claims_prelude", "claims_put_back_all"))
+        self._release: Final = client.register_script(lua("claims_prelude", "claims_release"))
 
     @property
     def _keys(self) -> list[str]:
@@ -77,8 +78,3 @@ class Claims:
 
 def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
-
-
-def _lua(name: str) -> str:
-    folder = files("headrace_gateway") / "lua"
-    return "\n".join((folder / f"{part}.lua").read_text() for part in ("claims_prelude", f"claims_{name}"))

@@ -7,13 +7,13 @@ admits nothing until it has been refilled. An answer is charged once, however of
 
 import logging
 import math
-from importlib.resources import files
 from typing import TYPE_CHECKING, Final
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_gateway.broker_errors import unavailable
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.scripts import lua
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -28,8 +28,8 @@ class RateLimits:
     """Keys without bounds cost no call of Redis."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
-        self._admit: Final = client.register_script(_lua("rate_admit"))
-        self._charge: Final = client.register_script(_lua("rate_charge"))
+        self._admit: Final = client.register_script(lua("rate_prelude", "rate_admit"))
+        self._charge: Final = client.register_script(lua("rate_prelude", "rate_charge"))
 
     async def admit(self, key: ApiKey) -> dict[str, str]:
         """Take one request and return the headers that tell what is left.
@@ -63,11 +63,6 @@ class RateLimits:
             await self._charge(keys=keys, args=[key.tokens_per_minute, tokens, _KEPT_SECONDS])
         except REDIS_ERRORS as error:
             logger.warning("tokens not charged: answer_id=%s tokens=%d (%s)", answer_id, tokens, type(error).__name__)
-
-
-def _lua(name: str) -> str:
-    folder = files("headrace_gateway") / "lua"
-    return "\n".join((folder / f"{part}.lua").read_text() for part in ("rate_prelude", name))
 
 
 def _levels_key(key: ApiKey) -> str:

@@ -1,5 +1,6 @@
 """The items of a response's output while they are written, and the events that tell of them."""
 
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from headrace_gateway.ids import item_id
@@ -7,7 +8,7 @@ from headrace_gateway.ids import item_id
 Chunk = dict[str, Any]
 
 
-class Item:
+class Item(ABC):
     """One item that is open. Subclasses give the events of its kind; `output_index` and `item_id` are added here."""
 
     prefix = ""
@@ -33,14 +34,16 @@ class Item:
     def _event(self, kind: str, **fields: Any) -> Chunk:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.place, **fields}
 
+    @abstractmethod
     def _shape(self, status: str) -> Chunk:
-        raise NotImplementedError
+        """The item as it stands, with this status."""
 
     def _part_opened(self) -> list[Chunk]:
         return []
 
+    @abstractmethod
     def _part_closed(self) -> list[Chunk]:
-        raise NotImplementedError
+        """The events that end its part."""
 
 
 class MessageItem(Item):

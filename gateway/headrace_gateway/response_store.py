@@ -5,7 +5,6 @@ items of the input, and `state`, the fields of the object that `ResponseStream.s
 """
 
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,6 +14,7 @@ from headrace_gateway.call import ResponseForm
 from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.envelope import Envelope, EnvelopeStore, envelope_key
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.scripts import lua
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -40,8 +40,8 @@ class ResponseStore:
         self._envelopes: Final = envelopes
         self._claims: Final = claims
         self._life: Final = max(1, round(life))
-        self._put: Final = client.register_script(_lua("put"))
-        self._finish: Final = client.register_script(_lua("finish"))
+        self._put: Final = client.register_script(lua("response_put"))
+        self._finish: Final = client.register_script(lua("response_finish"))
 
     async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
         """Keep the envelope, the input of a request that is to be stored, and have its end collected.
@@ -114,7 +114,3 @@ def response_key(response_id: str) -> str:
 
 def _deleted_key(response_id: str) -> str:
     return f"headrace:gw:deleted:{response_id}"
-
-
-def _lua(name: str) -> str:
-    return (files("headrace_gateway") / "lua" / f"response_{name}.lua").read_text()

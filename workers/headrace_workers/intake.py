@@ -61,8 +61,6 @@ class Incoming:
     """Unix seconds: when the message expires, or its time limit from now has passed."""
     step: int = 0
     """Priority step of the list that the message came by."""
-    level: int = 0
-    """Priority step at which it counted when it was taken: its own, or a better one where it had aged."""
     preemptions: int = 0
     """How often the request made room for one of a better level."""
     delay: float = 0.0
@@ -89,7 +87,6 @@ class Incoming:
             over_quota=celery_request.over_quota,
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
             step=celery_request.step,
-            level=celery_request.level,
             preemptions=celery_request.preemptions,
             delay=_delay(celery_request.eta),
         )
@@ -211,7 +208,6 @@ def job_of(
         abandon_after=incoming.abandon_after,
         engine_losses=claim.engine_losses,
         step=incoming.step,
-        level=incoming.level,
         preemptions=incoming.preemptions,
     )
     job.core_requests()  # tells the engine's requests which tokens they have already

@@ -87,8 +87,6 @@ class Job:
     """How many engine processes, of any worker, died with this request in them."""
     step: int = 0
     """Priority step of the list that the message came by."""
-    level: int = 0
-    """Priority step at which it counted when it was taken: its own, or a better one where it had aged."""
     preemptions: int = 0
     """How often it made room for requests of better levels."""
     timers: list[Any] = field(default_factory=list)

@@ -10,7 +10,7 @@ from celery.worker.state import task_ready
 
 from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
-from headrace_broker.transport import CONTENT, LEVEL, OVER_QUOTA, PREEMPTIONS, QUEUED_AT, STEP
+from headrace_broker.transport import CONTENT, OVER_QUOTA, PREEMPTIONS, QUEUED_AT, STEP
 from headrace_workers.result_backend import CONTENT_TYPE
 
 if TYPE_CHECKING:
@@ -80,12 +80,6 @@ class EngineRequest(Request):
         """Priority step of the list that the message came by."""
         step: int = self._message.delivery_info.get(STEP, 0)
         return step
-
-    @property
-    def level(self) -> int:
-        """Priority step at which the message counted when it was taken: its own, or a better one where it had aged."""
-        level: int = self._message.delivery_info.get(LEVEL, 0)
-        return level
 
     @property
     def preemptions(self) -> int:

@@ -150,7 +150,7 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        with contextlib.suppress(*REDIS_ERRORS):
+        with contextlib.suppress(*REDIS_ERRORS):  # then the claims run out
             for claim in self._held:
                 await self._claims.put_back(claim)
 

@@ -7,7 +7,6 @@ replica which was paused, and has lost its claim meanwhile, changes nothing.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,6 +18,7 @@ from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.errors import ApiError, HeadraceGatewayError
 from headrace_gateway.files.stored_files import owner_of
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.scripts import lua
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -59,9 +59,9 @@ class BatchStore:
         self._client: Final = client
         self._now: Final = now
         self.claims: Final = Claims(client, CLAIMS, seconds=claim_seconds)
-        self._create: Final = client.register_script(_lua("create"))
-        self._write: Final = client.register_script(_lua("write"))
-        self._cancel: Final = client.register_script(_lua("cancel"))
+        self._create: Final = client.register_script(lua("batch_create"))
+        self._write: Final = client.register_script(lua("batch_write"))
+        self._cancel: Final = client.register_script(lua("batch_cancel"))
 
     async def create(self, record: BatchRecord) -> Batch:
         """Keep a new batch, and let the replicas have it. Raises ApiError 429 where its key has too many."""
@@ -174,7 +174,3 @@ def _key(batch_id: str) -> str:
 
 def _index_key(name: str, tenant: str | None) -> str:
     return f"headrace:gw:batches:{owner_of(name, tenant)}"
-
-
-def _lua(name: str) -> str:
-    return (files("headrace_gateway") / "lua" / f"batch_{name}.lua").read_text()

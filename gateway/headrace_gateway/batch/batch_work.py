@@ -215,7 +215,7 @@ class BatchWork:
             self.moved_at = time.monotonic()
             self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
-            with contextlib.suppress(*REDIS_ERRORS):
+            with contextlib.suppress(*REDIS_ERRORS):  # then they go when their own time is over
                 await self._tools.store.let_go(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
@@ -231,7 +231,7 @@ class BatchWork:
             code = looking.result()
             self._patient_until = min(self._patient_until, time.time() + _DISK_SECONDS)
             stopped.set()
-            with contextlib.suppress(TimeoutError, HeadraceBrokerError):
+            with contextlib.suppress(TimeoutError, HeadraceBrokerError):  # what still runs ends by its deadline
                 async with asyncio.timeout(_STOP_SECONDS):
                     await requests.stop()
                     await _first(sending, writing)
@@ -287,7 +287,7 @@ class BatchWork:
             await asyncio.sleep(_LOOK_SECONDS)
             if time.time() >= record.expires_at:
                 return "batch_expired"
-            with contextlib.suppress(*REDIS_ERRORS):
+            with contextlib.suppress(*REDIS_ERRORS):  # the next look is a second away
                 status = await self._tools.store.status(record.id)
                 if status == "cancelling":
                     return "batch_cancelled"

@@ -239,7 +239,7 @@ class LineRequests:
         """Whether any was sent: one that runs, or has ended, is not."""
         num_sent = 0
         for request in requests:
-            with contextlib.suppress(UsedRequestIdError):
+            with contextlib.suppress(UsedRequestIdError):  # an earlier holder sent it
                 await self._patiently(partial(self._client.submit_many, [request]))
                 num_sent += 1
         return num_sent > 0

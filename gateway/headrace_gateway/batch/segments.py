@@ -86,7 +86,7 @@ class SegmentWriter:
         try:
             while True:
                 await self._has_any.wait()
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # a second is over: what is there is written
                     async with asyncio.timeout(_COMMIT_SECONDS):
                         await self._has_many.wait()
                 await self.flush()
@@ -127,7 +127,7 @@ class SegmentWriter:
     async def _drop_segment(self) -> None:
         segment, self._segment = self._segment, None
         if segment is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # what is committed of it is on the disk
                 await _in_thread(segment.drop)
 
     async def _commit(self, segment: str, committed: Committed) -> None:

@@ -90,7 +90,7 @@ async def answer_lines(
     """
 
     async def answer(number: int, line: BatchLine) -> None:
-        with contextlib.suppress(LineStoppedError):
+        with contextlib.suppress(LineStoppedError):  # it gets its error with all that have no answer
             await deliver(number, await requests.answer(line))
         share.release()
 

@@ -95,7 +95,7 @@ class StoredFiles:
         """Bytes and number of what is in the folder of a key: files, uploads and batches that have not ended."""
         size = count = 0
         for path in self.folder(key).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
                 if path.suffix != ".json" and not path.is_dir():
                     size += max(path.lstat().st_size, _LEAST_BYTES)
                     count += 1
@@ -149,8 +149,10 @@ class StoredFiles:
         """The id of the Redis whose batches are in the directory. `new` is kept where there is none, if given."""
         path = self._root / _REDIS_ID
         if new is not None:
-            with contextlib.suppress(FileExistsError), open(path, "x", opener=_private) as target:
+            whole = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
+            with open(whole, "x", opener=_private) as target:
                 target.write(new)
+            whole.replace(path)  # never half of an id, whenever this process dies
         try:
             return path.read_text()
         except FileNotFoundError:

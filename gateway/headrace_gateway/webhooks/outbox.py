@@ -6,12 +6,12 @@ An event is announced to an endpoint in one script: it is there whole or not at 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from headrace_gateway.claims import Claim, Claims
+from headrace_gateway.scripts import lua
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import Event
 from headrace_gateway.webhooks.retries import LIFE_SECONDS, Verdict
@@ -61,9 +61,9 @@ class Outbox:
         self._client: Final = client
         self._lease_seconds: Final = lease_seconds
         self._claims: Final[dict[str, Claims]] = {}
-        self._put: Final = client.register_script(_lua("claims_prelude", "webhooks_put"))
-        self._note: Final = client.register_script(_lua("claims_prelude", "webhooks_note"))
-        self._levels: Final = client.register_script(_lua("webhooks_levels"))
+        self._put: Final = client.register_script(lua("claims_prelude", "webhooks_put"))
+        self._note: Final = client.register_script(lua("claims_prelude", "webhooks_note"))
+        self._levels: Final = client.register_script(lua("webhooks_levels"))
 
     def claims(self, name: str) -> Claims:
         """The work of the endpoint with this name: items are ids of events."""
@@ -164,8 +164,3 @@ def _endpoint_key(name: str) -> str:
 def _digest(endpoint: Endpoint) -> str:
     """A disabled endpoint is its URL: where the operator gives it another one, it is enabled."""
     return hashlib.blake2b(endpoint.url.encode(), digest_size=16).hexdigest()
-
-
-def _lua(*names: str) -> str:
-    folder = files("headrace_gateway") / "lua"
-    return "\n".join((folder / f"{name}.lua").read_text() for name in names)

@@ -10,7 +10,7 @@ from kombu import Connection
 from headrace_broker import doorbell
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import sorted_ids_key
-from headrace_broker.transport import LEVEL, STEP, Transport
+from headrace_broker.transport import STEP, Transport
 from service.broker.test_event_loop import QUEUE, Loop
 
 pytestmark = pytest.mark.redis
@@ -50,7 +50,7 @@ def test_a_better_message_is_taken_without_credit(loop: Loop, send: Callable[...
     loop.run_until(lambda: bool(loop.messages))
     (message,) = loop.messages
     assert message.decode() == "better"
-    assert message.delivery_info[STEP] == message.delivery_info[LEVEL] == priority
+    assert message.delivery_info[STEP] == priority
 
 
 def test_no_more_are_taken_than_would_find_room(loop: Loop, send: Callable[..., None]) -> None:

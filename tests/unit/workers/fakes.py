@@ -237,7 +237,6 @@ class FakeCeleryRequest:
         self.over_quota: int = headers.pop("over_quota", 0)
         self.queued_at: float | None = headers.pop("queued_at", None)
         self.step: int = headers.pop("step", 0)
-        self.level: int = headers.pop("level", self.step)
         self.preemptions: int = headers.pop("preemptions", 0)
 
     def revoked(self) -> bool:

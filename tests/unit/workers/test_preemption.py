@@ -16,7 +16,7 @@ GREEDY = {"max_tokens": 9, "temperature": 0}
 
 
 def accept(desk: Desk, request_id: str, step: int, prompt: str = "abc", **params: Any) -> FakeCeleryRequest:
-    headers = {name: params.pop(name) for name in ("preemptions", "eta", "level", "abandon_after") if name in params}
+    headers = {name: params.pop(name) for name in ("preemptions", "eta", "abandon_after") if name in params}
     kwargs = {"prompt": prompt, "sampling_params": {"max_tokens": 9, **params}}
     return desk.accept(FakeCeleryRequest(request_id, kwargs, lease_id=request_id, step=step, **headers))
 
@@ -116,35 +116,6 @@ def test_requests_of_equal_and_better_levels_stay() -> None:
     accept(desk, "new", 3)
 
     assert running(desk) == ["equal", "better", "new"]
-
-
-def test_ageing_gives_no_right_to_preempt() -> None:
-    desk = Desk(max_num_seqs=1)
-    accept(desk, "fresh", 9)
-
-    accept(desk, "aged", 9, level=0)
-
-    assert running(desk) == ["fresh", "aged"]
-
-
-def test_a_request_that_has_aged_is_preempted_as_the_step_that_it_was_sent_with() -> None:
-    desk = Desk(max_num_seqs=2)
-    aged = accept(desk, "aged", 9, level=0)
-    accept(desk, "bad", 6)
-    assert desk.dispatcher.preemption_credit() == (9, 1)
-
-    accept(desk, "best", 0)
-
-    assert aged.fate == ["accepted", "preempted"]
-    assert running(desk) == ["bad", "best"]
-
-
-def test_better_requests_go_before_an_aged_one_that_waits_in_the_engine() -> None:
-    desk = Desk(max_num_seqs=4)
-    accept(desk, "aged", 9, level=0)
-    desk.dispatcher.on_engine_outputs(step(waiting=1))
-
-    assert desk.dispatcher.preemption_credit()[0] == 9
 
 
 def test_a_free_slot_is_taken_before_anybody_makes_room() -> None:

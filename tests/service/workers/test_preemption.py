@@ -129,8 +129,12 @@ def test_several_workers_make_room_once_for_one_request(make_service: Callable[.
     handles = fill(service, 4)
     for count in (1, 2):
         before = preempted(service)
-        service.wait_ended([handle.id for handle in send_better(service, count)])
+        better = send_better(service, count, max_tokens=1500)  # so that none takes the slot of one that has ended
+        service.wait_tokens([one.id for one in better], at_least=1)
         assert preempted(service) - before == count
+        for one in better:
+            one.revoke(terminate=True)
+        service.wait_ended([one.id for one in better])
         service.wait_until(lambda: service.queued() == 0)  # what made room runs again
     logs = service.wait_ended([handle.id for handle in handles])
     assert sum(len(log.attempts) - 1 for log in logs.values()) == 3
@@ -138,7 +142,7 @@ def test_several_workers_make_room_once_for_one_request(make_service: Callable[.
 
 def test_a_free_slot_of_another_worker_is_used_first(make_service: Callable[..., Service]) -> None:
     service = make_service()
-    service.start_worker(max_num_seqs=2).wait_ready()
+    service.start_worker(max_num_seqs=2, preemption_wait_seconds=60).wait_ready()
     handles = fill(service, 2)
     service.start_worker(max_num_seqs=2).wait_ready()
     for _ in range(5):

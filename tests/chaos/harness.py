@@ -31,7 +31,7 @@ HTTP_REQUESTS_A_ROUND = 4
 PRIORITY = 9
 """Of all that is checked, so that better requests preempt it."""
 END_SECONDS = 300.0  # all workers may have to start anew, on a slow machine
-SETTLE_SECONDS = 30.0
+SETTLE_SECONDS = 120.0
 
 
 @dataclass

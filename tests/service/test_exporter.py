@@ -139,10 +139,10 @@ def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServ
     try:
         url = _wait_for(lambda: log.read_text().partition("metrics on ")[2].partition("/metrics")[0])
         _wait_for(lambda: _status(f"{url}/health/ready") == 200)
-        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
             assert b'headrace_queue_messages{model="one",queue="headrace.one",state="ready"} 0.0' in response.read()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -150,7 +150,7 @@ def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServ
 
 def _status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -46,7 +46,7 @@ class Loop:
         self.hub.reset()
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "it never happened"
             self.hub.run_once()

@@ -53,8 +53,8 @@ class BatchProcess:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
 
         def prepare() -> None:
-            if in_background:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # whatever the shell that runs the tests does with it
+            signal.signal(signal.SIGINT, signal.SIG_IGN if in_background else signal.SIG_DFL)
             if max_file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 

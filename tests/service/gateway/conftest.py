@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class RunningGateway:
-    """Two replicas before one queue."""
+    """Two replicas before one queue; a test that kills anything of it starts it again."""
 
     service: Service
     replicas: tuple[GatewayProcess, GatewayProcess]
@@ -34,7 +34,7 @@ class RunningGateway:
         return self.replicas[0].url
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gateway(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("gateway")
     with make_server(appendonly=True) as server:

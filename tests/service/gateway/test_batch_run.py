@@ -201,8 +201,9 @@ async def test_an_answer_that_was_gone_before_it_was_read_is_made_again(
 
 
 async def test_answers_that_are_always_gone_are_an_error_in_the_end(
-    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("headrace_broker.subscriber.BLOCK_SECONDS", 0.1)
     async with line_requests(BrokerSettings(redis_server.url)) as requests, asking(requests) as asked:
         redis_client.set(ended_key(requests.answer_id(LINE, 0)), "1")  # of a run before this one: it does not count
         for attempt in range(1, 4):

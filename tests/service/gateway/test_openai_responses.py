@@ -17,6 +17,8 @@ from service.gateway.test_openai_python import COLOURS
 EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 PAINT: Any = {"type": "function", "name": "paint", "description": "Paints.", "parameters": COLOURS, "strict": False}
 LONG: Any = {"max_output_tokens": 300, "temperature": 1, "extra_body": {"ignore_eos": True, "seed": 3}}
+LONGER: Any = {**LONG, "max_output_tokens": 800}
+"""No worker ends it before it is killed, or told to cancel it."""
 
 
 @pytest.fixture
@@ -186,7 +188,8 @@ def test_a_background_response_survives_kill_9_of_its_gateway_and_its_worker(gat
 
 
 def raw_stream(client: openai.OpenAI) -> Any:
-    return client.responses.with_raw_response.create(model="tiny", input="hello", stream=True, background=True, **LONG)
+    options: Any = {"model": "tiny", "input": "hello", "stream": True, "background": True, **LONGER}
+    return client.responses.with_raw_response.create(**options)
 
 
 def test_a_cancelled_response_stays_cancelled(client: openai.OpenAI, gateway: RunningGateway) -> None:

@@ -68,6 +68,11 @@ async def wait_stored(client: "redis.Redis", response_id: str) -> dict[str, Any]
     return state
 
 
+async def wait_until_nothing_is_due(client: "redis.Redis") -> None:
+    while client.zcard(DUE):
+        await asyncio.sleep(0.02)
+
+
 async def test_a_response_outlives_its_stream(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     async with gateway_of(redis_server, redis_client, store_life=5000) as (_, http):
         created = (await http.post(PATH, json=BODY)).json()
@@ -87,7 +92,7 @@ async def test_a_response_outlives_its_stream(redis_server: EmbeddedServer, redi
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
         for key in (response_key(request_id), f"headrace:gw:req:{request_id}"):
             assert 4900 < redis_client.ttl(key) <= 5000
-        assert redis_client.zcard(DUE) == 0
+        await wait_until_nothing_is_due(redis_client)
         again = {"model": "tiny", "input": "b", "previous_response_id": request_id, "background": True}
         assert (await http.post(PATH, json=again)).status_code == 200
 
@@ -373,8 +378,7 @@ async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
         begin(redis_client, request_id)
         end(redis_client, request_id)
         assert (await http.get(f"{PATH}/{created}")).json()["status"] == "completed"
-        while redis_client.zcard(DUE):
-            await asyncio.sleep(0.02)
+        await wait_until_nothing_is_due(redis_client)
         assert not redis_client.exists(response_key(created))
         assert (await http.get(f"{PATH}/{created}/input_items")).status_code == 404
         assert 0 < redis_client.ttl(f"headrace:gw:req:{created}") <= 600

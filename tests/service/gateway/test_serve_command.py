@@ -39,6 +39,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests may run where it is ignored
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -141,7 +142,7 @@ def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
     assert any(line.startswith("waiting: the worker") for line in serving.lines)
     line = serving.wait_line("Try it: ").removeprefix("Try it: ")
     assert f"http://127.0.0.1:{port}/v1/chat/completions" in shlex.split(line)
-    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=4 * PATIENCE, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     uploaded = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")

@@ -162,7 +162,7 @@ class WorkerProcess:
 
     def assert_nothing_left(self) -> None:
         """The worker and all that it started are gone; the kernel may take a moment to end an orphan."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         while self.processes():
             assert time.monotonic() < deadline, f"left behind: {[_read(pid, 'cmdline') for pid in self.processes()]}"
             time.sleep(0.01)
@@ -175,7 +175,7 @@ class WorkerProcess:
 
 def _get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

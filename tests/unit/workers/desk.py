@@ -145,7 +145,7 @@ class Desk:
 
     def settle(self) -> None:
         """Let the finisher's thread come to rest."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while self.dispatcher.settlement._finisher.busy:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -153,7 +153,7 @@ class Desk:
 
     def wait_soon(self) -> None:
         """Until another thread has something for the event loop, which is done."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self.hub.soon:
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -37,6 +37,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.answer_formats import AnswerFormats
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.in_flight import InFlight
 from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
 from headrace_workers.job import Job
@@ -45,7 +46,7 @@ from headrace_workers.plain_requests import PlainRequests
 from headrace_workers.preemption import Preemption
 from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation_lane import Lane
-from headrace_workers.settlement import RunTask, Settlement, StoreResult
+from headrace_workers.settlement import Settlement, StoreResult
 from headrace_workers.supervisor import DeathCause, EngineSupervisor
 from headrace_workers.tracing import RequestTracing
 
@@ -207,8 +208,8 @@ class Dispatcher:
 
     # -- from the queue -------------------------------------------------------------------------------------------
 
-    def accept(self, celery_request: Any, run_task: RunTask) -> None:
-        """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
+    def accept(self, celery_request: CeleryRequest) -> None:
+        """Take a message that Celery has received."""
         incoming = Incoming.read(celery_request)
         self._metrics.message_received(
             incoming.priority,
@@ -226,7 +227,7 @@ class Dispatcher:
         )
         if known is not None:
             if known.celery_request.content == celery_request.content:
-                self._adopt(known, celery_request, run_task)
+                self._adopt(known, celery_request)
             else:
                 self.settlement.set_aside(incoming.request_id, celery_request)
             return
@@ -240,7 +241,7 @@ class Dispatcher:
             self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return
-        with self._answering(incoming, celery_request, run_task):
+        with self._answering(incoming, celery_request):
             if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
                 raise RefusedError(
                     "quota_exceeded",
@@ -255,15 +256,15 @@ class Dispatcher:
             if incoming.delay > 0:
                 celery_request.postpone(incoming.delay)
             else:
-                self._preparation.begin(incoming, celery_request, run_task)
+                self._preparation.begin(incoming, celery_request)
 
     @contextmanager
-    def _answering(self, incoming: Incoming, celery_request: Any, run_task: RunTask) -> Iterator[None]:
+    def _answering(self, incoming: Incoming, celery_request: CeleryRequest) -> Iterator[None]:
         """Give the request an answer, whatever is raised."""
         try:
             yield
         except RefusedError as refusal:
-            self.settlement.refuse(incoming, refusal.error, celery_request, run_task)
+            self.settlement.refuse(incoming, refusal.error, celery_request)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
             self._forget(incoming.request_id)
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
@@ -274,17 +275,17 @@ class Dispatcher:
                 kind, raised = error.kind, error.raised
             logger.error("request could not be taken in", request_id=incoming.request_id, raised=raised)
             failure = ErrorInfo("engine_error", f"the request could not be taken in: {kind}")
-            self.settlement.refuse(incoming, failure, celery_request, run_task)
+            self.settlement.refuse(incoming, failure, celery_request)
 
     # -- prepared -------------------------------------------------------------------------------------------------
 
     def _on_prepared(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        with self._answering(message.incoming, message.celery_request, message.run_task):
+        with self._answering(message.incoming, message.celery_request):
             if not message.celery_request.revoked():  # else Celery has settled it: it was revoked, or has expired
                 self._start(message, prepared, adapter)
 
     def _on_refused(self, message: Preparing, error: Exception) -> None:
-        with self._answering(message.incoming, message.celery_request, message.run_task):
+        with self._answering(message.incoming, message.celery_request):
             raise error
 
     def _on_undecodable(self, message: Preparing, problem: str) -> None:
@@ -307,7 +308,7 @@ class Dispatcher:
             self._in_flight.drop(job)
 
     def _start(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        incoming, celery_request, run_task = message.incoming, message.celery_request, message.run_task
+        incoming, celery_request = message.incoming, message.celery_request
         request = self._assemble(incoming, prepared, adapter)
         started = time.perf_counter()
         span = self._tracing.begin(incoming, prepared)
@@ -331,9 +332,9 @@ class Dispatcher:
             self.settlement.set_aside(incoming.request_id, celery_request)
             return
         if claim.ended is not None:
-            self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
+            self.settlement.finish_ended(incoming.request_id, claim, celery_request)
             return
-        job = job_of(incoming, request, claim, celery_request, run_task)
+        job = job_of(incoming, request, claim, celery_request)
         job.model, job.begun_with = model, begun_with(claim.entries, model)
         job.drawn_with = draws_of(claim.entries)
         job.span, job.trace_id = span, self._tracing.trace_id(span)
@@ -358,9 +359,9 @@ class Dispatcher:
             adapter,
         )
 
-    def _adopt(self, job: "Job | Preparing", celery_request: Any, run_task: RunTask) -> None:
+    def _adopt(self, job: "Job | Preparing", celery_request: CeleryRequest) -> None:
         """The same request again, under another lease: go on under the new one and settle the old one."""
-        old, job.celery_request, job.run_task = job.celery_request, celery_request, run_task
+        old, job.celery_request = job.celery_request, celery_request
         task_ready(old)  # forgets the id, too
         task_reserved(celery_request)
         if isinstance(job, Job):  # else it is accepted when it is prepared

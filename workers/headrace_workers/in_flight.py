@@ -252,7 +252,7 @@ class InFlight:
         logger.error("request kills the engine", **job.log_fields, reason=reason)
         self.supervisor.forgive()
         self._publish_unshown(job, self._abort(job))
-        job.celery_request.burial = f"poison: {reason}"
+        job.celery_request.finish_as_dead_letter(f"poison: {reason}")
         message = f"the engine died three times while it computed this request, at last with it alone: {reason}"
         self._settlement.complete(job, "error", ErrorInfo("dead_letter", message))
 

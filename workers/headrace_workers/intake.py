@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from headrace_engine import errors as engine_errors
 from headrace_engine.chat import ChatOptions
 from headrace_engine.input_processor import InputProcessor, ProcessedRequest
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
@@ -67,8 +68,8 @@ class Incoming:
     """Seconds until the ETA that the producer named, by this machine's clock; 0 where it has come."""
 
     @classmethod
-    def read(cls, celery_request: Any) -> "Incoming":
-        """From a celery.worker.request.Request; odd values of optional headers count as absent."""
+    def read(cls, celery_request: CeleryRequest) -> "Incoming":
+        """Odd values of optional headers count as absent."""
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
@@ -97,7 +98,7 @@ class Incoming:
         return None if self.queued_at is None or self.preemptions else time.monotonic() - self.queued_at
 
 
-def tenant_of(celery_request: Any) -> str | None:
+def tenant_of(celery_request: CeleryRequest) -> str | None:
     """Whose request it is, as far as its message says."""
     tenant = celery_request.request_dict.get("tenant")
     return tenant if isinstance(tenant, str) else None
@@ -188,17 +189,10 @@ def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
         raise RefusedError("unsupported", _NO_TOOLS)
 
 
-def job_of(
-    incoming: Incoming,
-    request: ProcessedRequest,
-    claim: Claim,
-    celery_request: Any,
-    run_task: Callable[[dict[str, Any]], None],
-) -> Job:
+def job_of(incoming: Incoming, request: ProcessedRequest, claim: Claim, celery_request: CeleryRequest) -> Job:
     """The job of a claimed request, with all that earlier attempts have generated."""
     job = Job(
         celery_request=celery_request,
-        run_task=run_task,
         request=request,
         attempt=claim.attempt,
         choices=recorded_choices(claim.entries, request.params.n),

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from headrace_engine.lora_request import LoRARequest
 from headrace_workers.adapters import Adapters
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.file_lookups import FileLookups
 from headrace_workers.intake import Incoming, Prepared, RefusedError
 from headrace_workers.plain_requests import PlainRequests
@@ -45,8 +46,7 @@ class Preparing:
 
     number: int
     incoming: Incoming
-    celery_request: Any
-    run_task: Any
+    celery_request: CeleryRequest
     is_slow: bool = False
     prepared: Prepared | None = None
     """Set while only its adapter is to be found."""
@@ -136,9 +136,9 @@ class Preparation:
         self._quick.configure({**settings, "is_quick": True})
         self._slow.configure({**settings, "is_quick": False})
 
-    def begin(self, incoming: Incoming, celery_request: Any, run_task: Any) -> None:
+    def begin(self, incoming: Incoming, celery_request: CeleryRequest) -> None:
         """Take a message."""
-        message = Preparing(next(self._numbers), incoming, celery_request, run_task)
+        message = Preparing(next(self._numbers), incoming, celery_request)
         prepared = self._prepare_plain(message)
         self._held[message.number] = self._by_id[message.request_id] = message
         if prepared is not None:

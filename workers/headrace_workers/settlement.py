@@ -22,6 +22,7 @@ from headrace_broker.results import ErrorInfo, GenerateResult, Usage
 from headrace_broker.streams import Attempt, Claim, Ending, StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.labels import Outcome
 from headrace_monitoring.metrics import SERVED, Metrics
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.finisher import Finisher
 from headrace_workers.intake import MALFORMED, Incoming, tenant_of
 from headrace_workers.job import Job, recorded_result, recorded_usage
@@ -30,7 +31,6 @@ from headrace_workers.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
-RunTask = Callable[[dict[str, Any]], None]
 StoreResult = Callable[[str, dict[str, Any], str], None]
 
 _CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
@@ -153,7 +153,7 @@ class Settlement:
             if key in refused:
                 self.refused(job, refused.pop(key))
             else:
-                self._finish_job(job, finish_reason, partial(job.run_task, result.to_wire()))
+                self._finish_job(job, finish_reason, partial(job.celery_request.finish, result.to_wire()))
         return refused
 
     def refused(self, job: Job, outcome: WriteOutcome) -> None:
@@ -172,7 +172,7 @@ class Settlement:
         if gone:
             self._stream_is_gone(job)
         result = job.result(_GONE if gone else _CANCELLED)
-        self._finish_job(job, "expired" if gone else "cancelled", partial(job.run_task, result.to_wire()))
+        self._finish_job(job, "expired" if gone else "cancelled", partial(job.celery_request.finish, result.to_wire()))
 
     def _stream_is_gone(self, job: Job) -> None:
         """Somebody deleted the stream, or the server lost it: a subscriber that comes later must not wait for it."""
@@ -185,7 +185,7 @@ class Settlement:
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 
-    def finish_ended(self, request_id: str, claim: Claim, celery_request: Any, run_task: RunTask) -> None:
+    def finish_ended(self, request_id: str, claim: Claim, celery_request: CeleryRequest) -> None:
         """The stream says that the request is over; only the result or the acknowledgement is missing."""
         assert claim.ended is not None
         logger.info(
@@ -198,23 +198,23 @@ class Settlement:
             self._metrics.request_refused("cancelled", tenant_of(celery_request))
         result = recorded_result(request_id, claim.entries, claim.ended)
         celery_request.cost(_tokens_of(claim.ended.usage or recorded_usage(claim.entries)))
-        self._finish(celery_request, partial(run_task, result.to_wire()))
+        self._finish(celery_request, partial(celery_request.finish, result.to_wire()))
 
-    def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: Any, run_task: RunTask) -> None:
+    def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: CeleryRequest) -> None:
         """Answer a request that cannot be served: an end in its stream, an error in its result."""
         logger.info("request refused", request_id=incoming.request_id, code=error.code)
         if not self._end_stream_of(celery_request, "rejected", error):
             return
         self._metrics.request_refused("rejected", incoming.tenant)
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
-        self._finish(celery_request, partial(run_task, result))
+        self._finish(celery_request, partial(celery_request.finish, result))
 
-    def set_aside(self, request_id: str, celery_request: Any) -> None:
+    def set_aside(self, request_id: str, celery_request: CeleryRequest) -> None:
         """The request id is another message's: this one becomes a dead letter, and changes nothing of the other's."""
         logger.warning("request id is another message's", request_id=request_id)
         celery_request.set_aside()
 
-    def give_back(self, celery_request: Any, error: Exception) -> None:
+    def give_back(self, celery_request: CeleryRequest, error: Exception) -> None:
         """Redis refused a request's stream. Where it takes other writes, that counts against the request."""
         is_own = isinstance(error, redis.ResponseError) and self._writer.takes_writes()
         logger.warning("request goes back to the queue", request_id=celery_request.id, error=str(error))
@@ -236,7 +236,7 @@ class Settlement:
         if letter.answered_id is not None:
             self._end_stream(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
 
-    def revoked_in_queue(self, celery_request: Any, reason: str, announce: Callable[[], None]) -> None:
+    def revoked_in_queue(self, celery_request: CeleryRequest, reason: str, announce: Callable[[], None]) -> None:
         """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
         outcome: Outcome = "expired" if reason == "expired" else "cancelled"
         if not self._end_stream_of(celery_request, outcome, _EXPIRED if outcome == "expired" else _CANCELLED):
@@ -244,7 +244,7 @@ class Settlement:
         self._metrics.request_refused(outcome, tenant_of(celery_request))
         self._finish(celery_request, announce)
 
-    def _end_stream_of(self, celery_request: Any, finish_reason: str, error: ErrorInfo) -> bool:
+    def _end_stream_of(self, celery_request: CeleryRequest, finish_reason: str, error: ErrorInfo) -> bool:
         """End the stream of a request that this worker does not run; its tenant pays for the tokens that it has.
 
         False where the end is not to be answered with `error`, and its message is settled here: the stream had ended,
@@ -267,7 +267,7 @@ class Settlement:
             celery_request.cost(_tokens_of(recorded_usage(entries)))
         return ending is Ending.WRITTEN
 
-    def _finish_recorded(self, celery_request: Any, entries: Sequence[StreamEvent]) -> None:
+    def _finish_recorded(self, celery_request: CeleryRequest, entries: Sequence[StreamEvent]) -> None:
         """The stream of a request that is not to run had ended: its result is what the stream says."""
         ended = entries[-1] if entries else None
         if not isinstance(ended, EndEvent):  # it has expired in this moment
@@ -303,7 +303,7 @@ class Settlement:
             request_id=request_id,
         )
 
-    def _finish(self, celery_request: Any, finish: Callable[[], None], **about: Any) -> None:
+    def _finish(self, celery_request: CeleryRequest, finish: Callable[[], None], **about: Any) -> None:
         """Store, announce and acknowledge; a message whose result cannot be stored is delivered again."""
 
         def let_go() -> None:

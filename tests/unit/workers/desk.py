@@ -132,7 +132,8 @@ class Desk:
             self.dispatcher._preparation._plain = None
 
     def accept(self, request: FakeCeleryRequest) -> FakeCeleryRequest:
-        self.dispatcher.accept(request, lambda result: self.results.__setitem__(request.id, result))
+        request.results = self.results
+        self.dispatcher.accept(request)
         return request
 
     def generate(self, *token_ids: int, finish: FinishReason | None = None, waiting: int = 0) -> None:

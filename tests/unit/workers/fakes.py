@@ -232,6 +232,7 @@ class FakeCeleryRequest:
         self.lease_id = lease_id
         self.is_revoked = False
         self.fate: list[str] = []
+        self.results: dict[str, dict[str, Any]] = {}
         self.burial: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
@@ -255,6 +256,12 @@ class FakeCeleryRequest:
 
     def acknowledge(self) -> None:
         self.fate.append("acknowledged")
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self.results[self.id] = result
+
+    def finish_as_dead_letter(self, reason: str) -> None:
+        self.burial = reason
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         assert not (strike and is_preempted)

@@ -53,7 +53,6 @@ from headrace_workers.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-_SHOWN_NUMBERS = ("running", "waiting", "kv_blocks_used", "kv_blocks_total")
 
 
 class Dispatcher:
@@ -141,7 +140,7 @@ class Dispatcher:
         self._engine_waiting = 0
         self._draining = False
         self._paused = False
-        self._last_step: StepStats | None = None
+        self._last_step = StepStats()
         self._given_up = False
 
     # -- capacity -------------------------------------------------------------------------------------------------
@@ -538,7 +537,15 @@ class Dispatcher:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers and states for an operator."""
+        """Plain numbers and states for an operator; None for what the engine does not tell."""
+        last = self._last_step
+        levels = {
+            "running": last.running,
+            "waiting": last.waiting,
+            "kv_blocks_used": last.kv_blocks_used,
+            "kv_blocks_total": last.kv_blocks_total,
+        }
+        told = levels.keys() if self._processor is None else self._capabilities.stats
         return {
             "model": self._served_names[0],
             "state": self._health.not_ready() or "ready",
@@ -552,18 +559,12 @@ class Dispatcher:
                 "name": self._engine,
                 "pid": self._supervisor.pid,
                 "ready": self._supervisor.is_ready,
-                **{name: self._last_number(name) for name in _SHOWN_NUMBERS},
+                **{name: level if name in told else None for name, level in levels.items()},
                 "isolating": self._in_flight.is_isolating,
             },
             "totals": asdict(self._metrics.totals),
             "slowest_requests": [job.summary() for job in nsmallest(5, self._in_flight, key=_receipt)],
         }
-
-    def _last_number(self, name: str) -> Any:
-        """Of the last step; None where the engine does not tell it."""
-        if self._processor is not None and name not in self._capabilities.stats:
-            return None
-        return self._last_step[name] if self._last_step is not None else 0
 
     def drain(self) -> None:
         """Take nothing more; what runs goes on."""

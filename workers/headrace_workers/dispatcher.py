@@ -22,7 +22,7 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import StreamWriter, begun_with, draws_of
+from headrace_broker.streams import StreamWriter
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
 from headrace_engine.engine_names import OWN_ENGINE
@@ -30,8 +30,6 @@ from headrace_engine.input_processor import CheckedPrompt, InputProcessor, Proce
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
-from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
@@ -45,9 +43,9 @@ from headrace_workers.loop_watch import LoopWatch
 from headrace_workers.plain_requests import PlainRequests
 from headrace_workers.preemption import Preemption
 from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
-from headrace_workers.preparation_lane import Lane
+from headrace_workers.preparation_lane import MakeLane
 from headrace_workers.settlement import Settlement, StoreResult
-from headrace_workers.supervisor import DeathCause, EngineSupervisor
+from headrace_workers.supervisor import DeathCause, EngineEvents, EngineSupervisor
 from headrace_workers.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -61,10 +59,9 @@ class Dispatcher:
     Args:
         client: Redis for streams and registry.
         served_names: the model's names, each of which is a queue; the first one is its own.
+        supervise: makes the supervisor of the engine, which tells the dispatcher what happens to it.
         engine: name of the engine.
-        tokenizer: gives the model's, once an engine was ready.
-        tokenizer_parts: gives what it was made of.
-        lanes: where messages are prepared, the quick one and the slow one.
+        make_lane: makes the two lanes on which messages are prepared.
         preparation_settings: what these need beside the model's own; see `preparation_process.make_preparer`.
         answer_formats: says in which formats the model writes tool calls and reasoning, for clients.
         share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
@@ -85,9 +82,8 @@ class Dispatcher:
         served_names: Sequence[str],
         adapters: Adapters,
         worker_name: str,
-        tokenizer: Callable[[], ModelTokenizer],
-        tokenizer_parts: Callable[[], TokenizerParts],
-        lanes: tuple[Lane, Lane],
+        supervise: Callable[[EngineEvents], EngineSupervisor],
+        make_lane: MakeLane,
         preparation_settings: Mapping[str, Any],
         max_num_seqs: int,
         max_delay_seconds: float,
@@ -109,8 +105,7 @@ class Dispatcher:
         self._served_names = served_names
         self._adapters = adapters
         self._worker_name = worker_name
-        self._load_tokenizer = tokenizer
-        self._tokenizer_parts = tokenizer_parts
+        self.supervisor = supervise(self)
         self._preparation_settings = {**preparation_settings, "served_names": list(served_names), "engine": engine}
         self._engine = engine
         self._share_prefix_cache = share_prefix_cache
@@ -122,9 +117,9 @@ class Dispatcher:
         self._health = health
         self._on_given_up = on_given_up
         self._preemption = preemption
-        self._in_flight = InFlight(client, self.settlement, metrics, self._tracing, publish_interval)
+        self._in_flight = InFlight(client, self.supervisor, self.settlement, metrics, self._tracing, publish_interval)
         self._preparation = Preparation(
-            *lanes,
+            make_lane,
             adapters,
             served_names[0],
             most=max_num_seqs,
@@ -145,9 +140,9 @@ class Dispatcher:
 
     # -- capacity -------------------------------------------------------------------------------------------------
 
-    def use_engine(self, supervisor: EngineSupervisor) -> None:
-        """What computes the requests; before anything is accepted."""
-        self._supervisor = self._in_flight.supervisor = supervisor
+    def start(self) -> None:
+        """Start the processes that prepare messages."""
+        self._preparation.start()
 
     def attach(self, hub: Any) -> None:
         """The event loop; again after each reconnect, at which Celery forgets what had not begun."""
@@ -178,7 +173,7 @@ class Dispatcher:
     @property
     def _takes_nothing(self) -> bool:
         """Whether messages are left in the queue however much room there is."""
-        if self._draining or self._paused or not self._supervisor.is_ready:
+        if self._draining or self._paused or not self.supervisor.is_ready:
             return True
         return self.settlement.redis_refuses or self._preparation.is_failing or self._in_flight.keeps_others_out
 
@@ -333,10 +328,7 @@ class Dispatcher:
         if claim.ended is not None:
             self.settlement.finish_ended(incoming.request_id, claim, celery_request)
             return
-        job = job_of(incoming, request, claim, celery_request)
-        job.model, job.begun_with = model, begun_with(claim.entries, model)
-        job.drawn_with = draws_of(claim.entries)
-        job.span, job.trace_id = span, self._tracing.trace_id(span)
+        job = job_of(incoming, request, claim, celery_request, model, span, self._tracing.trace_id(span))
         self._in_flight.start(job, incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
@@ -364,7 +356,7 @@ class Dispatcher:
         task_ready(old)  # forgets the id, too
         task_reserved(celery_request)
         if isinstance(job, Job):  # else it is accepted when it is prepared
-            celery_request.on_accepted(self._supervisor.pid, time.monotonic())
+            celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         if old.lease_id != celery_request.lease_id:  # the very same message has one lease, whoever fetches it
             old.cost(0)  # the new one pays
             old.acknowledge()  # refused by Redis where the old lease was lost
@@ -439,16 +431,15 @@ class Dispatcher:
 
     def _begin_with(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         """Open the doors to the first engine process; those after it must be like it."""
-        tokenizer = self._load_tokenizer()
+        tokenizer, parts = self.supervisor.tokenizer, self.supervisor.tokenizer_parts
         self._processor = InputProcessor(model_info, tokenizer, engine=self._engine, capabilities=capabilities)
         self._capabilities = capabilities
-        self._in_flight.use_model(tokenizer, capabilities)
-        self._preemption.use_engine(capabilities.exact_resume)
+        self._in_flight.use_engine(capabilities)
         self._metrics.steps_tell_only(capabilities.stats)
-        self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
+        self._formats = self._answer_formats.of(parts, tokenizer)
         settings = {
             **self._preparation_settings,
-            "tokenizer": asdict(self._tokenizer_parts()),
+            "tokenizer": asdict(parts),
             "model_info": asdict(model_info),
             "capabilities": capabilities.to_wire(),
         }
@@ -533,7 +524,7 @@ class Dispatcher:
         if self._draining:
             return False
         self._paused = False
-        self.set_state("ready" if self._supervisor.is_ready else "loading")
+        self.set_state("ready" if self.supervisor.is_ready else "loading")
         return True
 
     def stats(self) -> dict[str, Any]:
@@ -557,8 +548,8 @@ class Dispatcher:
             "slots": self._max_num_seqs,
             "engine": {
                 "name": self._engine,
-                "pid": self._supervisor.pid,
-                "ready": self._supervisor.is_ready,
+                "pid": self.supervisor.pid,
+                "ready": self.supervisor.is_ready,
                 **{name: level if name in told else None for name, level in levels.items()},
                 "isolating": self._in_flight.is_isolating,
             },

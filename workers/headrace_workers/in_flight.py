@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import redis
@@ -18,13 +18,12 @@ import structlog
 from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
 from headrace_broker.results import ErrorInfo
-from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.capabilities import EngineCapabilities, ExactResume
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.errors import NOTHING_MAY_FOLLOW
 from headrace_engine.input_processor import request_of_choice
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
-from headrace_engine.tokenizer import ModelTokenizer
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.job import Job
 from headrace_workers.listener_watch import ListenerWatch
@@ -46,16 +45,16 @@ class InFlight:
             wait. Steps that take longer are each published.
     """
 
-    supervisor: EngineSupervisor
-
     def __init__(
         self,
         client: "redis.Redis",
+        supervisor: EngineSupervisor,
         settlement: Settlement,
         metrics: Metrics,
         tracing: RequestTracing,
         publish_interval: float = 0.0,
     ) -> None:
+        self._supervisor = supervisor
         self._settlement = settlement
         self._metrics = metrics
         self._tracing = tracing
@@ -68,7 +67,8 @@ class InFlight:
         self._published_all_at = -math.inf
         self._catch_up: Any = None
         """The timer of `_publish_overdue`."""
-        self._output_processor: OutputProcessor | None = None
+        self.exact_resume: ExactResume = "none"
+        """Which requests the engine continues with the tokens of an undisturbed run."""
         self._draws = ""
         """Name of the engine's draws; empty where it has none that can be repeated."""
         self._exact_draws: str | None = None
@@ -125,7 +125,7 @@ class InFlight:
         self._metrics.request_started()
         if job.attempt > 1:
             logger.info("request continues", **job.log_fields, resumed_tokens=job.num_tokens)
-        job.celery_request.on_accepted(self.supervisor.pid, time.monotonic())
+        job.celery_request.on_accepted(self._supervisor.pid, time.monotonic())
         if deadline is not None:
             delay = max(0.0, deadline - time.time())
             job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
@@ -138,7 +138,7 @@ class InFlight:
             self._follow(job)
             if self._quarantine.admits(job):
                 make_room(job)
-                self.supervisor.send(job.core_requests())
+                self._supervisor.send(job.core_requests())
             else:
                 self._go_on_with_quarantine()
         else:  # everything was generated, only the end was not written
@@ -182,11 +182,10 @@ class InFlight:
         del self._jobs[job.request_id]
         self._slots_used = None
         job.cancel_timers()
-        assert self._output_processor is not None
         aborted = self._output_processor.abort(job.request_id)
         if aborted is None:
             return None
-        self.supervisor.abort(aborted[1])
+        self._supervisor.abort(aborted[1])
         return aborted[0]
 
     def _publish_unshown(self, job: Job, last: RequestOutput | None) -> None:
@@ -198,16 +197,20 @@ class InFlight:
 
     # -- the engine's life ----------------------------------------------------------------------------------------
 
-    def use_model(self, tokenizer: ModelTokenizer, capabilities: EngineCapabilities) -> None:
+    @cached_property
+    def _output_processor(self) -> OutputProcessor:
+        """The tokenizer is known when the first engine is ready."""
+        return OutputProcessor(self._supervisor.tokenizer)
+
+    def use_engine(self, capabilities: EngineCapabilities) -> None:
         """What computes the requests; before anything is started."""
-        self._output_processor = OutputProcessor(tokenizer)
+        self.exact_resume = capabilities.exact_resume
         self._draws = capabilities.draws or ""
         self._exact_draws = capabilities.draws if capabilities.exact_resume == "all" else None
 
     def engine_lost(self, reason: str, *, was_ready: bool) -> None:
         """All requests wait for the next engine process, but for the one that is to blame."""
         if was_ready:  # one that was still loading had no request yet
-            assert self._output_processor is not None
             if self._output_processor.holds_back:  # what killed it lies behind the last token that it gave
                 self._show()
             poison = self._quarantine.engine_lost(self._jobs.values())
@@ -217,17 +220,16 @@ class InFlight:
 
     def send_chosen(self) -> None:
         """To an engine that has no request: all, or the suspect that is to run alone."""
-        assert self._output_processor is not None
         for job in self._quarantine.choose(self._jobs.values()):
-            self._send_again(job, self._output_processor)
+            self._send_again(job)
 
-    def _send_again(self, job: Job, output_processor: OutputProcessor) -> None:
+    def _send_again(self, job: Job) -> None:
         todo = job.core_requests()
         if job.num_tokens:
             self._note_other_draws(job, {self._draws})
-        output_processor.abort(job.request_id)  # what was held back will be generated again
+        self._output_processor.abort(job.request_id)  # what was held back will be generated again
         self._follow(job)
-        self.supervisor.send(todo)
+        self._supervisor.send(todo)
 
     def _note_other_draws(self, job: Job, drawn_with: set[str]) -> None:
         """Count a sampled request whose next tokens are not those that an undisturbed run would have drawn."""
@@ -242,7 +244,6 @@ class InFlight:
             )
 
     def _follow(self, job: Job) -> None:
-        assert self._output_processor is not None
         self._output_processor.add_request(job.request)
         for index, choice in enumerate(job.choices):
             if choice.finish_reason is not None:
@@ -250,7 +251,7 @@ class InFlight:
 
     def _bury(self, job: Job, reason: str) -> None:
         logger.error("request kills the engine", **job.log_fields, reason=reason)
-        self.supervisor.forgive()
+        self._supervisor.forgive()
         self._publish_unshown(job, self._abort(job))
         job.celery_request.finish_as_dead_letter(f"poison: {reason}")
         message = f"the engine died three times while it computed this request, at last with it alone: {reason}"
@@ -258,7 +259,7 @@ class InFlight:
 
     def _go_on_with_quarantine(self) -> None:
         """If the suspect has ended or shown its innocence, it is the next one's turn, or all others'."""
-        if not self.supervisor.is_ready:
+        if not self._supervisor.is_ready:
             return
         suspect = self._quarantine.alone
         if suspect is None:
@@ -277,14 +278,12 @@ class InFlight:
 
     def publish(self, outputs: EngineCoreOutputs) -> None:
         """One step's tokens, as text, go to their streams."""
-        assert self._output_processor is not None
         self._note_admitted(outputs.stats)
         self._publish_due(outputs.outputs)
         self._go_on_with_quarantine()
 
     def _publish_due(self, outputs: Sequence[EngineCoreOutput] = ()) -> None:
         """What is new, and what was held back, as far as it is time."""
-        assert self._output_processor is not None
         left = self._published_all_at + self._publish_interval - time.monotonic()
         self._show(outputs, hold_back=left > 0)
         if self._output_processor.holds_back and self._catch_up is None:
@@ -294,10 +293,9 @@ class InFlight:
         self._catch_up = self._hub.call_later(seconds, self._publish_overdue)
 
     def _show(self, outputs: Sequence[EngineCoreOutput] = (), *, hold_back: bool = False) -> None:
-        assert self._output_processor is not None
         started, now = time.perf_counter(), time.monotonic()
         processed = self._output_processor.process(outputs, hold_back=hold_back)
-        self.supervisor.abort(processed.finished_choice_ids)
+        self._supervisor.abort(processed.finished_choice_ids)
         num_tokens = 0
         for output in processed.request_outputs:
             num_tokens += self._publish(output, now)
@@ -313,13 +311,12 @@ class InFlight:
 
     def _publish_overdue(self) -> None:
         """Where a step takes long, what was held back does not wait for its end, but for two intervals at most."""
-        assert self._output_processor is not None
         self._catch_up = None
         if self._output_processor.holds_back:
             try:
                 self._publish_due()
             except Exception as error:  # noqa: BLE001  # the event loop would only log it
-                self.supervisor.fail(error)
+                self._supervisor.fail(error)
 
     def _note_admitted(self, stats: StepStats) -> None:
         """A request's time in the engine's queue ends where its first step began."""
@@ -385,12 +382,11 @@ class InFlight:
 
     def publish_held_back(self) -> None:
         """Write what waits for the interval of publishing, so that a request that goes generates nothing twice."""
-        assert self._output_processor is not None
         try:
             if self._output_processor.holds_back:
                 self._show()
         except Exception as error:  # noqa: BLE001  # it is not the better request's, which would be refused for it
-            self.supervisor.fail(error)
+            self._supervisor.fail(error)
         self.flush()
 
     def heartbeat(self) -> None:
@@ -399,4 +395,4 @@ class InFlight:
         self._quarantine.record(self._jobs.values())
         self._end_all_unheard()
         self._go_on_with_quarantine()
-        self.supervisor.check_progress(has_work=any(job.num_unfinished for job in self))
+        self._supervisor.check_progress(has_work=any(job.num_unfinished for job in self))

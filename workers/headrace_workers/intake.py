@@ -10,8 +10,9 @@ from typing import Any, Literal
 from headrace_broker import errors as broker_errors
 from headrace_broker.listeners import is_abandon_after
 from headrace_broker.messages import GenerateRequest
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import Claim
+from headrace_broker.streams import Claim, begun_with, draws_of
 from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
 from headrace_engine.chat import ChatOptions
@@ -189,7 +190,15 @@ def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
         raise RefusedError("unsupported", _NO_TOOLS)
 
 
-def job_of(incoming: Incoming, request: ProcessedRequest, claim: Claim, celery_request: CeleryRequest) -> Job:
+def job_of(
+    incoming: Incoming,
+    request: ProcessedRequest,
+    claim: Claim,
+    celery_request: CeleryRequest,
+    model: ModelIdentity,
+    span: Any,
+    trace_id: str | None,
+) -> Job:
     """The job of a claimed request, with all that earlier attempts have generated."""
     job = Job(
         celery_request=celery_request,
@@ -200,6 +209,11 @@ def job_of(incoming: Incoming, request: ProcessedRequest, claim: Claim, celery_r
         queued_at=incoming.queued_at,
         tenant=incoming.tenant,
         abandon_after=incoming.abandon_after,
+        span=span,
+        trace_id=trace_id,
+        model=model,
+        begun_with=begun_with(claim.entries, model),
+        drawn_with=draws_of(claim.entries),
         engine_losses=claim.engine_losses,
         step=incoming.step,
         preemptions=incoming.preemptions,

@@ -24,6 +24,7 @@ from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCor
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.token_pieces import TokenPieces
+from headrace_engine.tokenizer_parts import TokenizerParts
 from unit.engine.letters import load_tokenizer
 
 MODEL = ModelInfo(
@@ -181,6 +182,8 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.is_ready = True
+        self.tokenizer = FakeTokenizer()
+        self.tokenizer_parts = TokenizerParts(tokenizer_json="", special_tokens={})
         self.pid = 4711
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []

@@ -117,7 +117,9 @@ class Dispatcher:
         self._health = health
         self._on_given_up = on_given_up
         self._preemption = preemption
-        self._in_flight = InFlight(client, self.supervisor, self.settlement, metrics, self._tracing, publish_interval)
+        self._in_flight = InFlight(
+            client, self._writer, self.supervisor, self.settlement, metrics, self._tracing, publish_interval
+        )
         self._preparation = Preparation(
             make_lane,
             adapters,
@@ -184,7 +186,7 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Nothing taken, nothing to write, nothing to acknowledge."""
-        return not self._in_flight and not self._preparation and self.settlement.is_idle
+        return self._in_flight.is_idle and not self._preparation and self.settlement.is_idle
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -217,7 +219,7 @@ class Dispatcher:
         known = (
             self._preparation.get(incoming.request_id)
             or self._in_flight.get(incoming.request_id)
-            or self.settlement.ending(incoming.request_id)
+            or self._in_flight.ending(incoming.request_id)
         )
         if known is not None:
             if known.celery_request.content == celery_request.content:
@@ -373,7 +375,7 @@ class Dispatcher:
         job = self._in_flight.get(request_id)
         if job is None:
             return False
-        self._in_flight.end(job, self.settlement.revoke)
+        self._in_flight.revoke(job)
         return True
 
     def lease_lost(self, message: Any) -> None:
@@ -475,7 +477,7 @@ class Dispatcher:
 
     def heartbeat(self) -> None:
         """Once a second from the event loop."""
-        self.settlement.redis_refuses = False
+        self.settlement.heartbeat()
         self._metrics.heartbeat()
         self._metrics.loop_lag(self._loop_watch.longest_silence())
         self._health.heartbeat(len(self._in_flight))

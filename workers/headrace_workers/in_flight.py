@@ -26,6 +26,7 @@ from headrace_engine.errors import NOTHING_MAY_FOLLOW
 from headrace_engine.input_processor import request_of_choice
 from headrace_engine.output_processor import OutputProcessor
 from headrace_engine.outputs import RequestOutput
+from headrace_engine.request import EngineCoreRequest
 from headrace_monitoring.labels import Outcome
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.job import Job
@@ -153,10 +154,10 @@ class InFlight:
             self._abandon(job)
         elif job.num_unfinished:
             self._note_other_draws(job, job.drawn_with)
-            self._follow(job)
+            todo = self._follow(job)
             if self._quarantine.admits(job):
                 make_room(job)
-                self._supervisor.send(job.core_requests())
+                self._supervisor.send(todo)
             else:
                 self._go_on_with_quarantine()
         else:  # everything was generated, only the end was not written
@@ -280,12 +281,10 @@ class InFlight:
             self._send_again(job)
 
     def _send_again(self, job: Job) -> None:
-        todo = job.core_requests()
         if job.num_tokens:
             self._note_other_draws(job, {self._draws})
         self._output_processor.abort(job.request_id)  # what was held back will be generated again
-        self._follow(job)
-        self._supervisor.send(todo)
+        self._supervisor.send(self._follow(job))
 
     def _note_other_draws(self, job: Job, drawn_with: set[str]) -> None:
         """Count a sampled request whose next tokens are not those that an undisturbed run would have drawn."""
@@ -299,11 +298,12 @@ class InFlight:
                 draws=self._draws,
             )
 
-    def _follow(self, job: Job) -> None:
-        self._output_processor.add_request(job.request)
-        for index, choice in enumerate(job.choices):
-            if choice.finish_reason is not None:
-                self._output_processor.finish_choice(job.request_id, index, choice.finish_reason, choice.stop_reason)
+    def _follow(self, job: Job) -> list[EngineCoreRequest]:
+        """Expect outputs of the choices that go on. Returns what the engine has to do."""
+        todo = job.core_requests()
+        ended = [index for index, choice in enumerate(job.choices) if choice.finish_reason is not None]
+        self._output_processor.add_request(job.request, ended)
+        return todo
 
     def _bury(self, job: Job, reason: str) -> None:
         logger.error("request kills the engine", **job.log_fields, reason=reason)

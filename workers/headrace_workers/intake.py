@@ -200,7 +200,7 @@ def job_of(
     trace_id: str | None,
 ) -> Job:
     """The job of a claimed request, with all that earlier attempts have generated."""
-    job = Job(
+    return Job(
         celery_request=celery_request,
         request=request,
         attempt=claim.attempt,
@@ -218,8 +218,6 @@ def job_of(
         step=incoming.step,
         preemptions=incoming.preemptions,
     )
-    job.core_requests()  # tells the engine's requests which tokens they have already
-    return job
 
 
 def _is_protocol_2(body: Any) -> bool:

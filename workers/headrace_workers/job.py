@@ -27,7 +27,7 @@ from headrace_workers.celery_request import CeleryRequest
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What one choice has published so far, all attempts together."""
+    """What one choice has published so far, all attempts together. Nothing else keeps it while the request runs."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

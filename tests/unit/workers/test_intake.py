@@ -178,4 +178,4 @@ def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
     request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
     job = job_of(read, request, claim, FakeCeleryRequest(), ModelIdentity("tiny"), None, None)
     assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)
-    assert job.request.choices[0].output_token_ids == [10, 11]
+    assert job.core_requests()[0].output_token_ids == [10, 11]

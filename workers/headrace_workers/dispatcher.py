@@ -345,7 +345,7 @@ class Dispatcher:
         return self._processor.assemble(
             incoming.request_id,
             CheckedPrompt(None, prepared.token_ids, prepared.bad_words_token_ids),
-            SamplingParams.from_dict(prepared.params),
+            SamplingParams.from_wire(prepared.params),
             incoming.priority if self._capabilities.priority else 0,  # the queue's order is kept all the same
             incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
             "" if shares else f"tenant {incoming.tenant}",

@@ -150,37 +150,35 @@ class Intake:
                 "model_not_found", f"model {request.model!r} is not served here; this queue serves {served}"
             )
         try:
-            return self._tokenize(request_id, request)
+            return self._check(request_id, request)
         except engine_errors.InvalidRequestError as error:
             raise RefusedError(error.code, str(error)) from error
 
-    def _tokenize(self, request_id: str, request: GenerateRequest) -> Prepared:
+    def _check(self, request_id: str, request: GenerateRequest) -> Prepared:
         given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
         if request.messages is not None:
             check_tools(request, self._processor)
-            processed = self._processor.process_chat(
-                request_id, request.messages, params, chat_options=ChatOptions(**request.chat_options)
-            )
+            checked = self._processor.check_chat(request.messages, params, ChatOptions(**request.chat_options))
         else:
             prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
             assert prompt is not None
-            processed = self._processor.process(request_id, prompt, params)
+            checked = self._processor.check(prompt, params)
         if params.seed is None:
             # It draws by its id, so that another worker draws the same numbers.
             params.seed = seed_of(request_id)
         if params.allowed_token_ids is not None:  # a list may name each token many times
             params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
         return Prepared(
-            token_ids=processed.prompt_token_ids,
-            bad_words_token_ids=processed.choices[0].bad_words_token_ids,
+            token_ids=checked.token_ids,
+            bad_words_token_ids=checked.bad_words_token_ids,
             params=params.to_dict(),
             given_numbers={
                 name: value for name, value in request.sampling_params.items() if isinstance(value, int | float)
             },
             is_chat=request.messages is not None,
             lora=request.lora,
-            prompt_tail=(processed.prompt or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
+            prompt_tail=(checked.text or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
         )
 
 

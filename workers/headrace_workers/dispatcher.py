@@ -328,7 +328,7 @@ class Dispatcher:
             self.settlement.set_aside(incoming.request_id, celery_request)
             return
         if claim.ended is not None:
-            self.settlement.finish_ended(incoming.request_id, claim, celery_request)
+            self.settlement.finish_ended(celery_request, claim, claim.ended)
             return
         job = job_of(incoming, request, claim, celery_request, model, span, self._tracing.trace_id(span))
         self._in_flight.start(job, incoming.deadline, partial(self._preemption.make_room, self._in_flight))

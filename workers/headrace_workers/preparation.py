@@ -183,9 +183,8 @@ class Preparation:
         """Once a second: what takes too long is ended. Returns what is here."""
         self._quick.check()
         self._slow.check()
-        for message in [message for message in self._held.values() if message.prepared is not None]:
-            if time.monotonic() - message.since > ADAPTER_SECONDS:
-                assert message.prepared is not None
+        for message in list(self._held.values()):
+            if message.prepared is not None and time.monotonic() - message.since > ADAPTER_SECONDS:
                 self.drop(message)
                 self._refused(
                     message,

@@ -110,19 +110,18 @@ class Settlement:
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 
-    def finish_ended(self, request_id: str, claim: Claim, celery_request: CeleryRequest) -> None:
+    def finish_ended(self, celery_request: CeleryRequest, claim: Claim, ended: EndEvent) -> None:
         """The stream says that the request is over; only the result or the acknowledgement is missing."""
-        assert claim.ended is not None
         logger.info(
             "request had ended already",
-            request_id=request_id,
+            request_id=celery_request.id,
             attempt=claim.attempt,
-            finish_reason=claim.ended.finish_reason,
+            finish_reason=ended.finish_reason,
         )
-        if claim.ended.finish_reason == "cancelled":
+        if ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled", tenant_of(celery_request))
-        result = recorded_result(request_id, claim.entries, claim.ended)
-        celery_request.cost(_tokens_of(claim.ended.usage or recorded_usage(claim.entries)))
+        result = recorded_result(celery_request.id, claim.entries, ended)
+        celery_request.cost(_tokens_of(ended.usage or recorded_usage(claim.entries)))
         self._finish(celery_request, partial(celery_request.finish, result.to_wire()))
 
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: CeleryRequest) -> None:

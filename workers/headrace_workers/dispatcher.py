@@ -1,9 +1,9 @@
 """`Dispatcher`: takes requests from the queue as long as the engine has room, and answers those that cannot be served.
 
-    queue --accept--> `Preparation` --claim the stream--> `InFlight` --engine, text, chunks--> `Settlement`
+    queue --accept--> `Preparation` --`StreamClaims`--> `InFlight` --engine, text, chunks--> `Settlement`
 
-Runs on the thread of Celery's event loop alone. What messages say is found out in `preparation.py`, what runs is in
-`in_flight.py`, how it ends in `settlement.py`.
+Runs on the thread of Celery's event loop alone. What messages say is found out in `preparation.py`, streams are claimed
+in `stream_claims.py`, what runs is in `in_flight.py`, how it ends in `settlement.py`.
 """
 
 import time
@@ -37,7 +37,7 @@ from headrace_workers.adapters import Adapters
 from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.in_flight import InFlight
-from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
+from headrace_workers.intake import Incoming, Prepared, RefusedError
 from headrace_workers.job import Job
 from headrace_workers.loop_watch import LoopWatch
 from headrace_workers.plain_requests import PlainRequests
@@ -45,6 +45,7 @@ from headrace_workers.preemption import Preemption
 from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation_lane import MakeLane
 from headrace_workers.settlement import Settlement, StoreResult
+from headrace_workers.stream_claims import StreamClaims
 from headrace_workers.supervisor import DeathCause, EngineEvents, EngineSupervisor
 from headrace_workers.tracing import RequestTracing
 
@@ -102,6 +103,7 @@ class Dispatcher:
         self._writer = StreamWriter(client, stream_ttl_seconds)
         self._tracing = RequestTracing(tracer_provider, served_names[0])
         self.settlement = Settlement(self._writer, metrics, store_result, self._tracing)
+        self._claims = StreamClaims(self._writer, self.settlement, metrics, self._tracing, worker_name)
         self._served_names = served_names
         self._adapters = adapters
         self._worker_name = worker_name
@@ -304,34 +306,11 @@ class Dispatcher:
             self._in_flight.drop(job)
 
     def _start(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        incoming, celery_request = message.incoming, message.celery_request
-        request = self._assemble(incoming, prepared, adapter)
-        started = time.perf_counter()
-        span = self._tracing.begin(incoming, prepared)
-        model = self._model_of(request)
-        claim = self._writer.claim(
-            incoming.request_id,
-            self._worker_name,
-            self._tracing.traceparent(span),
-            incoming.abandon_after,
-            content=celery_request.content,
-            model=model,
-            prompt_tokens=len(prepared.token_ids),
-            prompt_tail=prepared.prompt_tail,
-            draws=self._capabilities.draws or "",
-        )
-        self._metrics.redis_command("claim", time.perf_counter() - started)
-        if claim.has_replaced:
-            logger.warning("deleted a stream that no worker can have written", request_id=incoming.request_id)
-            self._metrics.stream_replaced()
-        if claim.is_anothers:
-            self.settlement.set_aside(incoming.request_id, celery_request)
-            return
-        if claim.ended is not None:
-            self.settlement.finish_ended(celery_request, claim, claim.ended)
-            return
-        job = job_of(incoming, request, claim, celery_request, model, span, self._tracing.trace_id(span))
-        self._in_flight.start(job, incoming.deadline, partial(self._preemption.make_room, self._in_flight))
+        request = self._assemble(message.incoming, prepared, adapter)
+        model, draws = self._model_of(request), self._capabilities.draws or ""
+        job = self._claims.claim(message.incoming, prepared, message.celery_request, request, model, draws)
+        if job is not None:
+            self._in_flight.start(job, message.incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
         """What the request is computed with."""

@@ -10,17 +10,14 @@ from typing import Any, Literal
 from headrace_broker import errors as broker_errors
 from headrace_broker.listeners import is_abandon_after
 from headrace_broker.messages import GenerateRequest
-from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import Claim, begun_with, draws_of
 from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
 from headrace_engine.chat import ChatOptions
-from headrace_engine.input_processor import InputProcessor, ProcessedRequest
+from headrace_engine.input_processor import InputProcessor
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.errors import HeadraceWorkerError
-from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
 PROMPT_TAIL_CHARS = 64
 _LATEST_UNIX_TIME = 1e11
@@ -186,36 +183,6 @@ def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
     """Raises RefusedError where the request has tools, and the chat template shows the model none."""
     if request.tools and not processor.shows_tools:
         raise RefusedError("unsupported", _NO_TOOLS)
-
-
-def job_of(
-    incoming: Incoming,
-    request: ProcessedRequest,
-    claim: Claim,
-    celery_request: CeleryRequest,
-    model: ModelIdentity,
-    span: Any,
-    trace_id: str | None,
-) -> Job:
-    """The job of a claimed request, with all that earlier attempts have generated."""
-    return Job(
-        celery_request=celery_request,
-        request=request,
-        attempt=claim.attempt,
-        choices=recorded_choices(claim.entries, request.params.n),
-        prompt_logprobs=recorded_prompt_logprobs(claim.entries),
-        queued_at=incoming.queued_at,
-        tenant=incoming.tenant,
-        abandon_after=incoming.abandon_after,
-        span=span,
-        trace_id=trace_id,
-        model=model,
-        begun_with=begun_with(claim.entries, model),
-        drawn_with=draws_of(claim.entries),
-        engine_losses=claim.engine_losses,
-        step=incoming.step,
-        preemptions=incoming.preemptions,
-    )
 
 
 def _is_protocol_2(body: Any) -> bool:

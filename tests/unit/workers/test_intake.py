@@ -16,7 +16,8 @@ from headrace_engine.input_processor import InputProcessor
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
-from headrace_workers.intake import Incoming, Intake, RefusedError, job_of, seed_of
+from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
+from headrace_workers.stream_claims import job_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
 pytestmark = pytest.mark.torch

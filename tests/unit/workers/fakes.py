@@ -24,6 +24,7 @@ from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCor
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.token_pieces import TokenPieces
+from headrace_engine.tokenizer_parts import TokenizerParts
 from unit.engine.letters import load_tokenizer
 
 MODEL = ModelInfo(
@@ -181,6 +182,8 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.is_ready = True
+        self.tokenizer = FakeTokenizer()
+        self.tokenizer_parts = TokenizerParts(tokenizer_json="", special_tokens={})
         self.pid = 4711
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -232,6 +235,7 @@ class FakeCeleryRequest:
         self.lease_id = lease_id
         self.is_revoked = False
         self.fate: list[str] = []
+        self.results: dict[str, dict[str, Any]] = {}
         self.burial: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
@@ -255,6 +259,12 @@ class FakeCeleryRequest:
 
     def acknowledge(self) -> None:
         self.fate.append("acknowledged")
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self.results[self.id] = result
+
+    def finish_as_dead_letter(self, reason: str) -> None:
+        self.burial = reason
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         assert not (strike and is_preempted)

@@ -110,12 +110,11 @@ def test_a_start_whose_connection_fails_halfway_goes_back_and_leaves_nothing_beh
 
 
 def test_a_result_that_cannot_be_stored_lets_the_message_go(desk: Desk) -> None:
-    request = FakeCeleryRequest()
+    class Unstorable(FakeCeleryRequest):
+        def finish(self, result: dict[str, Any]) -> None:
+            raise OSError("no result backend")
 
-    def run_task(_: dict[str, Any]) -> None:
-        raise OSError("no result backend")
-
-    desk.dispatcher.accept(request, run_task)
+    request = desk.accept(Unstorable())
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
     assert request.fate == ["accepted", "let go"]

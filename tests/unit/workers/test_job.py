@@ -13,7 +13,7 @@ from headrace_engine.outputs import CompletionOutput, RequestOutput
 from headrace_engine.outputs import Logprob as EngineLogprob
 from headrace_engine.sampling_params import SamplingParams
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
-from unit.workers.fakes import MODEL, FakeTimer, FakeTokenizer
+from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTimer, FakeTokenizer
 
 pytestmark = pytest.mark.torch
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 def make_job(n: int = 1, attempt: int = 1, entries: list[StreamEvent] | None = None) -> Job:
     processor = InputProcessor(MODEL, FakeTokenizer())  # type: ignore[arg-type]
     request = processor.process("r1", "abc", SamplingParams(n=n, seed=5, max_tokens=9))
-    return Job(None, None, request, attempt, recorded_choices(entries or [], n), queued_at=None)
+    return Job(FakeCeleryRequest(), request, attempt, recorded_choices(entries or [], n), queued_at=None)
 
 
 def output(token_ids: list[int], text: str, index: int = 0, **more: Any) -> CompletionOutput:

@@ -46,9 +46,12 @@ class Lane:
         self.numbers = itertools.count(1)
         self.answers: dict[int, list[Any]] = {}
         self.verdicts: dict[str, str | None] = {}
-        self.lane = PreparationLane(is_quick=is_quick, cpu_seconds=cpu_seconds)
-        self.lane.on_answer = self.answers.__setitem__
-        self.lane.on_verdict = self.verdicts.__setitem__
+        self.lane = PreparationLane(
+            is_quick=is_quick,
+            on_answer=self.answers.__setitem__,
+            on_verdict=self.verdicts.__setitem__,
+            cpu_seconds=cpu_seconds,
+        )
         self.lane.start()
         self.lane.attach(self.hub)
         self.lane.configure(

@@ -20,8 +20,6 @@ from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.models.load_errors import lasting_errors
 
-pytestmark = pytest.mark.torch
-
 WEIGHTS = "model.safetensors"
 TENSOR = "model.layers.0.mlp.down_proj.weight"
 

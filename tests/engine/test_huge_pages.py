@@ -8,8 +8,6 @@ import torch
 from headrace_engine.runner.native import huge_pages
 from headrace_engine.runner.native.huge_pages import HugePages
 
-pytestmark = pytest.mark.torch
-
 
 def test_tensors_do_not_overlap_and_begin_where_vectors_can() -> None:
     pages = HugePages()

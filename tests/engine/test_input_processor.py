@@ -15,8 +15,6 @@ from headrace_engine.input_processor import InputProcessor, choice_seed
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 MAX_MODEL_LEN = 20
 
 

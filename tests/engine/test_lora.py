@@ -25,8 +25,6 @@ from headrace_engine.errors import InvalidRequestError, LoRAError
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.request import EngineCoreRequest
 
-pytestmark = pytest.mark.torch
-
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

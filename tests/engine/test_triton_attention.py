@@ -22,8 +22,6 @@ from engine.attention_cases import Case, Problem
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.triton_backend import TritonBackend
 
-pytestmark = pytest.mark.torch
-
 pytest.importorskip("triton", reason="Triton is not installed: make test-triton")
 
 FP8 = torch.float8_e4m3fn

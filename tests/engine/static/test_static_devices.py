@@ -27,8 +27,6 @@ from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.xla import XLA
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def devices(tmp_path: Path) -> Path:

@@ -27,8 +27,6 @@ from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.shapes import Shape
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 class Traced:
     """A core on the static runner, compiled by a backend that keeps what it is given."""

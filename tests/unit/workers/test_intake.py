@@ -18,8 +18,6 @@ from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_workers.intake import Incoming, Intake, RefusedError, job_of, seed_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def intake() -> Intake:

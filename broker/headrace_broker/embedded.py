@@ -113,7 +113,7 @@ class EmbeddedServer:
         # Between finding a free port and binding it, another process may take it; a port once used must stay ours.
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(attempts):
-            port = self._port or _free_port()
+            port = self._port or free_port()
             try:
                 self._process = self._spawn(program, port)
             except EmbeddedServerError:
@@ -158,7 +158,7 @@ class EmbeddedServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,  # one system call that takes no lock, so threads do no harm
+            preexec_fn=die_with_parent,  # one system call that takes no lock, so threads do no harm
         )
         try:
             _await_answer(process, self._url_at(port))
@@ -203,7 +203,8 @@ def _find_program(prefer: Prefer | None, path: str | None) -> str:
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback address that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -235,6 +236,7 @@ def _await_answer(process: "subprocess.Popen[bytes]", url: str) -> None:
     raise TimeoutError(f"it did not answer within {_START_SECONDS:g} s")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

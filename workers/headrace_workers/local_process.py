@@ -87,18 +87,18 @@ class LocalProcess(ABC):
     def _not_ready(self) -> str | None:
         """Why it cannot serve yet; None once it can."""
 
-    def stop(self, timeout: float = 20.0) -> int:
-        """SIGTERM, and SIGKILL after `timeout` seconds; returns the exit status."""
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL after 20 seconds; returns the exit status."""
         assert self._process is not None, "not started"
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
-                return self._process.wait(timeout)
+                return self._process.wait(20.0)
             self._process.kill()
         return self._process.wait()
 
-    def log_tail(self, lines: int = 20) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
 
     def __enter__(self) -> Self:
         self.start()

@@ -1,7 +1,7 @@
 /* The operations between and after the matrix products of a model, in one pass over memory each.
  *
  * All arithmetic is float32, whatever the type of the data, and is rounded once. The loops are plain C, which GCC and Clang
- * vectorise for the processor. Rows are divided among threads only if there is enough work to wake them for.
+ * vectorise for the processor. Rows are divided among threads only if the work takes longer than waking them.
  */
 #include <math.h>
 
@@ -82,7 +82,7 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
                              float eps, const void *cosine, const void *sine) {
     int half = rotary_dim / 2;
     for (int64_t token = begin; token < end; token++) {
-        float c[1024], s[1024], x[1024], w[1024], turned[1024];
+        float c[1024], s[1024], x[1024], w[1024], rotated[1024];
         if (cosine) {
             load(c, cosine, token * rotary_dim, rotary_dim, dtype);
             load(s, sine, token * rotary_dim, rotary_dim, dtype);
@@ -98,10 +98,10 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
             }
             if (cosine) {
                 for (int i = 0; i < half; i++) {
-                    turned[i] = x[i] * c[i] - x[i + half] * s[i];
-                    turned[i + half] = x[i + half] * c[i + half] + x[i] * s[i + half];
+                    rotated[i] = x[i] * c[i] - x[i + half] * s[i];
+                    rotated[i + half] = x[i + half] * c[i + half] + x[i] * s[i + half];
                 }
-                memcpy(x, turned, sizeof(float) * rotary_dim);
+                memcpy(x, rotated, sizeof(float) * rotary_dim);
             }
             store(data, at, x, head_dim, dtype);
         }
@@ -133,8 +133,8 @@ void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void
     }
 }
 
-/* Rounds each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. Rows do not affect each other.
- * A row with a value that is not finite gets NaN as its scale. */
+/* Quantises each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. Rows do not affect each
+ * other. A row with a value that is not finite gets NaN as its scale. */
 void headrace_quantise_rows(int dtype, int threads, int64_t rows, int dim, const void *values, uint8_t *out,
                             float *scales) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
@@ -176,28 +176,28 @@ void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const fl
 /* Returns the index of the first NaN, or of the first largest element if there is no NaN. */
 static inline __attribute__((always_inline)) int first_largest(const void *values, int64_t at, int dim, int dtype) {
     f32x vector = broadcast(-INFINITY);
-    i32x no_number = {0};
-    int i = 0, strange = 0;
+    i32x nan_lanes = {0};
+    int i = 0, has_nan = 0;
     for (; i + LANES <= dim; i += LANES) {
         f32x x = load_vector(values, at + i, dtype);
-        no_number |= x != x;
+        nan_lanes |= x != x;
         vector = max_vector(x, vector); /* unchanged where x is NaN */
     }
     float largest = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) strange |= no_number[lane], largest = vector[lane] > largest ? vector[lane] : largest;
+    for (int lane = 0; lane < LANES; lane++) has_nan |= nan_lanes[lane], largest = vector[lane] > largest ? vector[lane] : largest;
     for (; i < dim; i++) {
         float x = load_scalar(values, at + i, dtype);
-        strange |= x != x, largest = x > largest ? x : largest;
+        has_nan |= x != x, largest = x > largest ? x : largest;
     }
     for (int start = 0; start < dim; start += 256) {
         int n = dim - start < 256 ? dim - start : 256, found = 0;
         for (i = start; i < start + n; i++) {
             float x = load_scalar(values, at + i, dtype);
-            found |= strange ? x != x : x == largest;
+            found |= has_nan ? x != x : x == largest;
         }
         for (i = start; found; i++) {
             float x = load_scalar(values, at + i, dtype);
-            if (strange ? x != x : x == largest) return i;
+            if (has_nan ? x != x : x == largest) return i;
         }
     }
     return 0; /* dim is 0 */

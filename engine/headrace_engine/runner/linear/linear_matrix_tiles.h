@@ -3,8 +3,9 @@
  * A panel has the layout of PAIRS, [steps][PANEL][2], with zeros after the last input. The input is copied into tiles of 16
  * rows, [tiles][in / 32][16 rows][32], with zeros after the last row and input. Two tiles of rows are multiplied with a panel,
  * or a part of it, at a time. Their six tiles of sums stay in registers. */
-#define MAX_TILES 32 /* of rows that are multiplied with one panel before the next; */
-#define MAX_TILES_BYTES (768 << 10) /* they stay in L2 */
+/* Limits of a block: tiles of rows that are multiplied with one panel before the next. They stay in L2. */
+#define MAX_TILES 32
+#define MAX_TILES_BYTES (768 << 10)
 
 static inline int64_t max_matrix_tiles(int64_t pairs) {
     int64_t fit = MAX_TILES_BYTES / (pairs * 4 * TILE_ROWS);
@@ -13,7 +14,7 @@ static inline int64_t max_matrix_tiles(int64_t pairs) {
 
 #if HAS_MATRIX_TILES
 #define ROW_BYTES (PANEL * 4) /* of a panel: one pair of inputs */
-#define MAX_PART 6           /* steps of a panel that stay in L1 together with the same steps of the rows */
+#define MAX_PART 6            /* steps of a panel that stay in L1 together with the same steps of the rows */
 #define FEW_TILES 4           /* for this many tiles of rows, a panel is not divided */
 
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) {
@@ -36,7 +37,7 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
     }
 }
 
-/* What is prefetched during products: `lines` cache lines with each. All at once would delay all other reads. */
+/* What is prefetched during products: `lines` cache lines with each product. All at once would delay all other reads. */
 typedef struct {
     const char *line, *end;
     int lines;

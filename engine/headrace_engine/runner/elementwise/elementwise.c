@@ -33,28 +33,6 @@ static inline float inverse_rms(const float *restrict row, int n, float eps) {
     return 1.0f / sqrtf(sum / n + eps);
 }
 
-/* exp(x) for x <= 0 by range reduction and a degree-6 polynomial; relative error about 2e-7, 0 below -87. */
-static inline float exp_negative(float x) {
-    float clipped = x < -87.0f ? -87.0f : x;
-    float n = (clipped * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
-    float r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = r * 1.3888888888e-3f + 8.3333333333e-3f;
-    p = p * r + 4.1666666666e-2f;
-    p = p * r + 1.6666666666e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return x < -87.0f ? 0.0f : p * power;
-}
-
-static inline float silu(float x) {
-    float e = exp_negative(x < 0 ? x : -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
-    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
-}
-
 /* out = rms_norm(hidden) * weight, for [rows][dim]. If delta is given, hidden += delta comes first. */
 void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
                            const void *weight, float eps, void *out) {
@@ -122,12 +100,12 @@ void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_st
 void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void *gate_up, void *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        float gate[256], up[256];
+        float gate[256] = {0}, up[256] = {0}; /* whole vectors, also at the end of a row */
         for (int start = 0; start < dim; start += 256) {
             int n = dim - start < 256 ? dim - start : 256;
             load(gate, gate_up, row * 2 * dim + start, n, dtype);
             load(up, gate_up, row * 2 * dim + dim + start, n, dtype);
-            for (int i = 0; i < n; i++) gate[i] = silu(gate[i]) * up[i];
+            for (int i = 0; i < n; i += LANES) *(f32x *)(gate + i) = silu(*(f32x *)(gate + i), dtype) * *(f32x *)(up + i);
             store(out, row * dim + start, gate, n, dtype);
         }
     }

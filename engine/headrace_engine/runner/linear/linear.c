@@ -30,20 +30,6 @@
 #define PANEL (VECTORS * LANES)
 #define LINE 64 /* bytes of a cache line */
 
-static inline f32x silu(f32x x, int dtype) {
-#ifdef __AVX512DQ__
-    if (dtype == BFLOAT16) /* the result is rounded next, so an approximate reciprocal is enough */
-        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
-#endif
-    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is zero, and its divisor has no reciprocal */
-    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
-#ifdef __AVX512F__
-    f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
-    return x * (inverse * (2.0f - divisor * inverse)); /* one Newton step doubles the precise bits */
-#endif
-    return x / divisor;
-}
-
 /* Stores the sums of one row to out[row][column..], with bias, addition or gate. `up`: the sums of the other half, or NULL. */
 static inline __attribute__((always_inline)) void
 finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {

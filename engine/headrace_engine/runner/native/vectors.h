@@ -127,6 +127,21 @@ static inline f32x power_of_two_rough(f32x x) {
 }
 #endif
 
+/* Returns x * sigmoid(x), to the precision of a result that is rounded to `dtype`. */
+static inline f32x silu(f32x x, int dtype) {
+#ifdef __AVX512DQ__
+    if (dtype == BFLOAT16) /* the result is rounded next, so an approximate reciprocal is enough */
+        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
+#endif
+    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is zero, and its divisor has no reciprocal */
+    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
+#ifdef __AVX512F__
+    f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
+    return x * (inverse * (2.0f - divisor * inverse)); /* one Newton step doubles the precise bits */
+#endif
+    return x / divisor;
+}
+
 /* How products are computed: in one of the types above, or with two adjacent bfloat16 values as one step of a sum. PAIRS are
  * multiplied with pairs by dot product instructions. WIDENED pairs become float32 first. */
 enum { PAIRS = 2, WIDENED = 3 };

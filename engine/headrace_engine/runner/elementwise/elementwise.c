@@ -22,17 +22,6 @@ static inline void store(void *to, int64_t at, const float *restrict from, int n
         for (int i = 0; i < n; i++) store_scalar(to, at + i, from[i], BFLOAT16);
 }
 
-static inline float inverse_rms(const float *restrict row, int n, float eps) {
-    float sums[16] = {0};
-    int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int lane = 0; lane < 16; lane++) sums[lane] += row[i + lane] * row[i + lane];
-    float sum = 0;
-    for (; i < n; i++) sum += row[i] * row[i];
-    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
-    return 1.0f / sqrtf(sum / n + eps);
-}
-
 /* out = rms_norm(hidden) * weight, for [rows][dim]. If delta is given, hidden += delta comes first. */
 void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
                            const void *weight, float eps, void *out) {
@@ -45,7 +34,7 @@ void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *
             for (int i = 0; i < dim; i++) x[i] += w[i];
             store(hidden, row * dim, x, dim, dtype);
         }
-        float scale = inverse_rms(x, dim, eps);
+        float scale = inverse_rms(x, 0, dim, eps, FLOAT32);
         load(w, weight, 0, dim, dtype);
         for (int i = 0; i < dim; i++) x[i] *= scale * w[i];
         store(out, row * dim, x, dim, dtype);
@@ -70,7 +59,7 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
             const void *weight = head < q_heads ? q_weight : k_weight;
             load(x, data, at, head_dim, dtype);
             if (weight) {
-                float scale = inverse_rms(x, head_dim, eps);
+                float scale = inverse_rms(x, 0, head_dim, eps, FLOAT32);
                 load(w, weight, 0, head_dim, dtype);
                 for (int i = 0; i < head_dim; i++) x[i] *= scale * w[i];
             }

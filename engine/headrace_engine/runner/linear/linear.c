@@ -12,7 +12,6 @@
  * After Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008). Plain C with GCC/Clang vector
  * extensions. The loops over rows and columns of a tile have constant bounds and are unrolled.
  */
-#include <math.h>
 #include <stdlib.h>
 
 #include "../native/vectors.h"
@@ -46,16 +45,8 @@ finish_row(const linear_args *a, int64_t row, int column, int width, float *sums
         store_scalar(a->out, at + j, a->result == ADD ? sums[j] + load_scalar(a->out, at + j, dtype) : sums[j], dtype);
 }
 
-static float inverse_rms(const linear_args *a, int64_t from) {
-    f32x sums[2] = {0}; /* two chains of dependent instructions */
-    int k = 0, dim = a->in_features;
-    for (; k + LANES <= dim; k += LANES) {
-        f32x x = load_vector(a->x, from + k, a->dtype);
-        sums[k / LANES % 2] += x * x;
-    }
-    float sum = sum_lanes(sums[0] + sums[1]);
-    for (; k < dim; k++) sum += load_scalar(a->x, from + k, a->dtype) * load_scalar(a->x, from + k, a->dtype);
-    return 1.0f / sqrtf(sum / dim + a->norm_eps);
+static inline float norm_scale(const linear_args *a, int64_t from) {
+    return inverse_rms(a->x, from, a->in_features, a->norm_eps, a->dtype);
 }
 
 static inline __attribute__((always_inline)) f32x

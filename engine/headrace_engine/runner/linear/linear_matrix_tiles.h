@@ -22,7 +22,7 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
     char *target = (char *)packed;
     for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++, target += TILE_BYTES) {
         int64_t from = row * a->x_stride;
-        float scale = row < a->rows && a->norm_weight ? inverse_rms(a, from) : 1.0f;
+        float scale = row < a->rows && a->norm_weight ? norm_scale(a, from) : 1.0f;
         for (int k = 0; k < in; k += TILE_INPUTS) {
             uint16_t *place = (uint16_t *)(target + (int64_t)k / TILE_INPUTS * TILE_ROWS * TILE_BYTES);
             int known = row >= a->rows ? 0 : in - k < TILE_INPUTS ? in - k : TILE_INPUTS;

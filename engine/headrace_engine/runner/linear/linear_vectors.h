@@ -129,7 +129,7 @@ static int pack_vectors(const linear_args *a, float *target, int64_t begin, int 
 static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_t end) {
     int rows = (int)(end - begin), pairs = kind_of(a->dtype) == PAIRS, dtype = a->dtype, done;
     float scales[TILE] = {0};
-    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
+    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = norm_scale(a, (begin + i) * a->x_stride);
     if (pairs) done = 2 * pack_vectors(a, target, begin, rows, scales, BFLOAT16, 1);
     else if (dtype == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16, 0);
     else if (rows == TILE) done = pack_vectors(a, target, begin, TILE, scales, FLOAT32, 0); /* constant rows: no loop */

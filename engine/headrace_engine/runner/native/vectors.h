@@ -1,4 +1,5 @@
 /* Vectors of one register, and conversions between float32 and bfloat16. All kernels use them. */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX__
@@ -91,6 +92,19 @@ static inline float sum_lanes(f32x v) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += v[i];
     return sum;
+}
+
+/* Returns 1 / sqrt(mean(x * x) + eps) of the `dim` elements at `from`. */
+static inline float inverse_rms(const void *x, int64_t from, int dim, float eps, int dtype) {
+    f32x sums[2] = {0}; /* two chains of dependent instructions */
+    int i = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        f32x values = load_vector(x, from + i, dtype);
+        sums[i / LANES % 2] += values * values;
+    }
+    float sum = sum_lanes(sums[0] + sums[1]);
+    for (; i < dim; i++) sum += load_scalar(x, from + i, dtype) * load_scalar(x, from + i, dtype);
+    return 1.0f / sqrtf(sum / dim + eps);
 }
 
 #define LOG2_E 1.44269504088896341f

@@ -43,5 +43,5 @@ def test_a_region_goes_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_the_system_does_not_have_is_an_error_with_its_size() -> None:
-    with pytest.raises(MemoryError, match="the system gives no 1099511627776 MiB"):
+    with pytest.raises(MemoryError, match="1099511627776 MiB cannot be allocated"):
         HugePages().empty((1 << 60,), torch.uint8)

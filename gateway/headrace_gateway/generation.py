@@ -257,13 +257,13 @@ async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | No
     return found
 
 
-async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Response:
-    """The whole answer; 202 where it is not there after `_PLAIN_WAIT` seconds."""
+async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float = _PLAIN_WAIT) -> Response:
+    """The whole answer; 202 where it is not there after so many seconds."""
     form = envelope.form
     if isinstance(form, ChatForm | CompletionForm):
         form = msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
         envelope = msgspec.structs.replace(envelope, form=form)
-    deadline = time.monotonic() + _PLAIN_WAIT
+    deadline = time.monotonic() + seconds
     answer: list[dict[str, Any]] = []
     async with charged_reader(gateway, key, envelope) as reader:
         while not reader.has_ended:

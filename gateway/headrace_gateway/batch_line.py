@@ -17,6 +17,7 @@ from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.json_object import read_object
+from headrace_gateway.line_json import encode_line
 from headrace_gateway.problems import shown
 from headrace_gateway.response_fields import read_response
 from headrace_gateway.settings import MAX_BODY_BYTES
@@ -69,7 +70,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
     def _line(self, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> bytes:
         line = {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
-        return _ENCODE(line) + b"\n"
+        return encode_line(line) + b"\n"
 
 
 def read_line(raw: bytes) -> BatchLine:

@@ -2,11 +2,10 @@
 
 from typing import Any, Final, Protocol
 
-import msgspec
-
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.headers import ResumeStyle
+from headrace_gateway.line_json import encode_line
 
 HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -15,7 +14,6 @@ HEADERS: Final = {
 }
 DONE: Final = b"data: [DONE]\n\n"
 _COMMENT: Final = b": keep-alive\n\n"
-_ENCODE: Final = msgspec.json.Encoder().encode
 
 
 class Framing(Protocol):
@@ -52,13 +50,13 @@ class DataFraming:
 
     def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
         if self._style == "id":
-            return b"id: %b\ndata: %b\n\n" % (str(cursor).encode(), _ENCODE(chunk))
+            return b"id: %b\ndata: %b\n\n" % (str(cursor).encode(), encode_line(chunk))
         if self._style == "chunk":
             chunk = {**chunk, "headrace": {"cursor": str(cursor)}}
-        return b"data: %b\n\n" % _ENCODE(chunk)
+        return b"data: %b\n\n" % encode_line(chunk)
 
     def error(self, failure: ApiError) -> bytes:
-        return b"data: %b\n\n" % _ENCODE(failure.body())
+        return b"data: %b\n\n" % encode_line(failure.body())
 
 
 class ResponseFraming:
@@ -85,4 +83,4 @@ class ResponseFraming:
 
 def named_event(chunk: dict[str, Any]) -> bytes:
     """An event whose name is the chunk's `type`, as Responses and Anthropic's messages have them."""
-    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), _ENCODE(chunk))
+    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), encode_line(chunk))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from headrace_broker.embedded import free_port
@@ -130,10 +131,11 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
-    serve: Callable[..., ServeProcess], model_folder: str, number: signal.Signals, status: int
+    serve: Callable[..., ServeProcess], model_folder: str, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     port = str(free_port())
-    serving = serve("--model", model_folder, "--port", port).wait_ready()
+    files = tmp_path / "files"
+    serving = serve("--model", model_folder, "--port", port, "--files", str(files)).wait_ready()
     started = serving.children()
     assert set(started) == {"server", "worker", "gateway"}
     assert any(line.startswith("waiting: the worker") for line in serving.lines)
@@ -141,6 +143,9 @@ def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
     assert f"http://127.0.0.1:{port}/v1/chat/completions" in shlex.split(line)
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    uploaded = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")
+    assert [path.stem for path in files.glob("*/*.json")] == [uploaded.id]
     assert serving.end(number) == status
     assert serving.left() == []
     assert list(serving.home.glob("headrace-*")) == []  # neither logs nor the server's folder

@@ -36,6 +36,7 @@ VALUES = {
         "enabled": True,
         "keysSecret": "gateway-keys",
         "webhooksSecret": "hooks",
+        "filesClaim": "uploads",
         "autoscaling": {"enabled": True},
     },
     "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
@@ -94,6 +95,7 @@ def test_the_gateway_unit_has_time_for_open_answers_and_no_more_rights_than_the_
     service, exporter = unit("headrace-gateway.service")["Service"], unit("headrace-exporter.service")["Service"]
     assert int(service["TimeoutStopSec"]) > GatewaySettings().shutdown
     assert service["Environment"] == "HEADRACE_GATEWAY_KEYS=/etc/headrace/keys.toml"
+    assert service["StateDirectoryMode"] == "0700"  # what callers upload lies there
     hardening = {name: value for name, value in exporter.items() if value in ("yes", "strict")}
     assert len(hardening) > 8
     assert {name: service.get(name) for name in hardening} == hardening
@@ -322,12 +324,14 @@ def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str
     assert set(environment) <= {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
     (sleep,) = [int(word) for word in gateway["lifecycle"]["preStop"]["exec"]["command"][1:]]
     assert pod["terminationGracePeriodSeconds"] > sleep + int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
-    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"]}
+    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
     folders = {mount["name"]: mount["mountPath"] for mount in gateway["volumeMounts"]}
     assert secrets["keys"] == {"secretName": "gateway-keys"}
     assert environment["HEADRACE_GATEWAY_KEYS"] == f"{folders['keys']}/keys.toml"
     assert secrets["webhooks"] == {"secretName": "hooks", "defaultMode": 0o440}  # the pod's group reads it
     assert environment["HEADRACE_GATEWAY_WEBHOOKS"] == f"{folders['webhooks']}/webhooks.toml"
+    assert {"name": "files", "persistentVolumeClaim": {"claimName": "uploads"}} in pod["volumes"]
+    assert environment["HEADRACE_GATEWAY_FILES"] == folders["files"]
     probes = {name: gateway[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert probes == {
         "startupProbe": {"path": "/health", "port": "http"},

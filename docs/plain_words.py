@@ -33,7 +33,6 @@ NOT_YET = (
     "broker/",
     "gateway/",
     "workers/",
-    "engine/headrace_engine/runner/",
     "docs/batch.md",
     "docs/dependability.md",
     "docs/gateway.md",

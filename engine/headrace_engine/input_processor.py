@@ -116,7 +116,6 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float = 0.0,
-        cache_salt: str = "",
         lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """Validate a request with a text or token prompt.
@@ -127,8 +126,7 @@ class InputProcessor:
         """
         _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize(prompt)
-        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            cache_salt = prompt["cache_salt"]
+        cache_salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     @property
@@ -144,14 +142,13 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float = 0.0,
-        cache_salt: str = "",
         lora_request: LoRARequest | None = None,
         chat_options: ChatOptions | None = None,
     ) -> ProcessedRequest:
         """Validate a chat request. Raises the same errors as `process`."""
         _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize_chat(messages, chat_options)
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, "", lora_request)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Check the grammar of a request. `process` does so too, but it can be done in a thread before.

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace_broker.chat_rules import MAX_MESSAGES
-from headrace_gateway.problems import Problems, shown
+from headrace_gateway.problems import Problems, named, shown
 
 _JOINT: Final = "\n"
 _TEXT_FIELDS: Final = ("type", "text", "cache_control", "citations")
@@ -46,7 +46,7 @@ def read_conversation(messages: Any, problems: Problems) -> list[Message]:
         elif role == "system":
             read.append({"role": "system", "content": [text_of(content, f"{path}.content", problems)]})
         else:
-            problems.add(f"{path}.role", f"{path}.role must be user, assistant or system, not {_named(role)}")
+            problems.add(f"{path}.role", f"{path}.role must be user, assistant or system, not {named(role)}")
     return [_joined(message) for message in read]
 
 
@@ -124,7 +124,7 @@ def _blocks(content: Any, path: str, kinds: tuple[str, ...], problems: Problems)
         if kind in kinds:
             found.append((where, block))
         else:
-            message = f"{where}.type is {_named(kind)}, and only {', '.join(kinds)} is served"
+            message = f"{where}.type is {named(kind)}, and only {', '.join(kinds)} is served"
             problems.add(f"{where}.type", message, "unsupported")
     return found
 
@@ -158,7 +158,3 @@ def _string(block: Mapping[str, Any], name: str, path: str, problems: Problems) 
         return value
     problems.add(f"{path}.{name}", f"{path}.{name} must be a string, not {shown(value)}")
     return ""
-
-
-def _named(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else shown(value)

@@ -36,8 +36,6 @@ class ChatForm(msgspec.Struct, frozen=True, kw_only=True, tag="chat"):
     tools: tuple[ToolForm, ...] = ()
     """Those that may be called: a call of another one is content."""
     tool_choice: ToolChoice = "none"
-    forced_syntax: str | None = None
-    """The parser that reads what the grammar of a forced choice lets through; None where nothing is forced."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     return_token_ids: bool = False

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headrace_gateway.problems import Problems, shown
+from headrace_gateway.problems import Problems, named, shown
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
@@ -33,7 +33,7 @@ def _read(position: int, message: Any, problems: Problems, knows_developer: bool
     role = given.get("role")
     if role not in ROLES:
         hint = ": use the role tool" if role == "function" else ""
-        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {_named(role)}{hint}")
+        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {named(role)}{hint}")
         return {}
     for name in given:
         if name in _WITHOUT_EFFECT and not given[name]:
@@ -66,14 +66,10 @@ def _joined(path: str, parts: list[Any], problems: Problems) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal"):
             where = f"{path}.content[{number}].type"
-            problems.add(where, f"{where} is {_named(kind)}, and only text is served", "unsupported")
+            problems.add(where, f"{where} is {named(kind)}, and only text is served", "unsupported")
         elif not isinstance(text, str):
             where = f"{path}.content[{number}].{'refusal' if kind == 'refusal' else 'text'}"
             problems.add(where, f"{where} must be a string, not {shown(text)}")
         else:
             texts.append(text)
     return "".join(texts)
-
-
-def _named(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else shown(value)

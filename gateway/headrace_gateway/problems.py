@@ -79,3 +79,8 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     return "an array" if isinstance(value, list) else "an object"
+
+
+def named(value: Any) -> str:
+    """Quote the beginning of a string, such as the name of a role or type; `shown` for any other value."""
+    return repr(value[:40]) if isinstance(value, str) else shown(value)

@@ -18,8 +18,6 @@ from headrace_engine.errors import DuplicateRequestError, EngineDeadError, Engin
 from headrace_engine.sampling_params import RequestOutputKind
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
 
-pytestmark = pytest.mark.torch
-
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

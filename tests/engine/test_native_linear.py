@@ -12,8 +12,6 @@ from headrace_engine.runner.elementwise.norm import Norm
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 
-pytestmark = pytest.mark.torch
-
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # Around a tile's rows, a block's, a panel's columns, a vector's, and the inputs after which sums are put aside.
 shapes = pytest.mark.parametrize(

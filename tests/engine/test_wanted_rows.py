@@ -22,8 +22,6 @@ from headrace_engine.runner.models.paged_model import PagedModel
 from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 BLOCK_SIZE = 16
 LENGTHS = {"chunked": 91, "short": 45, "decode": 8, "verified": 64}
 NUM_BLOCKS = sum(-(-length // BLOCK_SIZE) for length in LENGTHS.values())

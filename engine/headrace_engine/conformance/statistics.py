@@ -140,10 +140,6 @@ def _cached_blocks(engine: EngineUnderTest, _: list[Answer]) -> str | None:
     return None if engine.steps[-1].kv_blocks_cached > 0 else "no KV block is cached after requests have ended"
 
 
-def _most(engine: EngineUnderTest) -> int:
-    return engine.config.scheduler.max_num_seqs
-
-
 _NEED_OPTIONS = {
     "lora_requests": "enable_lora and an adapter",
     "drafted_per_position": "speculative_config",
@@ -154,7 +150,7 @@ _PROBLEMS: dict[str, Callable[[EngineUnderTest, list[Answer]], str | None]] = {
     "kind": _kinds,
     "num_tokens": _sum("num_tokens", _computed_tokens),
     "num_requests": _sum("num_requests", _computed_tokens),
-    "running": _levels("running", _most),
+    "running": _levels("running", lambda e: e.config.scheduler.max_num_seqs),
     "waiting": _levels("waiting", lambda _: 1),
     "kv_blocks_used": _levels("kv_blocks_used", lambda _: 1),
     "kv_blocks_cached": _cached_blocks,

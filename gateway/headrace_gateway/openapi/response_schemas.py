@@ -12,6 +12,7 @@ from headrace_gateway.openapi.schemas import (
     OBJECT,
     STRING,
     Schema,
+    answer,
     array,
     closed,
     either,
@@ -149,11 +150,7 @@ _ITEM_SHAPE: Final[Schema] = {
 }
 
 
-def _object(properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": [*properties]}
-
-
-RESPONSE: Final = _object(
+RESPONSE: Final = answer(
     {
         "id": STRING,
         "object": {"const": "response"},
@@ -161,11 +158,11 @@ RESPONSE: Final = _object(
         "completed_at": or_null(INTEGER),
         "model": STRING,
         "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
-        "error": or_null(_object({"code": STRING, "message": STRING})),
-        "incomplete_details": or_null(_object({"reason": STRING})),
+        "error": or_null(answer({"code": STRING, "message": STRING})),
+        "incomplete_details": or_null(answer({"reason": STRING})),
         "output": array(_ITEM_SHAPE),
         "usage": or_null(
-            _object(
+            answer(
                 {
                     "input_tokens": INTEGER,
                     "input_tokens_details": OBJECT,
@@ -178,8 +175,8 @@ RESPONSE: Final = _object(
         **_CONFIG,
     }
 )
-DELETED: Final = _object({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
-ITEMS: Final = _object(
+DELETED: Final = answer({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
+ITEMS: Final = answer(
     {
         "object": {"const": "list"},
         "data": array(_ITEM_SHAPE),

@@ -22,8 +22,6 @@ from headrace_engine.runner.cuda.graphs import graph_sizes
 from headrace_engine.runner.cuda.runner import CUDARunner
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 DRAW = random.Random(5)
 PREFIX = [DRAW.randrange(3, VOCAB_SIZE) for _ in range(33)]
 PROMPTS = [[DRAW.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 15, 16, 40, 64)]

@@ -16,8 +16,6 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import EmbeddedServerError
 from service.servers import EVERY_PROGRAM
 
-pytestmark = pytest.mark.redis
-
 
 def is_running(pid: int) -> bool:
     try:

@@ -18,8 +18,6 @@ from headrace_broker.leases import Leases
 from headrace_broker.transport import Transport
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
 
 

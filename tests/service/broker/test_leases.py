@@ -21,8 +21,6 @@ from headrace_broker.keys import (
 from headrace_broker.leases import LeasedMessage, Leases
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 QUEUE = "headrace.m"
 LISTS = queue_lists(QUEUE)
 

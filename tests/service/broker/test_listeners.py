@@ -20,8 +20,6 @@ from headrace_broker.listeners import Listeners
 from headrace_broker.stream_hub import StreamHub
 from headrace_broker.streams import StreamWrite, StreamWriter
 
-pytestmark = pytest.mark.redis
-
 SUBSCRIBER = (
     "on nopass resetkeys resetchannels %R~headrace:stream:* %R~headrace:ended:* ~headrace:listener:*"
     " +@connection +xread +xrevrange +exists +get +expire"

@@ -12,7 +12,6 @@ from headrace_broker.streams import ENDED_SECONDS, Ending, StreamWrite, StreamWr
 from headrace_broker.submission import cancel_call
 from headrace_broker.subscriber import read_stream, read_streams
 
-pytestmark = pytest.mark.redis
 TTL = 60
 
 

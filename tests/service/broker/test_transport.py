@@ -19,8 +19,6 @@ from headrace_broker.keys import LEASES_KEY, SHARE_PREFIX, sorted_ids_key
 from headrace_broker.transport import Transport
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
 
 

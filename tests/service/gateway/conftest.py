@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,6 @@ from service.workers.conftest import model_folder
 from service.workers.service import Service
 
 __all__ = ["model_folder"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.service)
-            item.add_marker(pytest.mark.redis)
 
 
 @dataclass(frozen=True)

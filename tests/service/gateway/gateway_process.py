@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from service.ports import free_port
+from headrace_broker.embedded import free_port
 
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "gateway"]
 PATIENCE = 60.0

@@ -14,10 +14,10 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
+from headrace_broker.embedded import free_port
 from headrace_broker.keys import ended_key, result_key, stream_key
 from service.gateway.gateway_process import PATIENCE, GatewayProcess
 from service.gateway.held_line import HELD_MODEL, answer_held_line, register_held_model
-from service.ports import free_port
 from service.servers import make_server
 from service.workers.service import Service
 

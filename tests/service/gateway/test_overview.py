@@ -10,14 +10,13 @@ import redis
 
 from headrace_broker import Client
 from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.registry import register_model
 from headrace_gateway.keys import ApiKey
 from service.gateway.in_process import running_app
 from service.gateway.page.scripted import ID, Script, ScriptedGateway
-from service.ports import free_port
 
 KEYS = {
     "admin": ApiKey("root", is_admin=True),

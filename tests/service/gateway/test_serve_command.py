@@ -15,8 +15,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from headrace_broker.embedded import free_port
 from service.gateway.gateway_process import PATIENCE
-from service.ports import free_port
 from service.servers import make_server
 
 SERVE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "serve"]

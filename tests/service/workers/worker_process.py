@@ -4,7 +4,6 @@ Every process that descends from a worker carries the worker's marker in its env
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -19,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+from headrace_broker.embedded import die_with_parent
+
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
 _MARKER = "HEADRACE_TEST_MARKER"
 DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
@@ -72,7 +71,7 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 process_group=0,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def log_text(self) -> str:
@@ -188,7 +187,3 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

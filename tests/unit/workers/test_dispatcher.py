@@ -16,8 +16,6 @@ from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, OUT_OF_MEMORY, FakeCeleryRequest, step
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def desk() -> Desk:

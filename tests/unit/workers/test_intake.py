@@ -20,8 +20,6 @@ from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
 from headrace_workers.stream_claims import job_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def intake() -> Intake:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, unpack
 from headrace_broker.results import ErrorInfo, Logprob, Usage
 from headrace_engine.input_processor import InputProcessor
@@ -14,8 +12,6 @@ from headrace_engine.outputs import Logprob as EngineLogprob
 from headrace_engine.sampling_params import SamplingParams
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTimer, FakeTokenizer
-
-pytestmark = pytest.mark.torch
 
 
 def make_job(n: int = 1, attempt: int = 1, entries: list[StreamEvent] | None = None) -> Job:

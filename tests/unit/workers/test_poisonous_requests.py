@@ -9,8 +9,6 @@ from headrace_workers.quarantine import PROBATION_TOKENS
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, FakeCeleryRequest
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def desk() -> Desk:

@@ -20,8 +20,6 @@ from headrace_workers.preparation_process import QUICK_BODY_BYTES
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, FakeHub
 
-pytestmark = pytest.mark.torch
-
 GRAMMAR = {"prompt": "abc", "sampling_params": {"structured_outputs": {"choice": ["a", "b"]}}}
 
 

@@ -22,8 +22,6 @@ from headrace_workers.preparation_lane import PreparationLane
 from unit.engine.letters import load_tokenizer
 from unit.workers.fakes import CAPABILITIES, MODEL
 
-pytestmark = pytest.mark.torch
-
 ENDLESS = (
     "{% if messages[0].content == 'ab' %}{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
     "{% endfor %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"

@@ -21,7 +21,7 @@ class DecodeGraphs:
     """Runs decode steps of fixed sizes. On a device without graphs it runs the operations one by one.
 
     Args:
-        most: maximum number of sequences.
+        max_num_seqs: maximum number of sequences.
         padding: returns a step with a number of padding sequences, at the addresses that every later step of this size
             has.
         forward: computes the logits of a step on the device.
@@ -29,12 +29,12 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        most: int,
+        max_num_seqs: int,
         padding: Callable[[int], StepInputs],
         forward: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
     ) -> None:
-        self._sizes = graph_sizes(most)
+        self._sizes = graph_sizes(max_num_seqs)
         self._padding = padding
         self._forward = forward
         self._device = device
@@ -96,8 +96,8 @@ class _Captured:
     inputs: StepInputs
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, then multiples of 8 up to 256 and of 16 beyond, until one is at least `most`."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, most + 16, 16)]
-    smaller = [size for size in sizes if size < most]
-    return [*smaller, most]
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return 1, 2, 4, then multiples of 8 up to 256 and of 16 beyond, up to `max_num_seqs`, which comes last."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
+    smaller = [size for size in sizes if size < max_num_seqs]
+    return [*smaller, max_num_seqs]

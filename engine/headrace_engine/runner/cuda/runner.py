@@ -119,8 +119,8 @@ class CUDARunner:
         if self._config.model.enforce_eager:
             return
         started = time.perf_counter()
-        most = self._config.scheduler.max_num_seqs
-        self._graphs = DecodeGraphs(most, self._steps.padding, self._model.forward, self._device)
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        self._graphs = DecodeGraphs(max_num_seqs, self._steps.padding, self._model.forward, self._device)
         self._graphs.capture()
         self._warm_up_seconds = time.perf_counter() - started
 

@@ -22,7 +22,7 @@ class UploadBuffer:
     Arrays of the same sizes always have the same addresses, as captured graphs require.
 
     Args:
-        capacity: bytes of all arrays of one upload, from `room_for`.
+        capacity: bytes of all arrays of one upload, from `upload_bytes`.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class UploadBuffer:
         return views
 
 
-def room_for(*sizes: tuple[int, int]) -> int:
+def upload_bytes(*sizes: tuple[int, int]) -> int:
     """Return the bytes for arrays of (elements, bytes of an element)."""
     return sum(_aligned(count * itemsize) for count, itemsize in sizes)
 

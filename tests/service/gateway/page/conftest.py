@@ -11,11 +11,10 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_broker.registry import register_model
 from headrace_gateway.keys import ApiKey
 from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
-from service.ports import free_port
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
 PATIENCE = 60_000

@@ -21,7 +21,7 @@ import yaml
 from headrace_gateway import GatewaySettings
 from headrace_monitoring import dashboards
 from headrace_workers.cli.gateway import gateway as gateway_command
-from headrace_workers.settings import WorkerSettings
+from headrace_workers.settings import SETTINGS
 from unit.monitoring import custom_resources
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -285,7 +285,7 @@ def test_a_worker_of_our_own_engine_has_nothing_of_another_one(manifests: dict[s
 def test_the_environment_of_a_pod_are_settings_of_a_worker(tmp_path: Path, worker: dict[str, Any]) -> None:
     (container,) = worker_pod(tmp_path, worker)["containers"]
     names = {entry["name"] for entry in container["env"] if entry["name"].startswith("HEADRACE_")}
-    known = {f"HEADRACE_{name.upper()}" for name in (*WorkerSettings.model_fields, "redis_url")}
+    known = {f"HEADRACE_{name.upper()}" for name in (*(setting.name for setting in SETTINGS), "redis_url")}
     assert names <= known
 
 

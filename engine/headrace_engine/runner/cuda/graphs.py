@@ -10,6 +10,7 @@ import torch
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.batch import StepInputs
+from headrace_engine.runner.cuda.device import is_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class DecodeGraphs:
         Raises:
             ConfigError: a graph cannot hold an operation of the model, such as reading a value on the host.
         """
-        if self._device.type != "cuda":
+        if not is_gpu(self._device):
             return
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
@@ -81,7 +82,7 @@ class DecodeGraphs:
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits of a padded step. They are valid until the next run."""
-        if self._device.type != "cuda":
+        if not is_gpu(self._device):
             return self._forward(inputs)
         captured = self._graphs[len(inputs.input_ids)]
         assert captured.inputs.input_ids.data_ptr() == inputs.input_ids.data_ptr(), "a graph reads another step"

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: create a message, read one again, count the tokens of a prompt."""
+"""Anthropic's Messages API: create a message, retrieve one, count the tokens of a prompt."""
 
 import time
 from functools import partial
@@ -26,7 +26,7 @@ _PING: Final = sse.named_event({"type": "ping"})
 
 
 class MessageFraming:
-    """Named events; where ids are asked for, each event has its cursor, in an `id:` line or in its data."""
+    """Named events. On request each event has its cursor, in an `id:` line or in its data."""
 
     end: bytes = b""
     keep_alive: bytes = _PING
@@ -61,7 +61,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def read_message_again(request: Request) -> Response:
-    """`GET /v1/messages/{id}`: the message, or its stream from a cursor on."""
+    """`GET /v1/messages/{id}`: the message, or its stream after a cursor."""
     return await read_again(request, MessageForm, MessageFraming)
 
 

@@ -1,4 +1,4 @@
-"""`keep_running`: a role that an unforeseen error ends is started again, so that no replica goes on without it."""
+"""`keep_running`: restarts a background task after an unexpected error, so that no replica runs without it."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 async def keep_running(role: Callable[[], Awaitable[None]], *, again: float = _AGAIN_SECONDS) -> None:
-    """Run a role until it returns or is cancelled; after an error, run it again in so many seconds."""
+    """Run a background task until it returns or is cancelled. After an error, restart it in `again` seconds."""
     while True:
         try:
             return await role()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the replica goes on
+        except Exception as error:  # noqa: BLE001  # whatever the error, the replica keeps running
             check_cancelled()
-            logger.error("role failed, and is started again: name=%s\n%s", role.__qualname__, frames(error))
+            logger.error("background task failed, restarting: name=%s\n%s", role.__qualname__, frames(error))
         await asyncio.sleep(again)

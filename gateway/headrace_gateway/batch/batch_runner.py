@@ -1,4 +1,4 @@
-"""`BatchRunner`: takes batches that nobody has, keeps them while it works on them, and lets others have them."""
+"""`BatchRunner`: claims batches, renews the claims while it works on them, and hands batches over."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ from headrace_gateway.role import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
-"""In one replica's hands at a time."""
+"""Batches that one replica runs at a time."""
 _MOST_OF_A_KEY: Final = MAX_BATCHES // 4
 _TURN_SECONDS: Final = 1.0
 _KEEPS_A_CLAIM: Final = 5
-"""Renewals in the life of a claim."""
+"""How often a claim is renewed in its lifetime."""
 _SWEEP_SECONDS: Final = 600.0
 _AGAIN_SECONDS: Final = 10.0
 
@@ -38,11 +38,11 @@ class _Held(NamedTuple):
     work: BatchWork
     task: "asyncio.Task[None]"
     owner: tuple[str, str | None] | None
-    """The key and tenant that the batch belongs to."""
+    """The name and the tenant of the API key that owns the batch."""
 
 
 class BatchRunner:
-    """A role of every replica."""
+    """A background task of every replica."""
 
     def __init__(self, tools: BatchTools) -> None:
         self._tools: Final = tools
@@ -52,13 +52,13 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        sweeping = asyncio.create_task(self._sweep_now_and_then())  # beside it, as it may take longer than a claim
+        sweeping = asyncio.create_task(self._sweep_now_and_then())  # it may outlast a claim
         try:
             while True:
                 try:
                     await self._turn()
                 except REDIS_ERRORS as error:
-                    logger.debug("no turn: %s", type(error).__name__)
+                    logger.debug("batches not polled: %s", type(error).__name__)
                 self._tell()
                 check_cancelled()
                 await asyncio.sleep(_TURN_SECONDS)
@@ -73,15 +73,15 @@ class BatchRunner:
             for claim in await self._claims.keep(self._held):
                 self._held[claim].task.cancel()
             self._kept_at = now
-        # one a turn, so that other replicas get some, too
+        # one per poll, so that other replicas get some, too
         while len(self._held) < MAX_BATCHES and (taken := await self._claims.take(1)):
             if await self._begin(taken[0]):
                 break
 
     async def _begin(self, claim: Claim) -> bool:
-        """Work on a batch; False where it is put back."""
+        """Start work on a batch; return False if it was put back."""
         older = [held for claimed, held in self._held.items() if claimed.item == claim.item]
-        for held in older:  # Redis has lost the claim; two tasks must not work on one batch
+        for held in older:  # if Redis has lost the claim: two tasks must not run one batch
             held.task.cancel()
         if older:
             await self._claims.put_back(claim, after=_TURN_SECONDS)
@@ -115,15 +115,15 @@ class BatchRunner:
                 await self.sweep()
             except (OSError, *REDIS_ERRORS) as error:
                 check_cancelled()
-                logger.warning("the directory of files could not be swept: %s", type(error).__name__)
+                logger.warning("files directory not swept: %s", type(error).__name__)
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def sweep(self) -> None:
-        """Delete what nobody wants any more from the directory of files."""
+        """Delete expired and abandoned files from the directory of files."""
         files, store = self._tools.files, self._tools.store
         folders = await in_file_thread(files.sweep)
         if folders and not await self._has_these_batches():
-            logger.warning("folders of batches are kept: the directory of files belongs to another Redis")
+            logger.warning("batch folders not swept: the files directory belongs to another Redis")
             return
         for folder in folders:
             batch = await store.find(folder.name)
@@ -131,7 +131,7 @@ class BatchRunner:
                 await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _has_these_batches(self) -> bool:
-        """Whether this Redis is the one whose batches are in the directory: another knows none of them."""
+        """Return whether the batches in the directory are this Redis's. Any other Redis would know none of them."""
         files, store = self._tools.files, self._tools.store
         kept = await in_file_thread(files.redis_id)
         if kept is None:
@@ -144,20 +144,20 @@ class BatchRunner:
         self._tools.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
 
     async def _hand_over(self) -> None:
-        """Another replica goes on at once."""
+        """Release all batches, so that another replica resumes them at once."""
         tasks = [held.task for held in self._held.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        with contextlib.suppress(*REDIS_ERRORS):  # then the claims run out
+        with contextlib.suppress(*REDIS_ERRORS):  # then the claims expire
             for claim in self._held:
                 await self._claims.put_back(claim)
 
 
 @asynccontextmanager
 async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
-    """Run batches while the block runs, where the gateway has a directory of files."""
+    """Run batches while the block runs, if the gateway has a directory of files."""
     if gateway.files is None:
         yield
         return

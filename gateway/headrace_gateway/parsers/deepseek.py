@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001, RUF002 - the tokens of these models have such characters
+# these models' tokens contain such characters
 """DeepSeek V3 and R1, and V3.1: calls between special tokens.
 
 V3:   `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line end, and the arguments as a fenced block of JSON.
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[^\s<>`{}\[\]\"]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue

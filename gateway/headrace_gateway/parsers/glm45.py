@@ -1,4 +1,4 @@
-"""GLM 4.5 to 5: `<tool_call>NAME<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`, with line ends in 4.5."""
+"""GLM 4.5 to 5: `<tool_call>NAME<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`, with line breaks in 4.5."""
 
 import re
 
@@ -19,7 +19,7 @@ _AFTER = TagSet("<arg_key>", "</tool_call>")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
@@ -52,7 +52,7 @@ def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Fou
 
 
 def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[str | None]:
-    """Read a name behind its opening tag, and its value. Returns the tag behind them; None where there is none."""
+    """Read a name after its opening tag, and its value. Return the tag after them; None if there is none."""
     key: list[str] = []
     value: list[str] = []
     if (end := (yield from reader.until(_KEY_END, key.append))) != "</arg_key>":
@@ -62,7 +62,7 @@ def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[str | N
         return None
     end = yield from reader.until(_VALUE_END, value.append)
     text = "".join(value)
-    if end is None:  # the model forgot the value's closing tag, or the text is cut
+    if end is None:  # the model left out the value's closing tag, or the text is cut off
         text = text.rstrip()
         if not text.endswith("</tool_call>"):
             return None

@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with `name` and `arguments` (or `parameters`), which several formats share."""
+"""Calls written as JSON objects with `name` and `arguments` (or `parameters`), as in several formats."""
 
 import re
 from enum import Enum, auto
@@ -11,22 +11,22 @@ _OPEN = TagSet("{", "[")
 _COLON = TagSet(":")
 _CLOSING = re.compile(r"[\s}\]]+")
 _SEPARATORS = re.compile(r"[\s,;]+")
-# Any other first key shows early that an object is no call.
+# With any other first key an object is not a call, which shows early.
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 
 
 class Found(Enum):
-    """What stood where a call was expected."""
+    """What was found where a call was expected."""
 
     CALL = auto()
     OTHER = auto()
-    """Text that is no call; it is content, as far as it was read."""
+    """Text that is not a call. What was read of it is content."""
     CUT = auto()
-    """The text ended before this could be told."""
+    """The text ended before the decision."""
 
 
 class Kept:
-    """Text that is content if no call follows. Behind the decision, it is passed on or dropped."""
+    """Text that becomes content if no call follows. After the decision, text is passed on or dropped."""
 
     __slots__ = ("_pieces", "_sink")
 
@@ -45,7 +45,7 @@ class Kept:
         return any(self._pieces)
 
     def also(self, pieces: list[str]) -> Sink:
-        """Return a sink that keeps text here, and among these pieces."""
+        """Return a sink that writes to this buffer and to `pieces`."""
 
         def both(text: str) -> None:
             self(text)
@@ -54,14 +54,14 @@ class Kept:
         return both
 
     def goes_to(self, sink: Sink) -> None:
-        """Decide where this text and what follows goes."""
+        """Send this text, and all that follows, to a sink."""
         sink("".join(self._pieces))
         self._sink = sink
         self._pieces = []
 
 
 def read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
-    """Read one object, several ones, or an array of them. Ends behind the last one that is a call."""
+    """Read one object, several, or an array of them. Stop after the last one that is a call."""
     char = yield from reader.space(kept)
     if char == "[":
         yield from reader.next_is(_OPEN, kept)
@@ -78,7 +78,7 @@ def read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Fou
 
 
 def read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
-    """Read an object. It is a call where its name is among the tools; brackets behind it are dropped."""
+    """Read an object. It is a call if its name is among the tools. Brackets after it are dropped."""
     char = yield from reader.space(kept)
     if char != "{":
         return Found.OTHER if char else Found.CUT
@@ -90,7 +90,7 @@ def read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Foun
 
 
 def read_arguments(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Pass the arguments of the call that began on, and end it. A text of JSON within a string is taken out of it."""
+    """Pass on the arguments of the current call and end the call. Arguments that are JSON in a string are decoded."""
     char = yield from reader.peek()
     if not char:
         return
@@ -112,14 +112,14 @@ def _write_arguments(writer: EventWriter, written: str) -> None:
 
 
 class _CallObject:
-    """Reads the members of an object behind its opening brace."""
+    """Reads the members of an object after its opening brace."""
 
     def __init__(self, reader: TextReader, writer: EventWriter, kept: Kept) -> None:
         self._reader = reader
         self._writer = writer
         self._kept = kept
         self._early: str | None = None
-        """Arguments that stand before the name."""
+        """Arguments that precede the name."""
         self._named = False
         self._is_call = False
 
@@ -136,7 +136,7 @@ class _CallObject:
         return Found.CALL
 
     def _member(self) -> Steps[bool]:
-        """Read a key and its value. False: this is no JSON, or no call."""
+        """Read a key and its value. Return False if this is not JSON, or not a call."""
         reader, kept = self._reader, self._kept
         key = yield from read_string(reader, kept)
         if key is None or (not self._named and key not in _KEYS):

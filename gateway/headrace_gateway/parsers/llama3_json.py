@@ -11,7 +11,7 @@ _TAGS = TagSet(
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls at the start and behind each tag. JSON elsewhere is content, as is Python behind the tag."""
+    """Read calls at the start and after each tag. JSON elsewhere is content, and so is Python after the tag."""
     tag: str | None = _PYTHON_TAG
     while tag is not None:
         if tag == _PYTHON_TAG:

@@ -15,7 +15,7 @@ _NAME = re.compile(r"[^\s\[\]{}<>\"]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue

@@ -1,4 +1,4 @@
-"""Llama 4 and Olmo 3: calls as Python writes them, `[f(a=1), g(b="x")]`; Olmo puts them between tags."""
+"""Llama 4 and Olmo 3: calls in Python syntax, `[f(a=1), g(b="x")]`. Olmo puts them between tags."""
 
 import re
 from typing import Final
@@ -23,7 +23,7 @@ _CLOSING = re.compile(r"[\s\]]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls at the start and behind each tag. A list elsewhere is content."""
+    """Read calls at the start and after each tag. A list elsewhere is content."""
     tag: str | None = "<|python_start|>"
     while tag is not None:
         if tag in _START:
@@ -71,7 +71,7 @@ def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Fou
 
 
 def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
-    """Read `name=value`. False: no argument follows, or it is cut."""
+    """Read `name=value`. Return False if no argument follows, or if it is cut off."""
     key: list[str] = []
     yield from reader.space()
     yield from reader.all_of(_NAME, key.append)
@@ -87,7 +87,7 @@ def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
 
 
 class _Value:
-    """Finds the end of an argument: a comma or a bracket outside of its own brackets and strings."""
+    """Finds the end of an argument: a comma or a bracket outside its own brackets and strings."""
 
     __slots__ = ("_depth", "_escaped", "_quote")
     _OUTSIDE: Final = re.compile(r"['\"\[\](){},]")

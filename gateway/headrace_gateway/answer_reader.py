@@ -19,8 +19,8 @@ from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.message_stream import MessageStream
 from headrace_gateway.response_stream import ResponseStream
 
-PlacedChunk: TypeAlias = tuple[dict[str, Any], Cursor]
-Place: TypeAlias = Cursor | int
+ChunkAndCursor: TypeAlias = tuple[dict[str, Any], Cursor]
+Position: TypeAlias = Cursor | int
 """Where a reader continues: after the chunk with this cursor, or after the event with this sequence number."""
 LATE_SECONDS: Final = 60
 """A worker may still end a request this long after its expiry."""
@@ -49,11 +49,11 @@ _STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
 class AnswerReader:
     """Reads one answer for one client. Several readers may read the same answer."""
 
-    def __init__(self, envelope: Envelope, subscription: Subscription, after: Place | None) -> None:
+    def __init__(self, envelope: Envelope, subscription: Subscription, after: Position | None) -> None:
         self._envelope: Final = envelope
         self._subscription: Final = subscription
         self._after: Final = after
-        self._has_met_cursor = not isinstance(after, Cursor)
+        self._has_seen_cursor = not isinstance(after, Cursor)
         self._stream: Final = _STREAMS[type(envelope.form)](envelope)
         self.begun_at: float | None = None
         """Monotonic time at which the first entry arrived."""
@@ -86,14 +86,14 @@ class AnswerReader:
             self._prompt_tokens[request_id] = event.usage.prompt_tokens
             self._output_tokens[request_id] = event.usage.completion_tokens
 
-    def opening(self) -> list[PlacedChunk]:
+    def opening(self) -> list[ChunkAndCursor]:
         """Return the chunks after the cursor that precede the first entry. Call it once, before `take`."""
         if not isinstance(self._stream, ResponseStream):
             return []
         placed = [(chunk, Cursor(0, 0, number)) for number, chunk in enumerate(self._stream.opening())]
-        return [(chunk, cursor) for chunk, cursor in placed if self._is_behind(chunk, cursor)]
+        return [(chunk, cursor) for chunk, cursor in placed if self._is_after(chunk, cursor)]
 
-    async def take(self, timeout: float) -> list[PlacedChunk] | None:
+    async def take(self, timeout: float) -> list[ChunkAndCursor] | None:
         """Return the next chunks after the cursor; None if nothing arrives within `timeout` seconds.
 
         Raises ApiError if the stream has expired, or if no worker took the request before its deadline.
@@ -103,27 +103,27 @@ class AnswerReader:
             self._check_late()
             return None
         self.begun_at = time.monotonic() if self.begun_at is None else self.begun_at
-        chunks: list[PlacedChunk] = []
+        chunks: list[ChunkAndCursor] = []
         for request_id, event in events:
             if isinstance(event, StreamExpiredError):
                 raise api_error_of(event)
             self._count(request_id, event)
             for number, chunk in enumerate(self._stream.step(request_id, event)):
                 cursor = Cursor.of(event.entry_id, number)
-                if self._is_behind(chunk, cursor):
+                if self._is_after(chunk, cursor):
                     chunks.append((chunk, cursor))
             if self._stream.has_ended:
                 break
         return chunks
 
-    def _is_behind(self, chunk: dict[str, Any], cursor: Cursor) -> bool:
+    def _is_after(self, chunk: dict[str, Any], cursor: Cursor) -> bool:
         """Return whether the chunk comes after the reader's cursor. Raises ApiError if no chunk has that cursor."""
         if self._after is None:
             return True
         if isinstance(self._after, int):
             return bool(chunk["sequence_number"] > self._after)
-        self._has_met_cursor |= cursor == self._after
-        if cursor > self._after and not self._has_met_cursor:
+        self._has_seen_cursor |= cursor == self._after
+        if cursor > self._after and not self._has_seen_cursor:
             raise invalid(f"this answer has no event with the id {self._after}", code="invalid_cursor")
         return cursor > self._after
 
@@ -135,7 +135,7 @@ class AnswerReader:
 
 
 @asynccontextmanager
-async def open_reader(hub: StreamHub, envelope: Envelope, after: Place | None = None) -> AsyncIterator[AnswerReader]:
+async def open_reader(hub: StreamHub, envelope: Envelope, after: Position | None = None) -> AsyncIterator[AnswerReader]:
     """Open the answer at its first entry. Chunks up to the cursor are read, but not returned."""
     async with hub.subscribe(dict.fromkeys(envelope.request_ids, "0-0")) as subscription:
         yield AnswerReader(envelope, subscription, after)

@@ -17,7 +17,7 @@ from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.event_stream import unless_disconnected
-from headrace_gateway.generation import plain, read_again, require_redis, streamed, submit
+from headrace_gateway.generation import plain, retrieve, require_redis, streamed, submit
 from headrace_gateway.headers import ResumeStyle, read_headers
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.tokenizer_calls import count_tokens
@@ -60,9 +60,9 @@ async def create_message(request: Request) -> Response:
     return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
 
 
-async def read_message_again(request: Request) -> Response:
+async def retrieve_message(request: Request) -> Response:
     """`GET /v1/messages/{id}`: the message, or its stream after a cursor."""
-    return await read_again(request, MessageForm, MessageFraming)
+    return await retrieve(request, MessageForm, MessageFraming)
 
 
 async def count_message_tokens(request: Request) -> Response:
@@ -80,5 +80,5 @@ async def count_message_tokens(request: Request) -> Response:
 routes: Final = [
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
-    Route("/v1/messages/{id}", read_message_again, methods=["GET"]),
+    Route("/v1/messages/{id}", retrieve_message, methods=["GET"]),
 ]

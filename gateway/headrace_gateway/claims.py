@@ -36,7 +36,7 @@ class Claims:
         """Hash: item -> the token of its claim."""
         self._add: Final = client.register_script(lua("claims_prelude", "claims_add"))
         self._take: Final = client.register_script(lua("claims_prelude", "claims_take"))
-        self._keep: Final = client.register_script(lua("claims_prelude", "claims_keep"))
+        self._renew: Final = client.register_script(lua("claims_prelude", "claims_renew"))
         self._put_back_all: Final = client.register_script(lua("claims_prelude", "claims_put_back_all"))
         self._release: Final = client.register_script(lua("claims_prelude", "claims_release"))
 
@@ -53,13 +53,13 @@ class Claims:
         taken = await self._take(keys=self._keys, args=[limit, _milliseconds(self.seconds)])
         return [Claim(item.decode(), token) for item, token in taken]
 
-    async def keep(self, claims: Collection[Claim]) -> set[Claim]:
+    async def renew(self, claims: Collection[Claim]) -> set[Claim]:
         """Renew these claims for another `seconds`; return those that are lost (taken over, or finished)."""
         if not claims:
             return set()
         given = list(claims)
         args = [_milliseconds(self.seconds), *(part for claim in given for part in claim)]
-        return {given[place] for place in await self._keep(keys=self._keys, args=args)}
+        return {given[place] for place in await self._renew(keys=self._keys, args=args)}
 
     async def put_back(self, claim: Claim, *, after: float = 0.0) -> bool:
         """Release a claim, so that its item is due again in `after` seconds; return False if the claim is lost."""

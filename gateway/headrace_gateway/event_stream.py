@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, PlacedChunk
+from headrace_gateway.answer_reader import AnswerReader, ChunkAndCursor
 from headrace_gateway.errors import ApiError
 
 _CANCEL_AGAIN_SECONDS = 0.1
@@ -30,7 +30,7 @@ class EventStream(Response):
     def __init__(
         self,
         reader: AnswerReader,
-        first: list[PlacedChunk] | None,
+        first: list[ChunkAndCursor] | None,
         resources: AsyncExitStack,
         *,
         framing: sse.Framing,

@@ -85,8 +85,8 @@ IGNORED: Final = {
     "user": "the tenant comes from the API key",
     "safety_identifier": "the service does no moderation",
     "prediction": "it does not change the output",
-    "prompt_cache_retention": "the prefix cache evicts by recency",
-    "prompt_cache_options": "the prefix cache evicts by recency",
+    "prompt_cache_retention": "cached blocks stay until their memory is needed",
+    "prompt_cache_options": "cached blocks stay until their memory is needed",
 }
 """Accepted without effect: field -> why that is harmless."""
 

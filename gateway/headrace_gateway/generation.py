@@ -14,7 +14,7 @@ from starlette.routing import Route
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, Place, PlacedChunk, open_reader
+from headrace_gateway.answer_reader import AnswerReader, Position, ChunkAndCursor, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
 from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm
@@ -145,14 +145,14 @@ def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str,
     return request
 
 
-async def read_chat_again(request: Request) -> Response:
+async def retrieve_chat(request: Request) -> Response:
     """`GET /v1/chat/completions/{id}`: the answer, or its stream after a cursor."""
-    return await read_again(request, ChatForm)
+    return await retrieve(request, ChatForm)
 
 
-async def read_completion_again(request: Request) -> Response:
+async def retrieve_completion(request: Request) -> Response:
     """`GET /v1/completions/{id}`."""
-    return await read_again(request, CompletionForm)
+    return await retrieve(request, CompletionForm)
 
 
 def require_redis(request: Request) -> None:
@@ -161,7 +161,7 @@ def require_redis(request: Request) -> None:
         raise unavailable()
 
 
-async def read_again(
+async def retrieve(
     request: Request, kind: type[AnswerForm], framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming
 ) -> Response:
     """Return the answer with this id, if it has this kind of form, or its stream after a cursor."""
@@ -198,7 +198,7 @@ def flag(request: Request, name: str) -> bool:
 
 @asynccontextmanager
 async def charged_reader(
-    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Place | None = None
+    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Position | None = None
 ) -> AsyncIterator[AnswerReader]:
     """Open a reader whose tokens are charged to the key, even if the client disconnects before the end."""
     async with open_reader(gateway.hub, envelope, after) as reader:
@@ -213,7 +213,7 @@ async def streamed(
     key: ApiKey,
     envelope: Envelope,
     framing: sse.Framing,
-    after: Place | None = None,
+    after: Position | None = None,
     *,
     arrived: float | None = None,
     at_once: bool = False,
@@ -243,10 +243,10 @@ async def streamed(
         )
 
 
-async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | None:
+async def _first(reader: AnswerReader, seconds: float) -> list[ChunkAndCursor] | None:
     """Return the first chunks, up to the first output of a worker; None if none has arrived in time."""
     deadline = time.monotonic() + seconds
-    found: list[PlacedChunk] = []
+    found: list[ChunkAndCursor] = []
     while not reader.has_ended:
         chunks = await reader.take(max(0.0, deadline - time.monotonic()))
         if chunks is None:
@@ -283,7 +283,7 @@ def _unfinished(envelope: Envelope) -> Response:
 
 routes: Final = [
     Route("/v1/chat/completions", create_chat, methods=["POST"]),
-    Route("/v1/chat/completions/{id}", read_chat_again, methods=["GET"]),
+    Route("/v1/chat/completions/{id}", retrieve_chat, methods=["GET"]),
     Route("/v1/completions", create_completion, methods=["POST"]),
-    Route("/v1/completions/{id}", read_completion_again, methods=["GET"]),
+    Route("/v1/completions/{id}", retrieve_completion, methods=["GET"]),
 ]

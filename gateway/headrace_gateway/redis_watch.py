@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 _INTERVAL_SECONDS: Final = 1.0
-_PATIENCE_SECONDS: Final = 2.0
+_TIMEOUT_SECONDS: Final = 2.0
 _STUCK_SECONDS: Final = 60.0
 _RESTART_SECONDS: Final = 3.0
 
@@ -48,23 +48,23 @@ class RedisWatch:
     @asynccontextmanager
     async def watching(self, client: "redis.asyncio.Redis") -> AsyncIterator[None]:
         """Check once, then periodically while the block runs."""
-        await self._look(client)
-        looking = asyncio.create_task(self._keep_looking(client))
+        await self._check(client)
+        checking = asyncio.create_task(self._check_periodically(client))
         try:
             yield
         finally:
-            looking.cancel()
+            checking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await looking
+                await checking
 
-    async def _keep_looking(self, client: "redis.asyncio.Redis") -> None:
+    async def _check_periodically(self, client: "redis.asyncio.Redis") -> None:
         while True:
             await asyncio.sleep(_INTERVAL_SECONDS)
-            await self._look(client)
+            await self._check(client)
 
-    async def _look(self, client: "redis.asyncio.Redis") -> None:
+    async def _check(self, client: "redis.asyncio.Redis") -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(_TIMEOUT_SECONDS):
                 await client.ping()
         except (*REDIS_ERRORS, TimeoutError) as error:
             self._found(False, type(error).__name__)

@@ -103,7 +103,7 @@ class ResponseCollector:
         left = list(ready)
         while left:
             if time.monotonic() - kept_at > self._claims.seconds / 3:
-                lost = await self._claims.keep(left)
+                lost = await self._claims.renew(left)
                 left = [claim for claim in left if claim not in lost]
                 kept_at = time.monotonic()
                 continue
@@ -151,7 +151,7 @@ class ResponseCollector:
         status = await self._responses.finish(claim, stream.state())
         if status is None:
             return True  # another replica has taken it over
-        await self._tell(envelope, status)
+        await self._announce_end(envelope, status)
         if await self._claims.finish(claim):
             self._metrics.response_stored(status)
         return True
@@ -164,7 +164,7 @@ class ResponseCollector:
             logger.warning("response expired before it was stored: id=%s", envelope.id)
         return stream if stream.has_ended else None
 
-    async def _tell(self, envelope: Envelope, status: str) -> None:
+    async def _announce_end(self, envelope: Envelope, status: str) -> None:
         assert isinstance(envelope.form, ResponseForm)
         if not envelope.form.background:
             return

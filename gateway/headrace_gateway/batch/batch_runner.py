@@ -19,17 +19,17 @@ from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
 from headrace_gateway.files.file_threads import in_file_thread
-from headrace_gateway.role import keep_running
+from headrace_gateway.background_task import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
 """Batches that one replica runs at a time."""
 _MOST_OF_A_KEY: Final = MAX_BATCHES // 4
-_TURN_SECONDS: Final = 1.0
-_KEEPS_A_CLAIM: Final = 5
+_POLL_SECONDS: Final = 1.0
+_RENEWALS_PER_CLAIM: Final = 5
 """How often a claim is renewed in its lifetime."""
 _SWEEP_SECONDS: Final = 600.0
-_AGAIN_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,31 +48,31 @@ class BatchRunner:
         self._tools: Final = tools
         self._claims: Final = tools.store.claims
         self._held: Final[dict[Claim, _Held]] = {}
-        self._kept_at = 0.0
+        self._renewed_at = 0.0
 
     async def run(self) -> None:
         """Work until cancelled."""
-        sweeping = asyncio.create_task(self._sweep_now_and_then())  # it may outlast a claim
+        sweeping = asyncio.create_task(self._sweep_periodically())  # it may outlast a claim
         try:
             while True:
                 try:
-                    await self._turn()
+                    await self._poll()
                 except REDIS_ERRORS as error:
                     logger.debug("batches not polled: %s", type(error).__name__)
-                self._tell()
+                self._update_metrics()
                 check_cancelled()
-                await asyncio.sleep(_TURN_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
         finally:
             sweeping.cancel()
             await self._hand_over()
 
-    async def _turn(self) -> None:
+    async def _poll(self) -> None:
         await self._reap()
         now = time.monotonic()
-        if now - self._kept_at > self._claims.seconds / _KEEPS_A_CLAIM:
-            for claim in await self._claims.keep(self._held):
+        if now - self._renewed_at > self._claims.seconds / _RENEWALS_PER_CLAIM:
+            for claim in await self._claims.renew(self._held):
                 self._held[claim].task.cancel()
-            self._kept_at = now
+            self._renewed_at = now
         # one per poll, so that other replicas get some, too
         while len(self._held) < MAX_BATCHES and (taken := await self._claims.take(1)):
             if await self._begin(taken[0]):
@@ -81,15 +81,15 @@ class BatchRunner:
     async def _begin(self, claim: Claim) -> bool:
         """Start work on a batch; return False if it was put back."""
         older = [held for claimed, held in self._held.items() if claimed.item == claim.item]
-        for held in older:  # if Redis has lost the claim: two tasks must not run one batch
+        for held in older:  # Redis has lost its claim; two tasks must not run one batch
             held.task.cancel()
         if older:
-            await self._claims.put_back(claim, after=_TURN_SECONDS)
+            await self._claims.put_back(claim, after=_POLL_SECONDS)
             return False
         batch = await self._tools.store.find(claim.item)
         owner = None if batch is None else (batch.record.key, batch.record.tenant)
         if sum(held.owner == owner for held in self._held.values()) >= _MOST_OF_A_KEY:
-            await self._claims.put_back(claim, after=_AGAIN_SECONDS)
+            await self._claims.put_back(claim, after=_RETRY_SECONDS)
             return False
         logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
         work = BatchWork(self._tools, claim)
@@ -106,10 +106,10 @@ class BatchRunner:
                 logger.warning("batch lost to another replica: id=%s token=%d", *claim)
             elif error is not None:
                 logger.error("batch failed in this replica: id=%s\n%s", claim.item, frames(error))
-                await self._claims.put_back(claim, after=_AGAIN_SECONDS)
+                await self._claims.put_back(claim, after=_RETRY_SECONDS)
             del self._held[claim]
 
-    async def _sweep_now_and_then(self) -> None:
+    async def _sweep_periodically(self) -> None:
         while True:
             try:
                 await self.sweep()
@@ -138,7 +138,7 @@ class BatchRunner:
             kept = await in_file_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
         return kept == await store.redis_id()
 
-    def _tell(self) -> None:
+    def _update_metrics(self) -> None:
         works = [held.work for held in self._held.values()]
         idle = max((time.monotonic() - work.moved_at for work in works), default=0.0)
         self._tools.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)

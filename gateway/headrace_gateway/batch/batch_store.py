@@ -114,7 +114,7 @@ class BatchStore:
         )
         return status.decode()
 
-    async def let_go(self, request_ids: Sequence[str]) -> None:
+    async def expire_requests(self, request_ids: Sequence[str]) -> None:
         """Let the requests of a line expire once its answer is committed: nothing reads them again."""
         async with self._client.pipeline(transaction=False) as pipe:
             for request_id in request_ids:

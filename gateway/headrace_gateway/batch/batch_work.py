@@ -134,7 +134,7 @@ class BatchWork:
 
     async def _fail(self, batch: Batch, error: FileLostError) -> None:
         """Fail the batch: its files were deleted, by another program or by the replica that has taken it over."""
-        if await self._with_redis(partial(self._tools.store.claims.keep, [self._claim])):
+        if await self._with_redis(partial(self._tools.store.claims.renew, [self._claim])):
             raise ClaimLostError(self._claim.item)
         message = f"files of this batch are missing from the gateway's directory: {error}"
         problem = {"code": "files_lost", "line": None, "message": message, "param": None}
@@ -216,7 +216,7 @@ class BatchWork:
             self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
             with contextlib.suppress(*REDIS_ERRORS):  # then the requests expire by themselves
-                await self._tools.store.let_go(answer.request_ids)
+                await self._tools.store.expire_requests(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
         sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))

@@ -41,7 +41,7 @@ _FOREVER: Final = 10 * 365 * 86400
 _LOST_LIMIT: Final = 3
 """How often a line is sent if its stream disappears before it is read."""
 _LONGEST_PAUSE: Final = 10.0
-_LONGEST_SILENCE: Final = 3600.0
+_LONGEST_RESEND: Final = 3600.0
 
 Value = TypeVar("Value")
 
@@ -84,7 +84,7 @@ class LineRequests:
         deadline: Unix seconds after which the queue drops unanswered requests; None: never.
         on_waiting: called with the reason each time that a line cannot be sent.
         pause: seconds before a failed send is retried.
-        silence: seconds after which a request is sent again, in case Redis has lost it; doubled with each repeat.
+        resend_after: seconds after which a request is sent again, in case Redis has lost it; doubled with each repeat.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LineRequests:
         deadline: float | None = None,
         on_waiting: Callable[[str], None],
         pause: float = 1.0,
-        silence: float = 60.0,
+        resend_after: float = 60.0,
     ) -> None:
         self._client: Final = client
         self._hub: Final = hub
@@ -108,7 +108,7 @@ class LineRequests:
         self._deadline: Final = deadline
         self._on_waiting: Final = on_waiting
         self._pause: Final = pause
-        self._silence: Final = silence
+        self._resend_after: Final = resend_after
         self._running: Final[set[tuple[str, ...]]] = set()
         self._is_stopped = False
 
@@ -179,7 +179,7 @@ class LineRequests:
         return f"{line.id_prefix}{digest.hexdigest()}"
 
     async def _generate(self, line: BatchLine, answer_id: str, made: list[str]) -> dict[str, Any]:
-        model, lora = await self._patiently(partial(self._models.find, line.body.get("model"), self._key))
+        model, lora = await self._retrying(partial(self._models.find, line.body.get("model"), self._key))
         call = line.read_call(model, lora)
         request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
         made += [request_id for request_id in request_ids if request_id not in made]
@@ -209,7 +209,7 @@ class LineRequests:
             return await self._read(envelope, requests)
         except ApiError:
             for request_id in request_ids if len(request_ids) > 1 else ():  # nothing waits for the other prompts
-                await self._patiently(partial(self._client.cancel, request_id))
+                await self._retrying(partial(self._client.cancel, request_id))
             raise
         finally:
             self._running.discard(envelope.request_ids)
@@ -217,16 +217,16 @@ class LineRequests:
     async def _read(self, envelope: Envelope, requests: list[SubmitRequest]) -> dict[str, Any]:
         """Send and read. A repeated send does not run twice: the queue drops a second message with the same id."""
         joined = Fold(envelope.form)
-        silence = self._silence
+        resend_after = self._resend_after
         async with open_reader(self._hub, envelope) as reader:
             was_sent = await self._send(requests)
             while not reader.has_ended:
                 try:
-                    chunks = await reader.take(silence)
-                except ApiError:  # the message would repeat the code
+                    chunks = await reader.take(resend_after)
+                except ApiError:  # only a lost stream raises it here
                     raise _AnswerLostError(was_sent=was_sent) from None
                 if chunks is None:
-                    silence = min(2 * silence, _LONGEST_SILENCE)
+                    resend_after = min(2 * resend_after, _LONGEST_RESEND)
                     await self._send(requests)
                     continue
                 if reader.error is not None:
@@ -240,11 +240,11 @@ class LineRequests:
         num_sent = 0
         for request in requests:
             with contextlib.suppress(UsedRequestIdError):  # an earlier holder of the claim sent it
-                await self._patiently(partial(self._client.submit_many, [request]))
+                await self._retrying(partial(self._client.submit_many, [request]))
                 num_sent += 1
         return num_sent > 0
 
-    async def _patiently(self, act: Callable[[], Awaitable[Value]]) -> Value:
+    async def _retrying(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Retry until the queue has room, Redis is available, and the models are registered again.
 
         A send whose reply was lost is repeated with the same id.

@@ -3,7 +3,7 @@
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -23,20 +23,20 @@ def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
-        kept = Kept(tag)
-        found = yield from _read_call(reader, writer, kept)
+        pending = PendingText(tag)
+        found = yield from _read_call(reader, writer, pending)
         if found is Found.OTHER:
-            kept.goes_to(writer.content)
+            pending.send_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 
 
-def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
     pieces: list[str] = []
-    yield from reader.space(kept)
-    yield from reader.all_of(_NAME, kept.also(pieces))
-    yield from reader.space(kept)
-    follows = yield from reader.next_is(_AFTER, kept)
+    yield from reader.space(pending)
+    yield from reader.all_of(_NAME, pending.tee(pieces))
+    yield from reader.space(pending)
+    follows = yield from reader.next_is(_AFTER, pending)
     if not follows and not (yield from reader.peek()):
         return Found.CUT
     name = "".join(pieces)

@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Kept, read_arguments
+from headrace_gateway.parsers.json_call import PendingText, read_arguments
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
 
 _MESSAGE: Final = "<|message|>"
@@ -25,11 +25,11 @@ _NAME = re.compile(r"[\w\-]+")
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read messages to the end. The prompt contains the start of the first header."""
-    kept = Kept()
-    yield from reader.space(kept)
-    header = yield from reader.next_is(_FIRST, kept)
+    pending = PendingText()
+    yield from reader.space(pending)
+    header = yield from reader.next_is(_FIRST, pending)
     if header is None:  # the model does not write messages
-        kept.goes_to(writer.content)
+        pending.send_to(writer.content)
         header = yield from reader.until(_BEGIN, writer.content)
     while header is not None:
         channel, recipient, is_complete = yield from _read_header(reader, header)

@@ -25,7 +25,7 @@ class Found(Enum):
     """The text ended before the decision."""
 
 
-class Kept:
+class PendingText:
     """Text that becomes content if no call follows. After the decision, text is passed on or dropped."""
 
     __slots__ = ("_pieces", "_sink")
@@ -44,7 +44,7 @@ class Kept:
     def holds_text(self) -> bool:
         return any(self._pieces)
 
-    def also(self, pieces: list[str]) -> Sink:
+    def tee(self, pieces: list[str]) -> Sink:
         """Return a sink that writes to this buffer and to `pieces`."""
 
         def both(text: str) -> None:
@@ -53,37 +53,37 @@ class Kept:
 
         return both
 
-    def goes_to(self, sink: Sink) -> None:
+    def send_to(self, sink: Sink) -> None:
         """Send this text, and all that follows, to a sink."""
         sink("".join(self._pieces))
         self._sink = sink
         self._pieces = []
 
 
-def read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+def read_calls(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
     """Read one object, several, or an array of them. Stop after the last one that is a call."""
-    char = yield from reader.space(kept)
+    char = yield from reader.space(pending)
     if char == "[":
-        yield from reader.next_is(_OPEN, kept)
-    found = yield from read_call(reader, writer, kept)
+        yield from reader.next_is(_OPEN, pending)
+    found = yield from read_call(reader, writer, pending)
     while found is Found.CALL:
         yield from reader.all_of(_SEPARATORS, drop)
         if (yield from reader.peek()) != "{":
             return Found.CALL
-        further = Kept()
+        further = PendingText()
         if (yield from read_call(reader, writer, further)) is not Found.CALL:
-            further.goes_to(writer.content)
+            further.send_to(writer.content)
             return Found.CALL
     return found
 
 
-def read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+def read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
     """Read an object. It is a call if its name is among the tools. Brackets after it are dropped."""
-    char = yield from reader.space(kept)
+    char = yield from reader.space(pending)
     if char != "{":
         return Found.OTHER if char else Found.CUT
-    yield from reader.next_is(_OPEN, kept)
-    found = yield from _CallObject(reader, writer, kept).read()
+    yield from reader.next_is(_OPEN, pending)
+    found = yield from _CallObject(reader, writer, pending).read()
     if found is Found.CALL:
         yield from reader.all_of(_CLOSING, drop)
     return found
@@ -114,20 +114,20 @@ def _write_arguments(writer: EventWriter, written: str) -> None:
 class _CallObject:
     """Reads the members of an object after its opening brace."""
 
-    def __init__(self, reader: TextReader, writer: EventWriter, kept: Kept) -> None:
+    def __init__(self, reader: TextReader, writer: EventWriter, pending: PendingText) -> None:
         self._reader = reader
         self._writer = writer
-        self._kept = kept
+        self._pending = pending
         self._early: str | None = None
         """Arguments that precede the name."""
         self._named = False
         self._is_call = False
 
     def read(self) -> Steps[Found]:
-        reader, kept = self._reader, self._kept
-        yield from reader.space(kept)
+        reader, pending = self._reader, self._pending
+        yield from reader.space(pending)
         while (yield from reader.peek()) == '"' and (yield from self._member()):
-            yield from reader.all_of(_SEPARATORS, kept)
+            yield from reader.all_of(_SEPARATORS, pending)
         is_cut = not (yield from reader.peek())
         if not self._is_call:
             return Found.CUT if is_cut else Found.OTHER
@@ -137,29 +137,29 @@ class _CallObject:
 
     def _member(self) -> Steps[bool]:
         """Read a key and its value. Return False if this is not JSON, or not a call."""
-        reader, kept = self._reader, self._kept
-        key = yield from read_string(reader, kept)
+        reader, pending = self._reader, self._pending
+        key = yield from read_string(reader, pending)
         if key is None or (not self._named and key not in _KEYS):
             return False
-        yield from reader.space(kept)
-        if not (yield from reader.next_is(_COLON, kept)):
+        yield from reader.space(pending)
+        if not (yield from reader.next_is(_COLON, pending)):
             return False
-        yield from reader.space(kept)
+        yield from reader.space(pending)
         if key == "name" and not self._named:
             return (yield from self._name())
         if key in ("arguments", "parameters") and (self._is_call or not self._named) and self._early is None:
             yield from self._arguments()
         else:
-            yield from read_value(reader, kept)
+            yield from read_value(reader, pending)
         return True
 
     def _name(self) -> Steps[bool]:
-        name = yield from read_string(self._reader, self._kept)
+        name = yield from read_string(self._reader, self._pending)
         if name is None:
             return False
         self._named = True
         self._is_call = name in self._writer.tools
-        self._kept.goes_to(drop if self._is_call else self._writer.content)
+        self._pending.send_to(drop if self._is_call else self._writer.content)
         if self._is_call:
             self._writer.begin_call(name)
             _write_arguments(self._writer, self._early or "")
@@ -171,5 +171,5 @@ class _CallObject:
             yield from read_arguments(self._reader, self._writer)
             return
         pieces: list[str] = []
-        yield from read_value(self._reader, self._kept.also(pieces))
+        yield from read_value(self._reader, self._pending.tee(pieces))
         self._early = "".join(pieces)

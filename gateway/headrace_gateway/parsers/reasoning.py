@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
@@ -28,7 +28,7 @@ MISTRAL = ReasoningTags({"[THINK]": "[/THINK]", "<think>": "</think>"})
 class CallReader(Protocol):
     """Reads a call after its opening tag."""
 
-    def __call__(self, reader: TextReader, writer: EventWriter, tag: str, kept: Kept) -> Steps[Found]: ...
+    def __call__(self, reader: TextReader, writer: EventWriter, tag: str, pending: PendingText) -> Steps[Found]: ...
 
 
 def read_reasoning(
@@ -58,11 +58,11 @@ def read_reasoning(
     closing = tags.closing[opening]
     ends = TagSet(closing, *starts)
     while (tag := (yield from reader.until(ends, writer.reasoning))) not in (None, closing):
-        kept = Kept()
+        pending = PendingText()
         assert tag is not None and read_call is not None
-        if (yield from read_call(reader, writer, tag, kept)) is Found.CALL:
+        if (yield from read_call(reader, writer, tag, pending)) is Found.CALL:
             yield from reader.space()
             yield from reader.next_is(TagSet(closing))
             break
-        kept.goes_to(writer.reasoning)
+        pending.send_to(writer.reasoning)
     writer.trim()

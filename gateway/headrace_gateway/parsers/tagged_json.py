@@ -1,7 +1,7 @@
 """Formats with calls as JSON objects after a tag: Hermes, Granite, Phi-4-mini."""
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept, read_calls
+from headrace_gateway.parsers.json_call import Found, PendingText, read_calls
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
@@ -24,13 +24,13 @@ class TaggedJson:
         while (tag := (yield from reader.until(self._tags, writer.content))) is not None:
             if tag not in self._opening:
                 continue
-            kept = Kept(tag)
-            found = yield from read_calls(reader, writer, kept)
+            pending = PendingText(tag)
+            found = yield from read_calls(reader, writer, pending)
             if found is Found.CALL:
                 yield from reader.space()
                 yield from reader.next_is(self._closing)
             elif found is Found.OTHER:
-                kept.goes_to(writer.content)
+                pending.send_to(writer.content)
             else:
                 writer.trim()
 

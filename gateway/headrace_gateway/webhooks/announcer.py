@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from headrace_gateway.event_stream import end_tasks
-from headrace_gateway.role import keep_running
+from headrace_gateway.background_task import keep_running
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import EVENT_TYPES, Event
@@ -65,7 +65,7 @@ class Webhooks:
         event = Event(event_type, object_id, at, key, tenant)
         for endpoint in self._endpoints.content().values():
             if endpoint.wants(event) and await self._outbox.put(event, endpoint) and self._sender is not None:
-                self._sender.nudge(endpoint.name)
+                self._sender.wake(endpoint.name)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.scripts import lua
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import Event
-from headrace_gateway.webhooks.retries import LIFE_SECONDS, Verdict
+from headrace_gateway.webhooks.retries import LIFE_SECONDS, Decision
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -84,22 +84,22 @@ class Outbox:
         slowed = await self._client.hget(_endpoint_key(name), "slowed")
         return Delivery(_DECODER.decode(packed), int(failed), int(slowed or 0))
 
-    async def note(self, claim: Claim, endpoint: Endpoint, verdict: Verdict, *, failed: int) -> bool:
+    async def note(self, claim: Claim, endpoint: Endpoint, decision: Decision, *, failed: int) -> bool:
         """Record an attempt and release the claim; return False if the claim is lost.
 
         If the replica dies before that, the event is sent again when the claim expires.
         """
-        is_done = verdict.outcome in ("delivered", "given_up")
+        is_done = decision.outcome in ("delivered", "given_up")
         noted = await self._write_note(
             claim,
             endpoint.name,
             "done" if is_done else failed,
-            pause=verdict.pause,
-            disable=_digest(endpoint) if verdict.outcome == "gone" else "",
-            is_taken=verdict.outcome == "delivered",
+            pause=decision.pause,
+            disable=_digest(endpoint) if decision.outcome == "gone" else "",
+            is_taken=decision.outcome == "delivered",
         )
         claims = self.claims(endpoint.name)
-        return noted and await (claims.finish(claim) if is_done else claims.put_back(claim, after=verdict.after))
+        return noted and await (claims.finish(claim) if is_done else claims.put_back(claim, after=decision.after))
 
     async def is_kept(self, event_id: str) -> bool:
         """Return whether the event is remembered: it has not expired, or was delivered a short time ago."""

@@ -30,7 +30,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What follows an attempt."""
 
     outcome: Outcome
@@ -40,7 +40,7 @@ class Verdict:
     """Seconds for which nothing is sent to the endpoint."""
 
 
-def judge(attempt: Attempt, *, failed_before: int, slowed_before: int, jitter: float) -> Verdict:
+def decide(attempt: Attempt, *, failed_before: int, slowed_before: int, jitter: float) -> Decision:
     """Decide what follows an attempt.
 
     Args:
@@ -50,12 +50,12 @@ def judge(attempt: Attempt, *, failed_before: int, slowed_before: int, jitter: f
     """
     status = attempt.status
     if status is not None and 200 <= status < 300:
-        return Verdict("delivered")
+        return Decision("delivered")
     asked = min(attempt.retry_after or 0.0, _LONGEST_WAIT)
     pause = asked
     if status in _OVERLOADED:
         pause = max(asked, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(slowed_before, 16)))
     if failed_before + 1 >= len(SCHEDULE):
-        return Verdict("gone" if status == 410 else "given_up", pause=pause)
+        return Decision("gone" if status == 410 else "given_up", pause=pause)
     after = max(SCHEDULE[failed_before + 1] * (1 + JITTER * jitter), asked)
-    return Verdict("gone" if status == 410 else "failed", after=after, pause=pause)
+    return Decision("gone" if status == 410 else "failed", after=after, pause=pause)

@@ -16,7 +16,7 @@ from headrace_gateway.claims import Claim
 from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.outbox import Delivery, Outbox
-from headrace_gateway.webhooks.retries import LIFE_SECONDS, Attempt, Verdict, judge
+from headrace_gateway.webhooks.retries import LIFE_SECONDS, Attempt, Decision, decide
 from headrace_gateway.webhooks.secret import signed_headers
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.logging import frames
@@ -43,7 +43,7 @@ class Sender:
         endpoints: returns the newest version of the webhook file.
         post: makes one attempt.
         draw: returns numbers from 0 to 1 for the jitter.
-        look_seconds: time between two polls.
+        poll_seconds: time between two polls.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Sender:
         *,
         draw: Callable[[], float] = random.random,
         now: Callable[[], float] = time.time,
-        look_seconds: float = _LOOK_SECONDS,
+        poll_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._outbox: Final = outbox
         self._endpoints: Final = endpoints
@@ -63,7 +63,7 @@ class Sender:
         self._metrics: Final = metrics
         self._draw: Final = draw
         self._now: Final = now
-        self._look_seconds: Final = look_seconds
+        self._poll_seconds: Final = poll_seconds
         self._open: set[str] = set()
         """Names of the endpoints that may be sent to."""
         self._workers: Final[dict[str, set[asyncio.Task[None]]]] = defaultdict(set)
@@ -78,7 +78,7 @@ class Sender:
             # asyncio.wait_for of Python 3.11, in redis-py, can lose a cancellation
             while not task.cancelling():
                 try:
-                    await self._look()
+                    await self._poll()
                 except REDIS_ERRORS as error:
                     if is_redis_up:
                         logger.warning("webhooks waiting for Redis: %s", type(error).__name__)
@@ -86,7 +86,7 @@ class Sender:
                 else:
                     is_redis_up = True
                 if not task.cancelling():
-                    await asyncio.sleep(self._look_seconds)
+                    await asyncio.sleep(self._poll_seconds)
         finally:
             self._is_running = False
 
@@ -97,14 +97,14 @@ class Sender:
             await asyncio.wait(workers, timeout=_GRACE_SECONDS)
         await end_tasks(*workers)
 
-    def nudge(self, name: str) -> None:
+    def wake(self, name: str) -> None:
         """Send what is due to this endpoint now, without waiting for the next poll."""
         if self._is_running and name in self._open and len(self._workers[name]) < _CONCURRENCY:
             worker = asyncio.create_task(self._work(name))
             self._workers[name].add(worker)
             worker.add_done_callback(self._workers[name].discard)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Start what is due, and update the metrics."""
         endpoints = list(self._endpoints().values())
         levels = dict(zip((endpoint.name for endpoint in endpoints), await self._outbox.levels(endpoints), strict=True))
@@ -117,7 +117,7 @@ class Sender:
         )
         for name, level in levels.items():
             for _ in range(min(level.due, _CONCURRENCY)):
-                self.nudge(name)
+                self.wake(name)
 
     async def _work(self, name: str) -> None:
         """Deliver one event after the other until none is due."""
@@ -148,12 +148,12 @@ class Sender:
         body = delivery.event.body()
         headers = signed_headers(claim.item, body, endpoint.secrets, at=int(self._now()))
         attempt = await self._post(endpoint, headers, body)
-        verdict = judge(attempt, failed_before=delivery.failed, slowed_before=delivery.slowed, jitter=self._draw())
-        if verdict.pause or verdict.outcome == "gone":
+        decision = decide(attempt, failed_before=delivery.failed, slowed_before=delivery.slowed, jitter=self._draw())
+        if decision.pause or decision.outcome == "gone":
             self._open.discard(endpoint.name)
-        await self._outbox.note(claim, endpoint, verdict, failed=delivery.failed + 1)
-        self._metrics.webhook_attempted(verdict.outcome)
-        _log(endpoint, delivery, attempt, verdict)
+        await self._outbox.note(claim, endpoint, decision, failed=delivery.failed + 1)
+        self._metrics.webhook_attempted(decision.outcome)
+        _log(endpoint, delivery, attempt, decision)
 
     async def _end(self, endpoint: Endpoint, claim: Claim) -> None:
         """Delete an event that is done, or that expired before it was."""
@@ -173,17 +173,17 @@ class Sender:
             logger.warning("webhook dropped, not in the webhook file: %s", what)
 
 
-def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, verdict: Verdict) -> None:
+def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, decision: Decision) -> None:
     """Log one line per attempt, without the URL, whose query may contain a secret."""
     what = (
         f"endpoint={endpoint.name} event={delivery.event.id} type={delivery.event.type} attempt={delivery.failed + 1}"
     )
     why = attempt.failure if attempt.status is None else f"status {attempt.status}"
-    if verdict.outcome == "delivered":
+    if decision.outcome == "delivered":
         logger.info("webhook delivered: %s status=%s", what, attempt.status)
-    elif verdict.outcome == "failed":
-        logger.warning("webhook not delivered, retry in %.0f s: %s (%s)", verdict.after, what, why)
-    elif verdict.outcome == "gone":
+    elif decision.outcome == "failed":
+        logger.warning("webhook not delivered, retry in %.0f s: %s (%s)", decision.after, what, why)
+    elif decision.outcome == "gone":
         logger.error("webhook endpoint disabled by its status 410, see `headrace webhook-enable`: %s", what)
     else:
         logger.error("webhook given up: %s (%s)", what, why)

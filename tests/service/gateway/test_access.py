@@ -121,7 +121,7 @@ async def test_unknown_paths_and_methods_are_named_in_openais_shape(anybody: htt
     response = await anybody.delete("/v1/models")
     assert response.status_code == 405
     assert "GET" in response.headers["allow"]
-    assert error_of(response)["message"] == "/v1/models does not take DELETE"
+    assert error_of(response)["message"] == "/v1/models does not allow DELETE"
 
 
 BODIES = {

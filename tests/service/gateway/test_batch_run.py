@@ -114,7 +114,7 @@ async def test_a_full_queue_is_waited_for(redis_server: EmbeddedServer, redis_cl
 async def test_a_request_that_redis_has_lost_is_sent_again(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    async with line_requests(BrokerSettings(redis_server.url), silence=0.05) as requests, asking(requests) as asked:
+    async with line_requests(BrokerSettings(redis_server.url), resend_after=0.05) as requests, asking(requests) as asked:
         first = await asyncio.to_thread(take, redis_client)
         redis_client.flushall()
         assert await asyncio.to_thread(take, redis_client) == first
@@ -156,7 +156,7 @@ async def test_a_redis_without_memory_is_waited_for(redis_server: EmbeddedServer
 async def test_the_errors_are_in_no_other_file(redis_server: EmbeddedServer, tmp_path: Path, name: str) -> None:
     write_input(tmp_path / "in", [BODY], COMPLETIONS)
     files = [str(tmp_path / each) for each in ("in", "out", name)]
-    with pytest.raises(BatchError, match=r"a file of their own|is no answer of a batch"):
+    with pytest.raises(BatchError, match=r"a file of their own|is not an answer of a batch"):
         await BatchRun(BatchSettings(*files, redis_server.url)).run()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 

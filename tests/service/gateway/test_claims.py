@@ -56,10 +56,10 @@ async def test_what_a_lost_replica_held_goes_to_another_which_alone_may_finish_i
     let_pass(redis_client, 30)
     (after,) = await second.take(1)
     assert after.token > before.token
-    assert await first.keep([before]) == {before}
+    assert await first.renew([before]) == {before}
     assert not await first.finish(before)
     assert not await first.put_back(before)
-    assert await second.keep([after]) == set()
+    assert await second.renew([after]) == set()
     assert await second.finish(after)
     let_pass(redis_client, 60)
     assert await first.take(1) == []
@@ -70,7 +70,7 @@ async def test_a_claim_that_is_kept_is_not_lost(replicas: tuple[Claims, Claims],
     await first.add("a")
     (claim,) = await first.take(1)
     let_pass(redis_client, 20)
-    assert await first.keep([claim]) == set()
+    assert await first.renew([claim]) == set()
     let_pass(redis_client, 20)
     assert await second.take(1) == []
 
@@ -82,7 +82,7 @@ async def test_an_item_put_back_is_due_after_its_time_and_its_old_claim_is_worth
     await first.add("a")
     (claim,) = await first.take(1)
     assert await first.put_back(claim, after=300)
-    assert await first.keep([claim]) == {claim}
+    assert await first.renew([claim]) == {claim}
     assert await second.take(1) == []
     let_pass(redis_client, 300)
     assert [taken.item for taken in await second.take(1)] == ["a"]
@@ -102,7 +102,7 @@ async def test_a_claim_of_an_item_that_was_finished_and_added_again_is_lost(repl
     await first.finish(old)
     await first.add("a")
     (new,) = await first.take(1)
-    assert await first.keep([old, new, Claim("never", 1)]) == {old, Claim("never", 1)}
+    assert await first.renew([old, new, Claim("never", 1)]) == {old, Claim("never", 1)}
 
 
 async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
@@ -118,7 +118,7 @@ async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
     let_pass(redis_client, 30)
     (new,) = await second.take(1)
     assert new.token > old.token
-    assert await first.keep([old, new]) == {old}
+    assert await first.renew([old, new]) == {old}
 
 
 async def test_tokens_grow_also_where_the_clock_goes_back(
@@ -130,4 +130,4 @@ async def test_tokens_grow_also_where_the_clock_goes_back(
         await first.add(item)
     claims = await first.take(2)
     assert [claim.token for claim in claims] == [8 * 10**15 + 1, 8 * 10**15 + 2]
-    assert await first.keep(claims) == set()
+    assert await first.renew(claims) == set()

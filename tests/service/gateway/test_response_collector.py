@@ -454,7 +454,7 @@ async def test_items_are_named_by_their_ids(
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
 
 
-@pytest.mark.parametrize(("most", "what"), [(1000, "the items that input names"), (150, "the responses whose items")])
+@pytest.mark.parametrize(("most", "what"), [(1000, "the items that input refers to"), (150, "the responses whose items")])
 async def test_what_references_bring_is_bounded_however_often_an_item_is_named(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
 ) -> None:

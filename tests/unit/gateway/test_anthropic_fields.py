@@ -178,7 +178,7 @@ def test_a_count_reads_the_same_prompt() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": None}, "max_tokens must be given"),
+        ({"max_tokens": None}, "max_tokens is required"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
@@ -220,7 +220,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         ),
         ({"tools": [{**TOOL, "name": "f g"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "colour": 1}]}, "colour"),
-        ({"tools": [TOOL, TOOL]}, "different names"),
+        ({"tools": [TOOL, TOOL]}, "distinct names"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
@@ -232,7 +232,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tools": [TOOL]},
-            "output_config.format does not go with tools",
+            "output_config.format excludes tools",
         ),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         *(({"context_management": {"edits": edits}}, "context_management") for edits in (5, True, "x", {"a": 1}, [5])),

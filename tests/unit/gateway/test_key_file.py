@@ -68,7 +68,7 @@ def test_a_new_key_is_found_with_the_entry_that_was_printed(write: Callable[[str
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", r"holds no \[\[keys\]\]"),
+        ("", r"has no \[\[keys\]\]"),
         ("keys = 1", "Expected `array`"),
         ("[[keys]", "cannot be used"),
         ('[[keys]]\nname = "a"', "missing required field `sha256`"),

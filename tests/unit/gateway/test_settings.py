@@ -15,7 +15,7 @@ def test_without_keys_it_listens_on_loopback(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example.org", "", "localhost.example.org"])
 def test_without_keys_it_listens_nowhere_else(host: str) -> None:
-    with pytest.raises(GatewaySettingsError, match="host must be an address of loopback where there is no key file"):
+    with pytest.raises(GatewaySettingsError, match="host must be a loopback address without a key file"):
         GatewaySettings(host=host)
     assert GatewaySettings(host=host, keys=Path("keys.toml")).host == host
 

@@ -85,7 +85,7 @@ async def test_a_cursor_that_no_event_has_is_refused_or_lies_behind_the_end(
     if cursor in [each for _, each in whole] or not behind:
         assert await read_answer(form, entries, after=cursor) == behind
     else:
-        with pytest.raises(ApiError, match="no event of this answer"):
+        with pytest.raises(ApiError, match="this answer has no event"):
             await read_answer(form, entries, after=cursor)
 
 

@@ -34,7 +34,7 @@ class Replica:
         self.endpoints = endpoints
         self.outbox = outbox
         self.metrics = GatewayMetrics()
-        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, draw=lambda: 0.0, look_seconds=0.05)
+        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, draw=lambda: 0.0, poll_seconds=0.05)
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> "Replica":

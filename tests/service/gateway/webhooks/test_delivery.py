@@ -12,7 +12,7 @@ import standardwebhooks
 
 from headrace_gateway.webhooks.event import Event
 from headrace_gateway.webhooks.outbox import enable
-from headrace_gateway.webhooks.retries import Verdict
+from headrace_gateway.webhooks.retries import Decision
 from headrace_gateway.webhooks.secret import new_secret, secret_bytes
 from service.gateway.webhooks.conftest import MakeReplica, Replica, endpoint
 from service.gateway.webhooks.receiver import (
@@ -111,11 +111,11 @@ async def test_a_replica_whose_claim_is_lost_changes_nothing(
 
     before = kept()
     target = paused.endpoints["a"]
-    for verdict in (Verdict("delivered"), Verdict("failed", after=5, pause=9), Verdict("gone", after=5)):
-        assert not await paused.outbox.note(lost, target, verdict, failed=1)
+    for decision in (Decision("delivered"), Decision("failed", after=5, pause=9), Decision("gone", after=5)):
+        assert not await paused.outbox.note(lost, target, decision, failed=1)
     await paused.outbox.drop(lost, "a")
     assert kept() == before
-    assert await other.outbox.note(held, target, Verdict("delivered"), failed=1)
+    assert await other.outbox.note(held, target, Decision("delivered"), failed=1)
 
 
 async def test_a_failure_is_tried_again_by_the_schedule_until_it_is_given_up(
@@ -255,7 +255,7 @@ async def test_what_an_endpoint_does_not_want_any_more_is_dropped(
         made.endpoints = {"a": replace(made.endpoints["a"], tenant="rival")}
         made.start()
         await made.until(
-            lambda: f"webhook dropped, the file does not want it: endpoint=a event={DONE.id}" in caplog.text
+            lambda: f"webhook dropped, not in the webhook file: endpoint=a event={DONE.id}" in caplog.text
         )
         assert not redis_client.exists("headrace:gw:work:webhook:a")
         assert receiver.received == []
@@ -327,7 +327,7 @@ async def test_an_event_whose_life_is_over_is_given_up(
         await announce(made)
         redis_client.delete(f"headrace:gw:webhook:event:{DONE.id}")
         made.start()
-        await made.until(lambda: f"given up: endpoint=a event={DONE.id} (4 days are over)" in caplog.text)
+        await made.until(lambda: f"webhook expired: endpoint=a event={DONE.id} (after 4 days)" in caplog.text)
         assert made.attempts("given_up") == 1
         assert not redis_client.exists("headrace:gw:work:webhook:a", "headrace:gw:webhook:undelivered:a")
         assert receiver.received == []

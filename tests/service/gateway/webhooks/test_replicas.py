@@ -155,7 +155,7 @@ def test_a_gateway_with_a_faulty_webhook_file_does_not_start(tmp_path: Path) -> 
     assert "line 1: url must lead to a public address: 127.0.0.1 is a private address" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     file.chmod(0o644)
-    assert "every user may read or write it (mode 0644)" in headrace("gateway", "--webhooks", str(file)).stderr
+    assert "any user may read or write it (mode 0644)" in headrace("gateway", "--webhooks", str(file)).stderr
 
 
 def test_the_commands_make_a_secret_and_enable_an_endpoint(

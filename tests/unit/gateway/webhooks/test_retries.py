@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_gateway.webhooks.retries import JITTER, LIFE_SECONDS, SCHEDULE, Attempt, Verdict, judge
+from headrace_gateway.webhooks.retries import JITTER, LIFE_SECONDS, SCHEDULE, Attempt, Decision, decide
 
 HOUR = 3600.0
 
@@ -12,16 +12,16 @@ HOUR = 3600.0
 FAILURE = Attempt(500)
 
 
-def after(failed_before: int, attempt: Attempt = FAILURE, *, jitter: float = 0.0, slowed: int = 0) -> Verdict:
-    return judge(attempt, failed_before=failed_before, slowed_before=slowed, jitter=jitter)
+def after(failed_before: int, attempt: Attempt = FAILURE, *, jitter: float = 0.0, slowed: int = 0) -> Decision:
+    return decide(attempt, failed_before=failed_before, slowed_before=slowed, jitter=jitter)
 
 
 def test_an_event_is_tried_ten_times_in_three_days_and_then_given_up() -> None:
     waits = []
-    while (verdict := after(len(waits))).outcome == "failed":
-        waits.append(verdict.after)
+    while (decision := after(len(waits))).outcome == "failed":
+        waits.append(decision.after)
     assert waits == [5, 300, 1800, 2 * HOUR, 5 * HOUR, 10 * HOUR, 14 * HOUR, 20 * HOUR, 24 * HOUR]
-    assert verdict == Verdict("given_up")
+    assert decision == Decision("given_up")
 
 
 def test_the_whole_schedule_with_all_its_jitter_is_shorter_than_the_life_of_an_event() -> None:
@@ -35,17 +35,17 @@ def test_jitter_makes_a_wait_longer_by_a_fifth_at_most(failed: int, jitter: floa
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
 def test_success_is_2xx(status: int) -> None:
-    assert after(3, Attempt(status)) == Verdict("delivered")
-    assert after(9, Attempt(status)) == Verdict("delivered")
+    assert after(3, Attempt(status)) == Decision("delivered")
+    assert after(9, Attempt(status)) == Decision("delivered")
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 400, 401, 404, 409, 500, 503, None])
 def test_everything_else_is_a_failure(status: int | None) -> None:
-    assert after(0, Attempt(status)) == Verdict("failed", after=5)
+    assert after(0, Attempt(status)) == Decision("failed", after=5)
 
 
 def test_410_disables_the_endpoint_and_keeps_what_waits_for_it() -> None:
-    assert after(0, Attempt(410)) == Verdict("gone", after=5)
+    assert after(0, Attempt(410)) == Decision("gone", after=5)
     assert after(9, Attempt(410)).outcome == "gone"
 
 
@@ -59,11 +59,11 @@ def test_an_overloaded_receiver_gets_nothing_at_all_for_a_while_which_doubles(st
 
 @pytest.mark.parametrize("status", [429, 503, 500])
 def test_a_receiver_that_names_a_time_is_left_alone_until_then(status: int) -> None:
-    assert after(0, Attempt(status, retry_after=120)) == Verdict("failed", after=120, pause=120)
+    assert after(0, Attempt(status, retry_after=120)) == Decision("failed", after=120, pause=120)
     assert after(1, Attempt(status, retry_after=120)).after == 300
-    assert after(9, Attempt(status, retry_after=120)) == Verdict("given_up", pause=120)
+    assert after(9, Attempt(status, retry_after=120)) == Decision("given_up", pause=120)
 
 
 def test_no_receiver_is_left_alone_for_longer_than_a_day() -> None:
-    assert after(0, Attempt(429, retry_after=10**9)) == Verdict("failed", after=86400, pause=86400)
-    assert after(0, Attempt(200, retry_after=10**9)) == Verdict("delivered")
+    assert after(0, Attempt(429, retry_after=10**9)) == Decision("failed", after=86400, pause=86400)
+    assert after(0, Attempt(200, retry_after=10**9)) == Decision("delivered")

@@ -34,7 +34,7 @@ async def never_called(*_: Any) -> Any:
 
 async def test_a_sender_ends_though_its_cancellation_was_lost() -> None:
     outbox: Any = LosingOutbox()
-    sender = Sender(outbox, dict, never_called, GatewayMetrics(), look_seconds=0.0)
+    sender = Sender(outbox, dict, never_called, GatewayMetrics(), poll_seconds=0.0)
     running = asyncio.create_task(sender.run())
     await outbox.asked.wait()
     running.cancel()

@@ -91,7 +91,7 @@ def test_answers_are_those_of_the_gateway(gateway: RunningGateway, tmp_path: Pat
             assert list(line["response"]["body"]) == list(expected)
 
 
-def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_without_running_a_request_twice(gateway: RunningGateway, tmp_path: Path) -> None:
     service, out = gateway.service, tmp_path / "out.jsonl"
     write_input(tmp_path / "in.jsonl", bodies(60))
     command = ("in.jsonl", "out.jsonl", "--window", "12")
@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_says_how_to_resume(
     gateway: RunningGateway, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -138,7 +138,7 @@ def test_a_complete_run_sends_nothing_when_it_is_repeated(gateway: RunningGatewa
     assert_each_once(tmp_path, 4, failed=1)
 
 
-def test_a_full_disk_ends_the_run_with_whole_lines_and_it_goes_on(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_whole_lines_and_it_can_be_resumed(gateway: RunningGateway, tmp_path: Path) -> None:
     write_input(tmp_path / "in.jsonl", bodies(30))
     command = ("in.jsonl", "out.jsonl", "--window", "8")
     _, told = BatchProcess(tmp_path, *command, redis_url=gateway.service.url, max_file_bytes=5000).end(1)
@@ -189,7 +189,7 @@ def test_two_runs_do_not_write_one_output(gateway: RunningGateway, tmp_path: Pat
     first.kill()
 
 
-def test_nothing_is_lost_or_doubled_by_faults_of_everything(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_no_fault_loses_or_repeats_an_answer(gateway: RunningGateway, tmp_path: Path) -> None:
     service, out = gateway.service, tmp_path / "out.jsonl"
     write_input(tmp_path / "in.jsonl", [*bodies(150), TOO_LONG])
     command = ("in.jsonl", "out.jsonl", "--window", "24")

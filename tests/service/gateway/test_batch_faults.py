@@ -84,7 +84,7 @@ def old_folder(files: StoredFiles, number: int) -> Path:
     return folder
 
 
-async def test_folders_of_batches_that_this_redis_knows_nothing_of_are_swept(tools: BatchTools) -> None:
+async def test_folders_of_batches_unknown_to_this_redis_are_swept(tools: BatchTools) -> None:
     await tools.store.create(record_of(1))
     known, unknown = old_folder(tools.files, 1), old_folder(tools.files, 2)
     await BatchRunner(tools).sweep()
@@ -145,7 +145,7 @@ def outputs(tools: BatchTools) -> list[str]:
 
 
 @pytest.mark.parametrize(("answered", "seconds"), [(2, 86_400), (0, -1)])
-async def test_a_batch_is_cancelled_also_after_its_last_answer_or_its_window(
+async def test_a_batch_can_be_cancelled_even_after_its_last_answer_or_its_window(
     tools: BatchTools, answered: int, seconds: int
 ) -> None:
     record, claim = await begun(tools, answered=answered, expires_at=int(time.time()) + seconds)
@@ -156,7 +156,7 @@ async def test_a_batch_is_cancelled_also_after_its_last_answer_or_its_window(
     assert outputs(tools) == ["0", "1"]
 
 
-async def test_a_batch_that_makes_no_progress_pauses_before_it_is_tried_again(tools: BatchTools) -> None:
+async def test_a_batch_without_progress_pauses_before_a_retry(tools: BatchTools) -> None:
     _, claim = await begun(tools, answered=2)
     store = AsyncMock(wraps=tools.store, claims=tools.store.claims)
     store.move.side_effect = [False] * 1000  # Redis answers so where it has lost what it had just written
@@ -226,7 +226,7 @@ def fields_of(tools: BatchTools, client: "redis.Redis", batch_id: str) -> tuple[
     return key, tools.store.claims.due_key, client.hgetall(key)
 
 
-async def test_a_batch_ends_again_where_redis_has_lost_its_end(tools: BatchTools, redis_client: "redis.Redis") -> None:
+async def test_a_batch_ends_again_if_redis_lost_its_end(tools: BatchTools, redis_client: "redis.Redis") -> None:
     record, claim = await begun(tools, answered=2)
     key, due_key, before = fields_of(tools, redis_client, record.id)
     await BatchWork(tools, claim).run()
@@ -259,7 +259,7 @@ async def test_a_batch_whose_files_are_lost_fails(tools: BatchTools, lost: str) 
     assert [error["code"] for error in batch.errors or ()] == ["files_lost"]
 
 
-async def test_a_batch_waits_while_the_directory_is_away(tools: BatchTools, tmp_path: Path) -> None:
+async def test_a_batch_waits_while_the_directory_is_unavailable(tools: BatchTools, tmp_path: Path) -> None:
     record, claim = await begun(tools, answered=2)
     (tmp_path / "files").rename(tmp_path / "away")
     work = BatchWork(tools, claim)
@@ -306,7 +306,7 @@ async def test_a_cancelled_batch_does_not_wait_for_ever_for_its_directory(
     assert await tools.store.status(record.id) == "failed"
 
 
-async def test_a_key_has_a_bounded_number_of_open_batches_and_of_kept_ones(
+async def test_the_open_and_the_stored_batches_of_a_key_are_limited(
     tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_store, "_MOST_KEPT", MOST_OPEN + 1)
@@ -336,7 +336,7 @@ async def test_a_batch_that_nobody_has_begun_is_cancelled_at_once(tools: BatchTo
     assert claim.item == record_of(1).id
 
 
-async def test_the_batches_of_one_key_do_not_keep_another_waiting(
+async def test_the_batches_of_one_key_do_not_delay_those_of_another(
     tools: BatchTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []

@@ -95,7 +95,7 @@ async def test_a_window_of_lines_lies_in_the_queue_at_the_last_priority(
     assert not errors.exists()
 
 
-async def test_a_full_queue_is_waited_for(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_a_run_waits_while_the_queue_is_full(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     redis_client.lpush("headrace.tiny", *["{}"] * 5)
     told: list[str] = []
     async with (
@@ -123,7 +123,7 @@ async def test_a_request_that_redis_has_lost_is_sent_again(
         assert answered(await asked)["response"]["request_id"] == first
 
 
-async def test_a_model_that_redis_has_forgotten_is_waited_for(
+async def test_a_run_waits_until_its_model_is_registered_again(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     redis_client.flushall()
@@ -137,7 +137,7 @@ async def test_a_model_that_redis_has_forgotten_is_waited_for(
         assert answered(await asked)["response"]["status_code"] == 200
 
 
-async def test_a_redis_without_memory_is_waited_for(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_a_run_waits_while_redis_is_out_of_memory(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     told: list[str] = []
     redis_client.config_set("maxmemory", 1)
     try:
@@ -153,7 +153,7 @@ async def test_a_redis_without_memory_is_waited_for(redis_server: EmbeddedServer
 
 
 @pytest.mark.parametrize("name", ["in", "out"])
-async def test_the_errors_are_in_no_other_file(redis_server: EmbeddedServer, tmp_path: Path, name: str) -> None:
+async def test_the_error_file_must_differ_from_input_and_output(redis_server: EmbeddedServer, tmp_path: Path, name: str) -> None:
     write_input(tmp_path / "in", [BODY], COMPLETIONS)
     files = [str(tmp_path / each) for each in ("in", "out", name)]
     with pytest.raises(BatchError, match=r"a file of their own|is not an answer of a batch"):
@@ -162,7 +162,7 @@ async def test_the_errors_are_in_no_other_file(redis_server: EmbeddedServer, tmp
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-async def test_a_run_that_goes_on_joins_the_requests_of_the_one_before(
+async def test_a_resumed_run_continues_the_requests_of_the_previous_one(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", is_begun: bool
 ) -> None:
     settings = BrokerSettings(redis_server.url)
@@ -186,7 +186,7 @@ def take_other(client: "redis.Redis", known: str) -> str:
     return found
 
 
-async def test_an_answer_that_was_gone_before_it_was_read_is_made_again(
+async def test_a_request_whose_stream_expired_unread_is_sent_again(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     settings = BrokerSettings(redis_server.url)
@@ -200,7 +200,7 @@ async def test_an_answer_that_was_gone_before_it_was_read_is_made_again(
         assert answered(await asked)["response"]["request_id"] == second
 
 
-async def test_answers_that_are_always_gone_are_an_error_in_the_end(
+async def test_a_request_whose_streams_all_expire_becomes_an_error(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with line_requests(BrokerSettings(redis_server.url)) as requests, asking(requests) as asked:

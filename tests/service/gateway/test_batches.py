@@ -157,7 +157,7 @@ def test_a_batch_is_answered_and_its_output_is_a_file(site: Site, client: openai
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_another_replica_takes_over_from_one_that_is_gone_or_paused(site: Site, number: signal.Signals) -> None:
+def test_another_replica_takes_over_from_a_dead_or_paused_one(site: Site, number: signal.Signals) -> None:
     with site.client() as client:
         batch = begin(client, lines_of(300, max_tokens=16))
         until(client, batch.id, lambda batch: completed(batch) > 10)
@@ -193,7 +193,7 @@ def waiting_for_storage(replica: GatewayProcess) -> float:
     return float(value)
 
 
-def test_a_batch_whose_disk_is_full_waits_and_goes_on_when_there_is_room(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_waits_while_the_disk_is_full(site: Site, client: openai.OpenAI) -> None:
     batch = begin(client, lines_of(200, max_tokens=16))
     until(client, batch.id, lambda batch: completed(batch) > 10)
     holder = site.holder(batch.id)
@@ -225,7 +225,7 @@ def test_a_cancelled_batch_keeps_what_was_finished(site: Site, client: openai.Op
     site.service.wait_settled(PATIENCE)
 
 
-def test_what_has_no_answer_when_the_window_ends_expires(client: openai.OpenAI) -> None:
+def test_lines_without_an_answer_expire_with_the_window(client: openai.OpenAI) -> None:
     batch = begin(client, lines_of(2000, max_tokens=16), window="4s")
     batch = until(client, batch.id, has_ended)
     assert batch.status == "expired"
@@ -235,7 +235,7 @@ def test_what_has_no_answer_when_the_window_ends_expires(client: openai.OpenAI) 
     assert batch.request_counts.total == batch.request_counts.completed + batch.request_counts.failed
 
 
-def test_a_batch_goes_on_when_its_input_is_deleted_and_its_replica_stops(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_survives_the_deletion_of_its_input_and_the_stop_of_its_replica(site: Site, client: openai.OpenAI) -> None:
     batch = begin(client, lines_of(300, max_tokens=16))
     assert client.files.delete(batch.input_file_id).deleted
     until(client, batch.id, lambda batch: completed(batch) > 0)
@@ -253,7 +253,7 @@ def test_a_batch_goes_on_when_its_input_is_deleted_and_its_replica_stops(site: S
         holder.wait_ready()
 
 
-def test_redis_forgets_every_request_of_a_line_of_several_prompts(site: Site, client: openai.OpenAI) -> None:
+def test_every_request_of_a_line_with_several_prompts_expires_early(site: Site, client: openai.OpenAI) -> None:
     batch = until(client, begin(client, lines_of(3, prompt=["hello", "there", "you"])).id, has_ended)
     for answer in read(client, batch.output_file_id):
         request_id = answer["response"]["request_id"]
@@ -262,7 +262,7 @@ def test_redis_forgets_every_request_of_a_line_of_several_prompts(site: Site, cl
             assert_forgotten(site, each)
 
 
-def test_a_batch_of_errors_alone_has_no_output(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_with_only_errors_has_no_output(site: Site, client: openai.OpenAI) -> None:
     batch = until(client, begin(client, lines_of(3, prompt="a" * 5000)).id, has_ended)
     assert batch.status == "completed"
     assert batch.output_file_id is None
@@ -312,7 +312,7 @@ def test_other_endpoints_are_served(client: openai.OpenAI, url: Any, field: dict
         (b"x\n" * 50_001, "too_many_tasks", None),
     ],
 )
-def test_a_wrong_input_makes_the_batch_fail(client: openai.OpenAI, content: bytes, code: str, line: int | None) -> None:
+def test_an_invalid_input_fails_the_batch(client: openai.OpenAI, content: bytes, code: str, line: int | None) -> None:
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
     made = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
     batch = until(client, made.id, has_ended)

@@ -36,7 +36,7 @@ async def test_each_item_is_taken_by_one_replica(replicas: tuple[Claims, Claims]
     assert len({claim.token for claim in claims}) == 40
 
 
-async def test_an_item_that_is_there_is_not_added_again(replicas: tuple[Claims, Claims]) -> None:
+async def test_an_existing_item_is_not_added_again(replicas: tuple[Claims, Claims]) -> None:
     first, second = replicas
     assert await first.add("a")
     assert not await second.add("a")
@@ -46,7 +46,7 @@ async def test_an_item_that_is_there_is_not_added_again(replicas: tuple[Claims, 
     assert await second.add("a")
 
 
-async def test_what_a_lost_replica_held_goes_to_another_which_alone_may_finish_it(
+async def test_an_expired_claim_goes_to_another_replica_which_alone_can_finish_it(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
@@ -65,7 +65,7 @@ async def test_what_a_lost_replica_held_goes_to_another_which_alone_may_finish_i
     assert await first.take(1) == []
 
 
-async def test_a_claim_that_is_kept_is_not_lost(replicas: tuple[Claims, Claims], redis_client: "redis.Redis") -> None:
+async def test_a_renewed_claim_is_not_lost(replicas: tuple[Claims, Claims], redis_client: "redis.Redis") -> None:
     first, second = replicas
     await first.add("a")
     (claim,) = await first.take(1)
@@ -75,7 +75,7 @@ async def test_a_claim_that_is_kept_is_not_lost(replicas: tuple[Claims, Claims],
     assert await second.take(1) == []
 
 
-async def test_an_item_put_back_is_due_after_its_time_and_its_old_claim_is_worth_nothing(
+async def test_an_item_put_back_is_due_later_and_its_old_claim_is_lost(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
@@ -105,7 +105,7 @@ async def test_a_claim_of_an_item_that_was_finished_and_added_again_is_lost(repl
     assert await first.renew([old, new, Claim("never", 1)]) == {old, Claim("never", 1)}
 
 
-async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
+async def test_no_token_is_given_twice_if_redis_lost_its_last_second(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
@@ -121,7 +121,7 @@ async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
     assert await first.renew([old, new]) == {old}
 
 
-async def test_tokens_grow_also_where_the_clock_goes_back(
+async def test_tokens_grow_even_if_the_clock_goes_back(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, _ = replicas

@@ -77,7 +77,7 @@ def test_every_chunk_of_a_stream_is_a_chunk_of_the_sdk(client: openai.OpenAI, ga
         assert streamed == choice.logprobs.content
 
 
-def test_the_stream_helper_accumulates_what_the_plain_call_answers(
+def test_the_stream_helper_accumulates_the_non_streaming_answer(
     client: openai.OpenAI, gateway: RunningGateway
 ) -> None:
     options: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
@@ -151,7 +151,7 @@ def test_a_completion_of_token_ids_only_scores_them(client: openai.OpenAI, gatew
     assert len(logprobs.token_logprobs or []) == 3
 
 
-def test_many_prompts_are_choices_in_their_order(client: openai.OpenAI, gateway: RunningGateway) -> None:
+def test_several_prompts_become_choices_in_order(client: openai.OpenAI, gateway: RunningGateway) -> None:
     prompts = ["one", "two", "three"]
     options: Any = {"model": gateway.model, "max_tokens": 4, "temperature": 0, "echo": True}
     answer = client.completions.create(prompt=prompts, **options)
@@ -176,7 +176,7 @@ def test_many_prompts_are_choices_in_their_order(client: openai.OpenAI, gateway:
         ),
     ],
 )
-def test_each_fault_is_the_sdks_own_exception(
+def test_each_error_raises_the_sdks_own_exception(
     client: openai.OpenAI,
     gateway: RunningGateway,
     options: dict[str, Any],

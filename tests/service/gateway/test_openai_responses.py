@@ -68,7 +68,7 @@ def has_ended(response: Response) -> bool:
     return response.status not in ("queued", "in_progress")
 
 
-def test_a_response_has_text_usage_and_what_was_asked_for(client: openai.OpenAI) -> None:
+def test_a_response_has_text_usage_and_the_requests_fields(client: openai.OpenAI) -> None:
     response = create(client, instructions="be brief", metadata={"a": "b"}, extra_body={"ignore_eos": True})
     assert response.status == "incomplete"
     assert response.incomplete_details is not None

@@ -64,7 +64,7 @@ def assert_whole(stream: list[bytes], replica: GatewayProcess, answer_id: str) -
     assert usage["completion_tokens"] == 300
 
 
-def test_a_stream_goes_on_at_another_replica_when_its_own_is_killed(gateway: RunningGateway) -> None:
+def test_a_stream_continues_at_another_replica_when_its_own_is_killed(gateway: RunningGateway) -> None:
     first, second = gateway.replicas
     stream = events(first, "POST", CHATS, RESUME, BODY)
     before, answer_id, cursor = take_some(stream, 20)
@@ -76,7 +76,7 @@ def test_a_stream_goes_on_at_another_replica_when_its_own_is_killed(gateway: Run
         first.wait_ready()
 
 
-def test_a_stream_goes_on_with_another_worker_when_its_own_is_killed(gateway: RunningGateway) -> None:
+def test_a_stream_continues_with_another_worker_when_its_own_is_killed(gateway: RunningGateway) -> None:
     replica = gateway.replicas[0]
     stream = events(replica, "POST", CHATS, RESUME, BODY)
     before, answer_id, _ = take_some(stream, 20)
@@ -86,7 +86,7 @@ def test_a_stream_goes_on_with_another_worker_when_its_own_is_killed(gateway: Ru
     assert len(gateway.service.stream(answer_id).attempts) == 2
 
 
-def test_a_stream_goes_on_when_redis_has_been_away(gateway: RunningGateway) -> None:
+def test_a_stream_continues_after_an_outage_of_redis(gateway: RunningGateway) -> None:
     stream = events(gateway.replicas[0], "POST", CHATS, RESUME, BODY)
     before, answer_id, _ = take_some(stream, 20)
     pid = gateway.service.client.info("server")["process_id"]
@@ -98,7 +98,7 @@ def test_a_stream_goes_on_when_redis_has_been_away(gateway: RunningGateway) -> N
     assert_whole(before + list(stream), gateway.replicas[1], answer_id)
 
 
-def test_a_stream_goes_on_when_redis_was_killed_and_came_back_with_its_file(gateway: RunningGateway) -> None:
+def test_a_stream_continues_after_redis_was_killed_and_restarted_with_its_file(gateway: RunningGateway) -> None:
     stream = events(gateway.replicas[0], "POST", CHATS, RESUME, BODY)
     before, answer_id, _ = take_some(stream, 20)
     gateway.service.server.kill()
@@ -124,7 +124,7 @@ CUT_BODIES: Any = {
 
 
 @pytest.mark.parametrize("kind", CUT_BODIES)
-def test_a_stream_that_is_cut_at_any_event_goes_on_with_the_same_bytes(gateway: RunningGateway, kind: str) -> None:
+def test_a_stream_cut_at_any_event_continues_with_the_same_bytes(gateway: RunningGateway, kind: str) -> None:
     path, body = CUT_BODIES[kind]
     whole = list(events(gateway.replicas[0], "POST", path, RESUME, body))
     assert whole[-1] == b"data: [DONE]\n\n"
@@ -161,7 +161,7 @@ async def test_only_the_key_that_sent_a_request_rejoins_it_and_only_at_an_event_
         assert behind.content == b"data: [DONE]\n\n"
 
 
-async def test_two_who_send_one_idempotency_key_at_once_get_one_answer(
+async def test_concurrent_requests_with_one_idempotency_key_get_one_answer(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
@@ -190,7 +190,7 @@ def has_ended_or_is_missed(gateway: RunningGateway, request_id: str) -> bool:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_request_whose_client_has_left_ends(gateway: RunningGateway, is_stream: bool) -> None:
+def test_a_request_whose_client_disconnected_is_cancelled(gateway: RunningGateway, is_stream: bool) -> None:
     client, replica = gateway.service.client, gateway.replicas[0]
     before = set(client.keys("headrace:listener:*"))
     body = {**BODY, "stream": is_stream}

@@ -93,7 +93,7 @@ async def test_a_response_outlives_its_stream(redis_server: EmbeddedServer, redi
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_an_end_is_stored_and_announced_once_whoever_looks(
+async def test_an_end_is_stored_and_announced_once_by_all_replicas_together(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -110,7 +110,7 @@ async def test_an_end_is_stored_and_announced_once_whoever_looks(
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replaced(
+async def test_another_replica_takes_over_the_responses_of_a_killed_one(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -132,7 +132,7 @@ async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replace
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
+async def test_a_response_that_cannot_be_stored_does_not_block_others(
     redis_server: EmbeddedServer,
     redis_client: "redis.Redis",
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,7 @@ async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream_has_expired(
+async def test_a_stored_end_is_announced_even_if_its_stream_has_expired(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -188,7 +188,7 @@ async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for_a_deleted_one(
+async def test_a_response_whose_request_is_not_queued_yet_does_not_count_as_deleted(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -207,7 +207,7 @@ async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for
 
 @pytest.mark.parametrize("has_mark", [True, False])
 @pytest.mark.parametrize("background", [True, False])
-async def test_a_repeat_behind_the_end_of_the_stream_gets_what_is_stored(
+async def test_a_repeat_after_the_end_of_the_stream_gets_the_stored_response(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", background: bool, has_mark: bool
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -227,7 +227,7 @@ async def test_a_repeat_behind_the_end_of_the_stream_gets_what_is_stored(
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
 
 
-async def test_a_repeat_does_not_bring_a_deleted_response_back(
+async def test_a_repeat_does_not_recreate_a_deleted_response(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -238,7 +238,7 @@ async def test_a_repeat_does_not_bring_a_deleted_response_back(
         assert redis_client.keys("headrace:gw:re[qs]*") == []
 
 
-async def test_a_deletion_that_is_cut_short_can_be_repeated(
+async def test_an_interrupted_deletion_can_be_repeated(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -256,7 +256,7 @@ async def test_a_deletion_that_is_cut_short_can_be_repeated(
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_responses_that_no_worker_has_taken_are_put_back_without_a_look_at_each(
+async def test_responses_without_a_worker_are_released_together(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -281,7 +281,7 @@ async def test_responses_that_no_worker_has_taken_are_put_back_without_a_look_at
         assert redis_client.zscore(DUE, created[1]) is None
 
 
-async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_the_collector_does_not_count_as_a_subscriber(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
         sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))
         request_id = await asyncio.to_thread(take, redis_client)
@@ -299,7 +299,7 @@ async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_cl
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_thousands_of_open_responses_are_looked_at_and_stored(
+async def test_thousands_of_open_responses_are_checked_and_stored(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -341,7 +341,7 @@ async def test_a_response_that_no_worker_took_or_whose_stream_is_lost_has_failed
         assert ("not_stored_in_time" if has_stream else "expired") in state["error"]["message"]
 
 
-async def test_only_its_key_and_tenant_reach_a_response(
+async def test_only_the_owning_key_and_tenant_can_read_a_response(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     keys = write_keys(tmp_path / "keys", "mine", "other")
@@ -364,7 +364,7 @@ async def test_only_its_key_and_tenant_reach_a_response(
             await asyncio.sleep(0.05)
 
 
-async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
+async def test_a_response_with_store_false_is_kept_as_long_as_its_stream(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -384,7 +384,7 @@ async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
         assert not redis_client.exists(stream_key(created))
 
 
-async def test_what_is_too_large_is_not_stored(
+async def test_too_large_a_response_is_not_stored(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -407,7 +407,7 @@ async def test_what_is_too_large_is_not_stored(
         assert "response.completed" in (await http.get(f"{PATH}/{created}?stream=true")).text
 
 
-async def test_input_items_come_in_pages(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_input_items_are_paginated(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     items = [{"role": "user", "content": str(number), "id": f"msg_{number}"} for number in range(5)]
     async with gateway_of(redis_server, redis_client) as (_, http):
         created = (await http.post(PATH, json={**BODY, "input": items})).json()["id"]
@@ -429,7 +429,7 @@ async def test_input_items_come_in_pages(redis_server: EmbeddedServer, redis_cli
             assert (await http.get(f"{PATH}/{created}?{query}")).status_code == 400
 
 
-async def test_items_are_named_by_their_ids(
+async def test_items_can_be_referred_to_by_id(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     keys = write_keys(tmp_path / "keys", "mine", "other")
@@ -455,7 +455,7 @@ async def test_items_are_named_by_their_ids(
 
 
 @pytest.mark.parametrize(("most", "what"), [(1000, "the items that input refers to"), (150, "the responses whose items")])
-async def test_what_references_bring_is_bounded_however_often_an_item_is_named(
+async def test_the_size_of_referenced_items_is_limited_even_if_one_is_repeated(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
 ) -> None:
     monkeypatch.setattr("headrace_gateway.response_chain.MAX_BYTES", most)
@@ -487,7 +487,7 @@ async def test_a_request_beyond_the_keys_rate_reads_no_stored_items(
         assert refused.status_code == 429
 
 
-async def test_a_chain_is_bounded(
+async def test_the_length_of_a_chain_is_limited(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_gateway.response_chain.MAX_LINKS", 2)

@@ -129,7 +129,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
+def test_the_printed_command_works_and_one_signal_ends_everything(
     serve: Callable[..., ServeProcess], model_folder: str, number: signal.Signals, status: int
 ) -> None:
     port = str(free_port())
@@ -158,7 +158,7 @@ def test_no_password_stands_on_a_command_line(serve: Callable[..., ServeProcess]
     assert all(found[1].decode() not in line for line in serving.lines)
 
 
-def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
+def test_no_process_remains_after_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
     serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
     assert len(serving.living()) > 3  # itself and its children
     serving.end(signal.SIGKILL)
@@ -173,7 +173,7 @@ def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProces
         ("server", "the Redis server ended with status -9"),
     ],
 )
-def test_a_child_that_dies_ends_the_whole_with_its_reason(
+def test_a_dead_child_ends_the_command_with_its_error(
     serve: Callable[..., ServeProcess], model_folder: str, child: str, reason: str
 ) -> None:
     serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
@@ -183,14 +183,14 @@ def test_a_child_that_dies_ends_the_whole_with_its_reason(
     assert serving.left() == []
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_whole_with_its_reason(serve: Callable[..., ServeProcess]) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_its_error(serve: Callable[..., ServeProcess]) -> None:
     serving = serve("--model", "/nothing/here", "--port", str(free_port()))
     assert serving.wait() == 1
     assert "/nothing/here" in "\n".join(serving.lines)
     assert serving.left() == []
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serving = serve("--port", str(port))  # the default model, which would be fetched first
@@ -201,7 +201,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable
     )
 
 
-def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
+def test_a_public_address_without_keys_is_refused_before_anything_is_started(
     serve: Callable[..., ServeProcess],
 ) -> None:
     serving = serve("--host", "0.0.0.0", "--port", str(free_port()))
@@ -210,7 +210,7 @@ def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
     assert "gateway-key" in line
 
 
-def test_a_redis_that_was_there_before_is_used_and_left_running(
+def test_an_existing_redis_is_used_and_left_running(
     serve: Callable[..., ServeProcess], model_folder: str
 ) -> None:
     with make_server() as server:

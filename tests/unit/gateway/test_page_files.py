@@ -17,7 +17,7 @@ def test_all_files_together_have_less_than_60_kilobytes() -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_no_script_makes_markup_or_code_of_texts(path: Path) -> None:
+def test_no_script_turns_text_into_markup_or_code(path: Path) -> None:
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc|localStorage|cookie"
     )

@@ -24,7 +24,7 @@ def codes() -> Iterator[str]:
                     yield value.value
 
 
-def test_every_code_of_a_refusal_has_a_series() -> None:
+def test_every_error_code_has_a_label_value() -> None:
     found = set(codes())
     assert found >= {"invalid_api_key", "unsupported", "storage_full", "stream_expired"}
     assert found - OF_LINES <= set(REFUSALS) - {OTHER}

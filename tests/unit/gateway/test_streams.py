@@ -67,7 +67,7 @@ async def test_a_reader_that_rejoins_after_any_event_gets_the_same_rest(
 
 
 @given(answers(), st.lists(st.integers(1, 4)))
-async def test_how_entries_are_read_changes_no_byte(
+async def test_the_batches_in_which_entries_are_read_change_no_byte(
     answer: tuple[AnswerForm, list[StreamEvent]], sizes: list[int]
 ) -> None:
     form, entries = answer
@@ -75,7 +75,7 @@ async def test_how_entries_are_read_changes_no_byte(
 
 
 @given(answers(), st.integers(0, 20), st.integers(0, 5))
-async def test_a_cursor_that_no_event_has_is_refused_or_lies_behind_the_end(
+async def test_an_unknown_cursor_is_refused_or_is_after_the_end(
     answer: tuple[AnswerForm, list[StreamEvent]], offset: int, number: int
 ) -> None:
     form, entries = answer
@@ -90,7 +90,7 @@ async def test_a_cursor_that_no_event_has_is_refused_or_lies_behind_the_end(
 
 
 @given(answers())
-async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
+async def test_every_chunk_parses_in_the_sdk_and_none_is_empty(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
     form, entries = answer
     written = [json.loads(data) for data, _ in await read_answer(form, entries)]
     if error_of(entries):
@@ -115,7 +115,7 @@ async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[Ans
 
 
 @given(answers())
-async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
+async def test_the_whole_answer_equals_what_the_sdk_accumulates(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
     form, entries = answer
     if error_of(entries) or not form.include_usage:
         return
@@ -161,7 +161,7 @@ async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[Answer
         Completion.model_validate(plain, strict=True)
 
 
-async def test_the_prompts_log_probabilities_come_also_where_another_choice_is_first() -> None:
+async def test_prompt_logprobs_are_sent_even_if_another_choice_is_first() -> None:
     form = ChatForm(n=2, prompt_logprobs=True)
     entries: list[StreamEvent] = [
         ChunkEvent("1-1", 1, 1, 1, [1], "a", finish_reason="stop"),

@@ -54,7 +54,7 @@ async def test_one_private_address_among_public_ones_is_enough_to_refuse() -> No
         assert receiver.received == []
 
 
-async def test_a_host_is_looked_up_once_and_that_very_address_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_lookup(*args: object, **_rest: object) -> object:
         raise AssertionError(f"looked up again: {args}")
 
@@ -65,7 +65,7 @@ async def test_a_host_is_looked_up_once_and_that_very_address_is_reached(monkeyp
     assert names.asked == [("rebinding.example", receiver.port)]
 
 
-async def test_the_next_address_is_tried_where_one_does_not_answer() -> None:
+async def test_the_next_address_is_tried_if_one_does_not_answer() -> None:
     async with Receiver() as receiver:
         names = Names(["127.0.0.2", "127.0.0.1"])  # the receiver listens on 127.0.0.1 alone
         assert (await post(f"http://two.example:{receiver.port}/", names)).status == 204
@@ -100,7 +100,7 @@ async def test_a_certificate_is_checked_against_the_name_of_the_host(tmp_path: P
         assert (await post(f"https://127.0.0.1:{receiver.port}/", Names(["127.0.0.1"]), tls=trusting)).status == 204
 
 
-async def test_a_host_that_is_not_found_is_a_failure() -> None:
+async def test_a_host_that_does_not_resolve_is_a_failure() -> None:
     resolver = Resolver()
     try:
         attempt = await Poster(resolver)(endpoint("a", "http://no-such-host.invalid/"), {}, b"{}")
@@ -117,7 +117,7 @@ async def test_little_of_a_long_body_is_read() -> None:
     assert sum(sent) < 12 * 2**20  # what the buffers of both sockets hold
 
 
-async def test_an_attempt_has_an_end() -> None:
+async def test_an_attempt_times_out() -> None:
     async with Receiver(hang) as receiver:
         attempt = await post(receiver.url, Names(["127.0.0.1"]), seconds=0.2)
     assert attempt == Attempt(failure="no answer within 0.2 s")

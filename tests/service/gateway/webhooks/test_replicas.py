@@ -46,7 +46,7 @@ async def announce(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., 
         yield announce
 
 
-async def test_what_a_killed_replica_was_sending_is_sent_by_another_with_the_same_id(
+async def test_deliveries_of_a_killed_replica_are_sent_by_another_with_the_same_id(
     redis_server: EmbeddedServer,
     redis_client: "redis.Redis",
     announce: Callable[..., object],
@@ -81,7 +81,7 @@ async def test_what_a_killed_replica_was_sending_is_sent_by_another_with_the_sam
         assert SECRET not in second.log_text()
 
 
-async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
+async def test_a_gateway_reloads_a_changed_webhook_file(
     redis_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     async with Receiver() as receiver:
@@ -108,7 +108,7 @@ async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
             assert got.event["data"] == {"id": "batch_3"}
 
 
-async def test_a_gateway_that_ends_lets_an_attempt_under_way_end(
+async def test_a_stopping_gateway_lets_an_open_attempt_end(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     answered = asyncio.Event()

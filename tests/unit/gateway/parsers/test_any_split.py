@@ -69,7 +69,7 @@ TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max
     opened=st.sampled_from([None, "<think>\n", "[THINK]"]),
     parallel=st.booleans(),
 )
-def test_cuts_of_the_text_change_nothing(
+def test_the_pieces_in_which_text_arrives_do_not_change_the_events(
     tool_parser: str | None,
     reasoning_parser: str | None,
     text: str,

@@ -56,7 +56,7 @@ def test_an_endpoint_has_what_the_file_says(read: Read) -> None:
     assert repr(first) not in repr(found)
 
 
-def test_an_endpoint_gets_only_what_it_wants(read: Read) -> None:
+def test_an_endpoint_gets_only_its_subscribed_events(read: Read) -> None:
     lines = ['tenant = "acme"', 'keys = ["web", "app"]', 'types = ["batch.failed"]']
     narrow, wide = read(entry("narrow", URL, *lines) + entry("wide")).values()
     wanted = Event("batch.failed", "batch_1", 1, "web", "acme")
@@ -117,14 +117,14 @@ def test_an_endpoint_gets_only_what_it_wants(read: Read) -> None:
         (entry("a", URL, 'types = ["response.done"]'), "types must be an array of response.completed, "),
     ],
 )
-def test_a_file_that_cannot_be_used_says_where_and_why(read: Read, text: str, sentence: str) -> None:
+def test_an_invalid_file_is_reported_with_line_and_problem(read: Read, text: str, sentence: str) -> None:
     with pytest.raises(GatewaySettingsError, match=sentence) as raised:
         read(text)
     assert "hidden" not in str(raised.value)
     assert SECRET not in str(raised.value)
 
 
-def test_everything_that_is_wrong_is_told_at_once(read: Read) -> None:
+def test_one_error_lists_all_problems(read: Read) -> None:
     with pytest.raises(GatewaySettingsError) as raised:
         read(entry("a b", "https://a@b.example/", "types = []") + entry("c", secret='""'))
     for problem in ("line 1: name", "line 1: url", "line 1: types", "line 6: secret"):

@@ -32,7 +32,7 @@ async def never_called(*_: Any) -> Any:
     raise AssertionError
 
 
-async def test_a_sender_ends_though_its_cancellation_was_lost() -> None:
+async def test_a_sender_ends_even_if_its_cancellation_was_lost() -> None:
     outbox: Any = LosingOutbox()
     sender = Sender(outbox, dict, never_called, GatewayMetrics(), poll_seconds=0.0)
     running = asyncio.create_task(sender.run())
@@ -42,7 +42,7 @@ async def test_a_sender_ends_though_its_cancellation_was_lost() -> None:
         await asyncio.wait([running])
 
 
-async def test_a_server_cancels_its_roles_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_cancels_its_background_tasks_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "_CANCEL_AGAIN_SECONDS", 0.01)
     lost = 0
 

@@ -17,7 +17,7 @@ from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.event_stream import unless_disconnected
-from headrace_gateway.generation import plain, retrieve, require_redis, streamed, submit
+from headrace_gateway.generation import plain, require_redis, retrieve, streamed, submit
 from headrace_gateway.headers import ResumeStyle, read_headers
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.tokenizer_calls import count_tokens

@@ -16,7 +16,7 @@ _TYPES: Final = {
 }
 """Anthropic's error type by status. Any other 4xx is `invalid_request_error`, any other 5xx `api_error`."""
 _OVERLOADED: Final = frozenset({"queue_full"})
-"""Codes with status 429 that are no limit of the caller's own."""
+"""Codes with status 429 for a limit of the whole queue, not of the caller."""
 
 
 def is_anthropic(path: str) -> bool:

@@ -174,9 +174,7 @@ def _read_thinking(given: Mapping[str, Any], model: RegisteredModel, problems: P
             told = f"thinking.budget_tokens must be an integer of at least {LEAST_BUDGET}, not {shown(budget)}"
             problems.add("thinking.budget_tokens", told)
         if model.template.thinking is None and model.reasoning_parser is None:
-            message = (
-                "thinking.type enabled is not supported: this model does not reason; use adaptive or disabled"
-            )
+            message = "thinking.type enabled is not supported: this model does not reason; use adaptive or disabled"
             problems.unsupported("thinking.type", message)
     if thinking.get("display") not in (None, *DISPLAYS):
         problems.add("thinking.display", f"thinking.display must be one of {', '.join(DISPLAYS)}")

@@ -30,6 +30,7 @@ from headrace_gateway import (
     tokenizer_endpoints,
 )
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.background_task import keep_running
 from headrace_gateway.batch import batches_endpoint
 from headrace_gateway.batch.batch_runner import running_batches
 from headrace_gateway.batch.batch_store import BatchStore
@@ -51,7 +52,6 @@ from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
 from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore
-from headrace_gateway.background_task import keep_running
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.announcer import Webhooks
@@ -192,9 +192,9 @@ def make_app(
 
 
 @asynccontextmanager
-async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _running(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run the background tasks while the block runs."""
-    tasks = [asyncio.create_task(role) for role in roles]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, Position, ChunkAndCursor, open_reader
+from headrace_gateway.answer_reader import AnswerReader, ChunkAndCursor, Position, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
 from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm

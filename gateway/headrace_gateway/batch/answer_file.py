@@ -105,7 +105,7 @@ class AnswerFile:
         self._size = whole
 
     def append(self, line: bytes) -> None:
-        """Write a whole line or nothing. A line that comes a second or more after it flushes it to the disk."""
+        """Write a whole line or nothing. Flush the file to the disk if the last flush was over a second ago."""
         self.open()
         assert self._fd is not None
         rest = memoryview(line)

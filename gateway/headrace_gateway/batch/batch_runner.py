@@ -11,15 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_gateway.background_task import keep_running
 from headrace_gateway.batch.batch_store import ClaimLostError
-from headrace_gateway.batch.batch_work import BatchTools, BatchWork
+from headrace_gateway.batch.batch_work import BatchContext, BatchWork
 from headrace_gateway.batch.line_request import patient_hub
 from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
 from headrace_gateway.files.file_threads import in_file_thread
-from headrace_gateway.background_task import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
@@ -44,9 +44,9 @@ class _Held(NamedTuple):
 class BatchRunner:
     """A background task of every replica."""
 
-    def __init__(self, tools: BatchTools) -> None:
-        self._tools: Final = tools
-        self._claims: Final = tools.store.claims
+    def __init__(self, context: BatchContext) -> None:
+        self._context: Final = context
+        self._claims: Final = context.store.claims
         self._held: Final[dict[Claim, _Held]] = {}
         self._renewed_at = 0.0
 
@@ -86,13 +86,13 @@ class BatchRunner:
         if older:
             await self._claims.put_back(claim, after=_POLL_SECONDS)
             return False
-        batch = await self._tools.store.find(claim.item)
+        batch = await self._context.store.find(claim.item)
         owner = None if batch is None else (batch.record.key, batch.record.tenant)
         if sum(held.owner == owner for held in self._held.values()) >= _MOST_OF_A_KEY:
             await self._claims.put_back(claim, after=_RETRY_SECONDS)
             return False
         logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
-        work = BatchWork(self._tools, claim)
+        work = BatchWork(self._context, claim)
         self._held[claim] = _Held(work, asyncio.create_task(work.run()), owner)
         return True
 
@@ -120,7 +120,7 @@ class BatchRunner:
 
     async def sweep(self) -> None:
         """Delete expired and abandoned files from the directory of files."""
-        files, store = self._tools.files, self._tools.store
+        files, store = self._context.files, self._context.store
         folders = await in_file_thread(files.sweep)
         if folders and not await self._has_these_batches():
             logger.warning("batch folders not swept: the files directory belongs to another Redis")
@@ -132,7 +132,7 @@ class BatchRunner:
 
     async def _has_these_batches(self) -> bool:
         """Return whether the batches in the directory are this Redis's. Any other Redis would know none of them."""
-        files, store = self._tools.files, self._tools.store
+        files, store = self._context.files, self._context.store
         kept = await in_file_thread(files.redis_id)
         if kept is None:
             kept = await in_file_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
@@ -141,7 +141,7 @@ class BatchRunner:
     def _update_metrics(self) -> None:
         works = [held.work for held in self._held.values()]
         idle = max((time.monotonic() - work.moved_at for work in works), default=0.0)
-        self._tools.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
+        self._context.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
 
     async def _hand_over(self) -> None:
         """Release all batches, so that another replica resumes them at once."""
@@ -163,7 +163,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
         return
     settings = gateway.settings
     async with patient_hub(settings.redis_url) as hub:
-        tools = BatchTools(
+        context = BatchContext(
             client=gateway.client,
             hub=hub,
             models=gateway.models,
@@ -174,7 +174,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
             priority=settings.batch_priority,
             announce=gateway.webhooks.announce,
         )
-        running = asyncio.create_task(keep_running(BatchRunner(tools).run))
+        running = asyncio.create_task(keep_running(BatchRunner(context).run))
         try:
             yield
         finally:

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTools:
+class BatchContext:
     """What all batches of a replica share."""
 
     client: AsyncClient
@@ -80,8 +80,8 @@ class BatchTools:
 class BatchWork:
     """`run` takes the batch to its end. Raises ClaimLostError if another replica has taken it over."""
 
-    def __init__(self, tools: BatchTools, claim: Claim) -> None:
-        self._tools: Final = tools
+    def __init__(self, context: BatchContext, claim: Claim) -> None:
+        self._context: Final = context
         self._claim: Final = claim
         self._key = ApiKey("")
         self._folder = Path()
@@ -103,38 +103,38 @@ class BatchWork:
             batch = await self._find()
             if batch is None:
                 logger.warning("batch lost by Redis: id=%s", self._claim.item)
-                await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
+                await self._with_redis(partial(self._context.store.claims.finish, self._claim))
                 return
             self._key = batch.record.api_key
-            self._folder = self._tools.files.batch_folder(self._key, batch.record.id)
+            self._folder = self._context.files.batch_folder(self._key, batch.record.id)
             if batch.has_ended:
                 await self._announce(batch)
                 if before is not None:  # keep the folder until Redis has flushed this status
-                    put_back = partial(self._tools.store.claims.put_back, self._claim, after=_END_SECONDS)
+                    put_back = partial(self._context.store.claims.put_back, self._claim, after=_END_SECONDS)
                     await self._with_redis(put_back)
                     return
                 break
             if batch == before:
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
             before = batch
             try:
                 await steps[batch.status](batch)
             except FileLostError as error:
                 await self._fail(batch, error)
             self.moved_at = time.monotonic()
-        await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
+        await self._with_redis(partial(self._context.store.claims.finish, self._claim))
         await in_file_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _announce(self, batch: Batch) -> None:
         logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
         record = batch.record
         at = batch.times.get(batch.status, record.created_at)
-        announce = partial(self._tools.announce, f"batch.{batch.status}", record.id)
+        announce = partial(self._context.announce, f"batch.{batch.status}", record.id)
         await self._with_redis(partial(announce, key=record.key, tenant=record.tenant, at=at))
 
     async def _fail(self, batch: Batch, error: FileLostError) -> None:
         """Fail the batch: its files were deleted, by another program or by the replica that has taken it over."""
-        if await self._with_redis(partial(self._tools.store.claims.renew, [self._claim])):
+        if await self._with_redis(partial(self._context.store.claims.renew, [self._claim])):
             raise ClaimLostError(self._claim.item)
         message = f"files of this batch are missing from the gateway's directory: {error}"
         problem = {"code": "files_lost", "line": None, "message": message, "param": None}
@@ -172,12 +172,12 @@ class BatchWork:
             try:
                 async with self._input() as source:
                     return await check_input(
-                        source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
+                        source, self._context.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
             except QueueUnavailableError as error:
                 check_cancelled()
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
 
     @asynccontextmanager
     async def _input(self) -> AsyncIterator[InputFile]:
@@ -189,7 +189,7 @@ class BatchWork:
         """Send the lines without an answer, until all have one, or the batch is cancelled or expires."""
         if batch.total is not None:
             answered = await self._with_disk(partial(self._find_answered, batch))
-            writer = SegmentWriter(self._folder, self._tools.store, self._claim, on_waiting=self._disk)
+            writer = SegmentWriter(self._folder, self._context.store, self._claim, on_waiting=self._disk)
             writing = asyncio.create_task(writer.run())
             try:
                 code = await self._answer_rest(batch, answered, writer, writing)
@@ -207,16 +207,16 @@ class BatchWork:
     ) -> str | None:
         """Return the error code of the lines without an answer; None if every line has one."""
         requests = self._requests(batch.record)
-        share = self._tools.window.share()
+        share = self._context.window.share()
         stopped = asyncio.Event()
 
         async def deliver(number: int, answer: LineAnswer) -> None:
             answered[number] = 1  # the writer writes the answer even if this task is cancelled
             self.moved_at = time.monotonic()
-            self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
+            self._context.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
             with contextlib.suppress(*REDIS_ERRORS):  # then the requests expire by themselves
-                await self._tools.store.expire_requests(answer.request_ids)
+                await self._context.store.expire_requests(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
         sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))
@@ -248,11 +248,11 @@ class BatchWork:
             share.close()
 
     def _requests(self, record: BatchRecord) -> LineRequests:
-        priority = max(self._tools.priority, self._key.best_priority)
+        priority = max(self._context.priority, self._key.best_priority)
         return LineRequests(
-            self._tools.client,
-            self._tools.hub,
-            self._tools.models,
+            self._context.client,
+            self._context.hub,
+            self._context.models,
             secret=record.secret,
             key=ApiKey(self._key.name, self._key.tenant, priority, self._key.models),
             deadline=float(record.expires_at),
@@ -288,7 +288,7 @@ class BatchWork:
             if time.time() >= record.expires_at:
                 return "batch_expired"
             with contextlib.suppress(*REDIS_ERRORS):  # the next check is a second away
-                status = await self._tools.store.status(record.id)
+                status = await self._context.store.status(record.id)
                 if status == "cancelling":
                     return "batch_cancelled"
                 if status != running:
@@ -299,7 +299,7 @@ class BatchWork:
         rest: list[LineAnswer] = []
         async for _, line in self._unanswered(answered, asyncio.Event()):
             rest.append(LineAnswer(line.unanswered(code, _REASONS[code]), is_success=False))
-            self._tools.metrics.batch_line("cancelled" if code == "batch_cancelled" else "expired")
+            self._context.metrics.batch_line("cancelled" if code == "batch_cancelled" else "expired")
             if len(rest) == _REST_LINES:
                 await writer.add(rest)
                 rest = []
@@ -330,7 +330,7 @@ class BatchWork:
                 continue
             secret = batch.record.secret.encode()
             digest = hashlib.blake2b(name.encode(), key=secret, digest_size=16).hexdigest()
-            file = self._tools.files.assemble(
+            file = self._context.files.assemble(
                 self._key,
                 parts,
                 filename=f"{batch.record.id}_{name}.jsonl",
@@ -355,7 +355,7 @@ class BatchWork:
         logger.debug("line waiting: batch=%s (%s)", self._claim.item, reason)
 
     async def _find(self) -> Batch | None:
-        batch = await self._with_redis(partial(self._tools.store.find, self._claim.item))
+        batch = await self._with_redis(partial(self._context.store.find, self._claim.item))
         if batch is not None:
             stopped_at = min(batch.record.expires_at, batch.times.get("cancelling", math.inf))
             self._patient_until = max(stopped_at, self._began_at) + _DISK_SECONDS
@@ -363,7 +363,7 @@ class BatchWork:
 
     async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> bool:
         """Return False if the status is no longer in `before`: the next step starts from the current one."""
-        return await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
+        return await self._with_redis(partial(self._context.store.move, self._claim, before, status, **fields))
 
     async def _with_redis(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Retry until Redis is available. A write whose reply was lost is repeated."""
@@ -373,7 +373,7 @@ class BatchWork:
             except REDIS_ERRORS as error:
                 check_cancelled()
                 logger.warning("batch waiting for Redis: id=%s (%s)", self._claim.item, type(error).__name__)
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
 
     async def _with_disk(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Retry until the directory of files is available and has room. Raises FileLostError."""
@@ -386,7 +386,7 @@ class BatchWork:
                 if await in_file_thread(self._has_lost, error):
                     raise FileLostError(str(error)) from None
                 self._disk(str(error))
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
                 await self._find()
             else:
                 self._disk(None)

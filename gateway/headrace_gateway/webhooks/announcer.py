@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.background_task import keep_running
+from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import EVENT_TYPES, Event

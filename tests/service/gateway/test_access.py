@@ -1,4 +1,4 @@
-"""Who may ask the gateway for what, and what every answer carries."""
+"""Authentication and access, and the headers and errors of every response."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """Return the error in OpenAI's format."""
     body = response.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -247,4 +247,4 @@ async def test_while_redis_hangs_generations_are_refused_at_once() -> None:
             while app.state.redis_watch.is_down:
                 await asyncio.sleep(0.01)
             response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
-            assert error_of(response)["code"] == "model_not_found"  # it was asked
+            assert error_of(response)["code"] == "model_not_found"  # the worker's registry was read

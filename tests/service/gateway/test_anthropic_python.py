@@ -33,14 +33,14 @@ def client(gateway: RunningGateway) -> Iterator[anthropic.Anthropic]:
 
 
 def options_of(options: dict[str, Any]) -> dict[str, Any]:
-    """With what every call here has; the SDK has no arguments of the API's sampling parameters."""
+    """Create a message with the arguments of every call here; the SDK has no arguments for the sampling parameters."""
     body = {name: options[name] for name in ("temperature", "top_k") if name in options}
     rest = {name: value for name, value in options.items() if name not in body}
     return {"messages": MESSAGES, "max_tokens": 6, "extra_body": {"temperature": 0, **body}, **rest}
 
 
 def create(client: anthropic.Anthropic, gateway: RunningGateway, **options: Any) -> Message:
-    """The answer, after its body was held against the SDK's type without any leniency."""
+    """Return the answer after strict validation of its body against the SDK's type."""
     options = options_of(options)
     response = client.messages.with_raw_response.create(model=gateway.model, **options)
     assert response.headers["request-id"].startswith("req_")
@@ -48,7 +48,7 @@ def create(client: anthropic.Anthropic, gateway: RunningGateway, **options: Any)
 
 
 def events_of(client: anthropic.Anthropic, gateway: RunningGateway, **options: Any) -> list[Any]:
-    """The events of the stream, each held against the SDK's type; their names are their types."""
+    """Return the events of the stream after strict validation against the SDK's types; their names are their types."""
     options = options_of(options)
     response = client.messages.with_raw_response.create(model=gateway.model, stream=True, **options)
     blocks = "\n".join(response.http_response.iter_lines()).split("\n\n")
@@ -108,7 +108,9 @@ def test_cached_tokens_are_reported_separately(client: anthropic.Anthropic, gate
     assert again.usage.input_tokens + again.usage.cache_read_input_tokens == counted
 
 
-def test_a_stop_sequence_is_reported_and_left_out_of_the_text(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
+def test_a_stop_sequence_is_reported_and_left_out_of_the_text(
+    client: anthropic.Anthropic, gateway: RunningGateway
+) -> None:
     text = create(client, gateway, max_tokens=20).content[0].text  # type: ignore[union-attr]
     stop = text[3:6]
     answer = create(client, gateway, max_tokens=20, stop_sequences=["never seen", stop])
@@ -116,9 +118,7 @@ def test_a_stop_sequence_is_reported_and_left_out_of_the_text(client: anthropic.
     assert "".join(block.text for block in answer.content) == text[: text.index(stop)]  # type: ignore[union-attr]
 
 
-def test_an_answer_continues_the_assistants_last_message(
-    client: anthropic.Anthropic, gateway: RunningGateway
-) -> None:
+def test_an_answer_continues_the_assistants_last_message(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
     begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "hello the"}]
     chat = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
     body = {"model": gateway.model, "max_tokens": 6, "temperature": 0, **chat}

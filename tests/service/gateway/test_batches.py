@@ -36,7 +36,7 @@ class Site:
         return openai.OpenAI(base_url=f"{self.replicas[replica].url}/v1", api_key="none", max_retries=0)
 
     def holder(self, batch_id: str) -> GatewayProcess:
-        """The replica that took the batch last."""
+        """Return the replica that claimed the batch last."""
         taken = []
         for replica in self.replicas:
             lines = [line for line in replica.log_text().splitlines() if f"batch taken: id={batch_id}" in line]
@@ -123,7 +123,7 @@ def assert_each_once(client: openai.OpenAI, batch: Batch, count: int) -> None:
 
 
 def assert_forgotten(site: Site, request_id: str) -> None:
-    """What Redis holds does not grow with the batch."""
+    """The keys in Redis do not grow with the batch."""
     kept = {key(request_id) for key in (stream_key, result_key, ended_key)}
     lives = {key: site.service.client.ttl(key) for key in kept}
     assert all(life == -2 or 0 <= life <= 30 for life in lives.values()), lives
@@ -235,7 +235,9 @@ def test_lines_without_an_answer_expire_with_the_window(client: openai.OpenAI) -
     assert batch.request_counts.total == batch.request_counts.completed + batch.request_counts.failed
 
 
-def test_a_batch_survives_the_deletion_of_its_input_and_the_stop_of_its_replica(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_survives_the_deletion_of_its_input_and_the_stop_of_its_replica(
+    site: Site, client: openai.OpenAI
+) -> None:
     batch = begin(client, lines_of(300, max_tokens=16))
     assert client.files.delete(batch.input_file_id).deleted
     until(client, batch.id, lambda batch: completed(batch) > 0)

@@ -20,7 +20,7 @@ async def replicas(redis_server: EmbeddedServer) -> AsyncIterator[tuple[Claims, 
 
 
 def let_pass(client: "redis.Redis", seconds: float) -> None:
-    """Let time pass: everything was due so many seconds earlier."""
+    """Let time pass: make every item due that many seconds earlier."""
     for item, due in client.zrange(DUE, 0, -1, withscores=True):
         client.zadd(DUE, {item: due - seconds * 1000})
 

@@ -1,4 +1,4 @@
-"""Files over HTTP: what is kept, for whom, and what hostile uploads leave behind: nothing."""
+"""Files over HTTP: storage, access by key, and hostile uploads, which leave nothing behind."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def form(content: bytes = LINE, filename: str = "in.jsonl", purpose: bytes = b"b
 
 
 def kept(folder: Path) -> list[str]:
-    """Names of everything in the directory, without the folders of keys."""
+    """Return the names of everything in the directory, except for the keys' folders."""
     return sorted(path.name for path in folder.glob("*/*"))
 
 
@@ -196,7 +196,9 @@ async def test_a_hanging_disk_does_not_block_the_gateways_other_threads(client: 
     assert (await blocked).status_code == 200
 
 
-async def test_a_batch_is_refused_if_its_key_has_no_room_for_the_input(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_a_batch_is_refused_if_its_key_has_no_room_for_the_input(
+    client: httpx2.AsyncClient, tmp_path: Path
+) -> None:
     made = (await upload(client, form(b"z" * 90_000))).json()
     body = {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     assert code_of(await client.post("/v1/batches", json=body)) == (403, "storage_limit_exceeded")
@@ -205,7 +207,7 @@ async def test_a_batch_is_refused_if_its_key_has_no_room_for_the_input(client: h
 
 @contextmanager
 def room_for(most: int) -> Iterator[None]:
-    """Every file of this process is bounded, as on a full disk."""
+    """Limit the size of every file of this process, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -214,8 +216,10 @@ def room_for(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(client: httpx2.AsyncClient, tmp_path: Path) -> None:
-    for most in (1000, 100):  # the content does not fit, or what is known of it
+async def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(
+    client: httpx2.AsyncClient, tmp_path: Path
+) -> None:
+    for most in (1000, 100):  # the content does not fit, or its metadata does not
         with room_for(most):
             answer = await upload(client, form(b"z" * 50_000 if most == 1000 else b""))
         assert code_of(answer) == (507, "storage_full")

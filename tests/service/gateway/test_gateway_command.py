@@ -55,7 +55,7 @@ def sent(
 
 
 def take(client: "redis.Redis") -> str:
-    """The id of the next request in the queue, which is leased as a worker does."""
+    """Lease the next request in the queue, as a worker does, and return its id."""
     leases = Leases(client, lease_seconds=60, delivery_limit=5)
     while not (found := leases.fetch(queue_lists("headrace.tiny"), 1)):
         pass
@@ -71,7 +71,7 @@ def begin(client: "redis.Redis", request_id: str) -> None:
 
 
 def end(client: "redis.Redis", request_id: str) -> None:
-    """Plays the worker on."""
+    """Publish the rest as that worker."""
     ended = StreamWrite.end(request_id, 1, 4, finish_reason="stop", usage=Usage(3, 0, 4))
     StreamWriter(client, 600).publish([ended])
 
@@ -147,7 +147,7 @@ def test_endless_headers_are_refused(redis_server: EmbeddedServer, tmp_path: Pat
     replica = GatewayProcess(redis_url=redis_server.url, log=tmp_path / "log").wait_ready()
     try:
         connection = socket.create_connection(("127.0.0.1", replica.port), PATIENCE)
-        with closing(connection), pytest.raises(ConnectionError):  # it stops listening long before the end
+        with closing(connection), pytest.raises(ConnectionError):  # it stops reading long before the end
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a: b\r\n" * 2**23)
         assert replica.get("/health") == 200
     finally:

@@ -1,4 +1,4 @@
-"""Requests that no client of good will sends, on real sockets: each is answered, and the gateway serves on."""
+"""Malformed and hostile requests on real sockets: each gets a response, and the gateway keeps serving."""
 
 import http.client
 import json

@@ -30,7 +30,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def create(client: openai.OpenAI, **options: Any) -> Response:
-    """The object, after its body was held against the SDK's type without any leniency."""
+    """Return the object after strict validation of its body against the SDK's type."""
     options = {"model": "tiny", "input": "hello", "max_output_tokens": 16, "temperature": 0, **options}
     response = client.responses.with_raw_response.create(**options)
     return Response.model_validate_json(response.text, strict=True)

@@ -1,4 +1,4 @@
-"""What operators and the page are told over HTTP, by whom they are asked."""
+"""The state that operators and the page can read over HTTP, by key."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ Ask = Callable[..., httpx2.Response]
 
 @pytest.fixture
 def ask(redis_server: EmbeddedServer) -> Iterator[Ask]:
-    """Asks a gateway as the holder of a key."""
+    """Sends requests with one key."""
     with connect(redis_server.url) as redis_client:
         for name in ("m", "other"):
             register_model(redis_client, name, max_model_len=64, worker="worker@host", seen=5.0)

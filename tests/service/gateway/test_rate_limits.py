@@ -1,4 +1,4 @@
-"""Bounds of API keys, on a real server: all replicas share them."""
+"""Rate limits of API keys, on a real server. All replicas share them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ async def replicas(redis_server: EmbeddedServer) -> AsyncIterator[tuple[RateLimi
 
 
 def put_back(client: "redis.Redis", seconds: float) -> None:
-    """Let time pass: the levels were written so many seconds earlier."""
+    """Let time pass: date the levels that many seconds back."""
     for name, value in client.hgetall(LEVELS).items():
         level, at = map(float, value.split())
         client.hset(LEVELS, name, f"{level:.6f} {at - seconds:.6f}")
@@ -73,8 +73,8 @@ async def test_a_key_whose_token_bucket_is_negative_waits_for_its_refill(
         await replicas[1].admit(key)
     assert 39 <= int(raised.value.headers["retry-after"]) <= 42
     assert raised.value.headers["x-ratelimit-remaining-tokens"] == "0"
-    assert raised.value.headers["x-ratelimit-remaining-requests"] == "99"  # a refused one is not taken
-    assert redis_client.ttl(LEVELS) >= 100  # the debt outlives no Redis, but all replicas
+    assert raised.value.headers["x-ratelimit-remaining-requests"] == "99"  # a refused request is not charged
+    assert redis_client.ttl(LEVELS) >= 100  # the negative level survives the replicas, but not Redis
     put_back(redis_client, 42.0)
     await replicas[1].admit(key)
 

@@ -1,4 +1,4 @@
-"""Streams that break and go on: at another replica, with another worker, and after a repeat of the request."""
+"""Streams that continue after a break: at another replica, with another worker, and after a repeated request."""
 
 import asyncio
 import http.client
@@ -31,7 +31,7 @@ RESUME = {"X-Headrace-Resume": "1", "Content-Type": "application/json"}
 def events(
     replica: GatewayProcess, method: str, path: str, headers: dict[str, str], body: Any = None
 ) -> Iterator[bytes]:
-    """The events of a stream, as they come."""
+    """Yield the events of a stream as they arrive."""
     with closing(http.client.HTTPConnection("127.0.0.1", replica.port, timeout=PATIENCE)) as connection:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
@@ -46,7 +46,7 @@ def events(
 
 
 def take_some(stream: Iterator[bytes], count: int) -> tuple[list[bytes], str, str]:
-    """The next events, the id of the answer, and the id of the last of these events."""
+    """Return the next events, the id of the answer, and the id of the last of these events."""
     taken = [next(stream) for _ in range(count)]
     cursor, data = taken[-1].decode().splitlines()[:2]
     return taken, json.loads(data.removeprefix("data: "))["id"], cursor.removeprefix("id: ")
@@ -182,7 +182,7 @@ async def test_concurrent_requests_with_one_idempotency_key_get_one_answer(
 
 
 def has_ended_or_is_missed(gateway: RunningGateway, request_id: str) -> bool:
-    """Whether the worker has ended the request, or nobody has read it for so long that it must when it can."""
+    """Return whether the worker has ended the request, or must end it when it can, as nobody has read it."""
     service = gateway.service
     return service.stream(request_id).end is not None or (
         Listeners(service.client).silence({request_id: 1}).get(request_id, 0) > 3
@@ -198,7 +198,7 @@ def test_a_request_whose_client_disconnected_is_cancelled(gateway: RunningGatewa
         del body["stream_options"]
     headers = RESUME | {"X-Headrace-Abandon-After": "1"}
     engine = gateway.service.workers[-1].engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # else a fast machine has the answer before anybody is missed
+    os.kill(engine, signal.SIGSTOP)  # otherwise a fast machine finishes before the client is missed
     try:
         with closing(http.client.HTTPConnection("127.0.0.1", replica.port, timeout=PATIENCE)) as connection:
             connection.request("POST", CHATS, json.dumps(body), headers)
@@ -209,7 +209,7 @@ def test_a_request_whose_client_disconnected_is_cancelled(gateway: RunningGatewa
         request_id = news.pop().decode().removeprefix("headrace:listener:")
         gateway.service.wait_until(lambda: has_ended_or_is_missed(gateway, request_id))
     finally:
-        with suppress(ProcessLookupError):  # the worker ends an engine that says nothing for long
+        with suppress(ProcessLookupError):  # the worker kills an engine that hangs
             os.kill(engine, signal.SIGCONT)
     log = gateway.service.wait_ended([request_id])[request_id]
     assert log.end is not None

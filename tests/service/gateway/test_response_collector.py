@@ -1,4 +1,4 @@
-"""How responses end: stored once, by any replica, before their stream expires, and for their owner alone."""
+"""How responses end: stored once, by any replica, before their stream expires, and readable by their owner only."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ async def gateway_of(server: EmbeddedServer, client: "redis.Redis", **options: A
 def collector_of(
     app: Any, told: list[tuple[str, str, str]] | None = None, *, seconds: float = 30.0
 ) -> ResponseCollector:
-    """A collector of another replica, which notes what it announces."""
+    """The collector of another replica, which records its announcements."""
     gateway = app.state.gateway
 
     async def announce(event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
@@ -52,7 +52,7 @@ def collector_of(
 
 @pytest.fixture
 def idle_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas whose own collectors do nothing."""
+    """Replicas whose own collectors are off."""
 
     async def run(_self: ResponseCollector) -> None:
         return
@@ -61,7 +61,7 @@ def idle_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def wait_stored(client: "redis.Redis", response_id: str) -> dict[str, Any]:
-    """What is stored of the response's end."""
+    """Return what is stored of the response's end."""
     while (packed := client.hget(response_key(response_id), "state")) is None:
         await asyncio.sleep(0.02)
     state: dict[str, Any] = json.loads(packed)
@@ -173,7 +173,7 @@ async def test_a_stored_end_is_announced_even_if_its_stream_has_expired(
         end(redis_client, created)
         claims = Claims(app.state.gateway.redis, "responses", seconds=0.001)
         redis_client.zadd(DUE, {created: 0})
-        (of_the_dead,) = await claims.take(9)  # its replica stores the end, and dies before it tells of it
+        (of_the_dead,) = await claims.take(9)  # its replica stores the end, and dies before it announces it
         completed = {"status": "completed", "output": [], "usage": None}
         assert await app.state.gateway.responses.finish(of_the_dead, completed) == "completed"
         redis_client.delete(stream_key(created))
@@ -274,14 +274,16 @@ async def test_responses_without_a_worker_are_released_together(
         assert await collector_of(app).collect() == 3
         assert looked == []
         redis_client.zadd(DUE, {created[0]: 0, created[1]: 0})
-        redis_client.expire(f"headrace:gw:req:{created[0]}", 4100)  # its request has expired more than a minute ago
+        redis_client.expire(f"headrace:gw:req:{created[0]}", 4100)  # its request expired more than a minute ago
         redis_client.delete(f"headrace:gw:req:{created[1]}")
         assert await collector_of(app).collect() == 2
         assert set(looked) == set(created[:2])
         assert redis_client.zscore(DUE, created[1]) is None
 
 
-async def test_the_collector_does_not_count_as_a_subscriber(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_the_collector_does_not_count_as_a_subscriber(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
         sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))
         request_id = await asyncio.to_thread(take, redis_client)
@@ -295,7 +297,7 @@ async def test_the_collector_does_not_count_as_a_subscriber(redis_server: Embedd
             await asyncio.sleep(0.02)
         assert redis_client.ttl(listener_key(request_id)) <= 1000
         assert (await http.get(f"{PATH}/{request_id}")).json()["status"] == "in_progress"
-        assert redis_client.ttl(listener_key(request_id)) > 1000  # who polls waits
+        assert redis_client.ttl(listener_key(request_id)) > 1000  # a poll is a heartbeat
 
 
 @pytest.mark.usefixtures("idle_replicas")
@@ -454,7 +456,9 @@ async def test_items_can_be_referred_to_by_id(
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
 
 
-@pytest.mark.parametrize(("most", "what"), [(1000, "the items that input refers to"), (150, "the responses whose items")])
+@pytest.mark.parametrize(
+    ("most", "what"), [(1000, "the items that input refers to"), (150, "the responses whose items")]
+)
 async def test_the_size_of_referenced_items_is_limited_even_if_one_is_repeated(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
 ) -> None:

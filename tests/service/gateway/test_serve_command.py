@@ -1,4 +1,4 @@
-"""`headrace serve` as a process: what it starts, what it says, and that nothing stays behind it."""
+"""`headrace serve` as a process: what it starts and prints, and that no process remains after it."""
 
 import os
 import re
@@ -22,7 +22,7 @@ SERVE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", 
 
 
 class ServeProcess:
-    """`headrace serve` with an empty home; its two outputs in one."""
+    """`headrace serve` with an empty home, and both outputs in one."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
         home.mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ class ServeProcess:
         return self
 
     def wait_line(self, start: str) -> str:
-        """The first line that begins so, which it says at last."""
+        """Return the first line that begins so; it is printed last."""
         deadline = time.monotonic() + 4 * PATIENCE
         while not (found := [line for line in self.lines if line.startswith(start)]):
             assert self.process.poll() is None, self.lines
@@ -62,13 +62,13 @@ class ServeProcess:
         return found[0]
 
     def children(self) -> dict[str, int]:
-        """Its processes by what they are."""
+        """Return its processes by kind."""
         found = {}
         for pid, command in commands():
             for name in ("worker", "gateway"):
                 if command[-1:] == [name] and parent(pid) == self.process.pid:
                     found[name] = pid
-            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it gives itself
+            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it sets
                 found["server"] = pid
         return found
 
@@ -83,7 +83,7 @@ class ServeProcess:
         return status
 
     def left(self) -> list[tuple[int, list[str]]]:
-        """Those that live on after it has ended; the killed ones get time to go."""
+        """Return the processes that outlive it; killed ones get time to exit."""
         deadline = time.monotonic() + PATIENCE
         while (found := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -210,9 +210,7 @@ def test_a_public_address_without_keys_is_refused_before_anything_is_started(
     assert "gateway-key" in line
 
 
-def test_an_existing_redis_is_used_and_left_running(
-    serve: Callable[..., ServeProcess], model_folder: str
-) -> None:
+def test_an_existing_redis_is_used_and_left_running(serve: Callable[..., ServeProcess], model_folder: str) -> None:
     with make_server() as server:
         serving = serve("--model", model_folder, "--port", str(free_port()), "--redis-url", server.url).wait_ready()
         assert set(serving.children()) == {"worker", "gateway"}

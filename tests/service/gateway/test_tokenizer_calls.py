@@ -1,4 +1,4 @@
-"""Calls of the tokenizer through a real gateway and worker: what they count is what requests are charged."""
+"""Tokenizer calls through a real gateway and worker: the counts equal the tokens that requests are charged."""
 
 import time
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def test_the_count_of_a_chat_equals_its_prompt_tokens(
 
 def test_a_prompt_is_tokenised_as_a_completion_is_and_comes_back_as_text(client: httpx2.Client) -> None:
     answer = post(client, "/v1/completions", {"model": "tiny", "prompt": "hello wheel", "max_tokens": 1})
-    found = post(client, "/tokenize", {"prompt": "hello wheel", "return_token_strs": True})  # there is one model
+    found = post(client, "/tokenize", {"prompt": "hello wheel", "return_token_strs": True})  # there is only one model
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) == answer["usage"]["prompt_tokens"]
     assert "hello wheel" in post(client, "/detokenize", {"tokens": found["tokens"]})["prompt"]
     plain = post(client, "/tokenize", {"prompt": "hello wheel", "add_special_tokens": False})
@@ -63,7 +63,7 @@ def test_a_prompt_is_tokenised_as_a_completion_is_and_comes_back_as_text(client:
 
 def test_a_text_longer_than_the_context_is_counted_all_the_same(client: httpx2.Client) -> None:
     once, often = (post(client, "/tokenize", {"prompt": "wheel " * times})["count"] for times in (1000, 10_000))
-    assert often > 2048 > once  # and too long for the process that spends only a moment on each
+    assert often > 2048 > once  # and too long for the process that takes only short requests
     assert abs(often - 10 * once) < 20
 
 

@@ -1,4 +1,4 @@
-"""What the body of a message may say, what it becomes, and what is refused by its name."""
+"""The body of `POST /v1/messages`: how each field is translated, and which ones are refused."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The lines of a batch: what is refused with which code, and what an answer says."""
+"""The lines of a batch: which are refused with which code, and the format of an answer."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bodies of requests: what is read as JSON, and what is refused with which status."""
+"""Bodies of requests: which are parsed as JSON, and which are refused with which status."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 async def read(parts: bytes | Sequence[bytes], *, max_bytes: int = 1000, cut: bool = False, **headers: str) -> Any:
-    """What a body is read as. `cut`: the client leaves instead of ending the body."""
+    """Return the parsed body. `cut`: the client disconnects before the end of the body."""
     parts = [parts] if isinstance(parts, bytes) else list(parts)
     messages: list[Message] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     messages.append({"type": "http.disconnect"} if cut else {"type": "http.request", "body": b"", "more_body": False})

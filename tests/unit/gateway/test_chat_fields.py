@@ -1,4 +1,4 @@
-"""What `POST /v1/chat/completions` may say: each field, what comes of it, and what is told of wrong ones."""
+"""The body of `POST /v1/chat/completions`: how each field is translated, and the error of each invalid one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The chunks of a chat in the order in which they come."""
+"""The chunks of a chat, in order."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ async def test_roles_come_first_then_texts_then_each_finish_alone_and_usage_last
         ChatForm(n=2, include_usage=True),
         START,
         ChunkEvent("1-1", 1, 1, 1, [1], "b"),
-        ChunkEvent("1-2", 1, 2, 0, [2], ""),  # the text is kept back
+        ChunkEvent("1-2", 1, 2, 0, [2], ""),  # the text is held back
         StartEvent("2-2", 2, worker="other", prompt_tokens=5, prompt_tail=""),
         ChunkEvent("2-3", 2, 3, 0, [3], "a", finish_reason="stop", stop_reason="x"),
         ChunkEvent("2-4", 2, 4, 1, [4], "", finish_reason="length"),

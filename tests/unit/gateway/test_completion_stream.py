@@ -1,4 +1,4 @@
-"""The chunks of a text completion: echo, scores of the prompt, and tokens that are not shown."""
+"""The chunks of a text completion: echo, log-probabilities of the prompt, and hidden tokens."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ async def test_an_echo_with_log_probabilities_scores_the_prompt_before_the_answe
         assert shape["token_logprobs"] == [None, -0.5, -9999.0, score]
         assert shape["top_logprobs"] == [None, {"b": -0.5}, {"c": -9999.0}, {answer: score}]
         assert shape["text_offset"] == [0, *(len(first) + each for each in (0, 1, 2))]
-        shape["token_logprobs"][0] = 0.0  # the one null that the SDK's types do not tell
+        shape["token_logprobs"][0] = 0.0  # the one null that the SDK's types lack
         shape["top_logprobs"][0] = {}
     Completion.model_validate(plain, strict=True)
     assert plain["usage"]["completion_tokens"] == 2

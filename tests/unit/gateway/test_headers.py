@@ -1,4 +1,4 @@
-"""The gateway's own request headers: what each may say, and what is told of wrong ones."""
+"""The gateway's own request headers: valid values, and the error of each invalid one."""
 
 from typing import Any
 

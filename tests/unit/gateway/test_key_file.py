@@ -1,4 +1,4 @@
-"""The key file: what it may say, how keys are found, and what happens when it changes."""
+"""The key file: its fields, the lookup of keys, and reloading."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     def write(text: str) -> Path:
         path = tmp_path / "keys.toml"
         path.write_text(text, encoding="utf-8")
-        os.utime(path, ns=(0, next(versions) * 10**9))  # a clock of its own, however fast the test is
+        os.utime(path, ns=(0, next(versions) * 10**9))  # a version of its own, however fast the test is
         return path
 
     return write

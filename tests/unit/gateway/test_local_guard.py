@@ -1,4 +1,4 @@
-"""What other web sites can send to a gateway without keys, and what its own callers send."""
+"""Which requests of other web sites, and of its own callers, a gateway without keys accepts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Anthropic's events: their order, what they say, and that no read and no replica changes a byte of them."""
+"""Anthropic's events: their order and content, the same bytes for every reader and replica."""
 
 import json
 from typing import Any
@@ -40,7 +40,7 @@ async def message(form: MessageForm, *entries: StreamEvent) -> dict[str, Any]:
 
 
 def last(text: str, reason: str = "stop", stop_reason: Any = None) -> list[StreamEvent]:
-    """A whole answer of one entry."""
+    """Return the whole answer of a stream with one chunk."""
     chunk = ChunkEvent("1-3", 1, 3, 0, [1, 2, 3], text, finish_reason=reason, stop_reason=stop_reason)
     return [START, chunk, EndEvent("1-4", 1, 3, reason, Usage(5, 4, 3))]
 
@@ -139,7 +139,7 @@ async def test_every_event_parses_in_the_sdk_whose_accumulator_gives_the_whole_m
     Message.model_validate(plain, strict=True)
     theirs = snapshot.to_dict()
     for mine, other in zip(plain["content"], theirs["content"], strict=True):
-        if "INVALID_JSON" not in mine.get("input", {}):  # the SDK repairs what was cut
+        if "INVALID_JSON" not in mine.get("input", {}):  # the SDK repairs truncated JSON
             assert mine.items() <= other.items()
     assert (
         plain["usage"].items()

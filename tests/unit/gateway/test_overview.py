@@ -1,4 +1,4 @@
-"""What is told of dead letters, whose messages anybody may have written."""
+"""What is shown of dead letters, whose messages are untrusted."""
 
 import json
 from typing import Any

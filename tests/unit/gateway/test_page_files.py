@@ -1,4 +1,4 @@
-"""The page's files: small, without markup from texts, and served with headers that keep everything else out."""
+"""The page's files: small, without markup from text, and served with headers that block all other sources."""
 
 import re
 from importlib.resources import files

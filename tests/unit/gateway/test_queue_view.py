@@ -1,4 +1,4 @@
-"""How often the queues are read for those who look at them."""
+"""How often the queues are read for the callers of the overview."""
 
 import asyncio
 from typing import Any
@@ -8,7 +8,7 @@ from headrace_gateway.queue_view import QueueView
 
 
 class Queues:
-    """A client that counts how often it is asked."""
+    """A client that counts the reads."""
 
     def __init__(self, problem: str | None = None) -> None:
         self.num_read = 0

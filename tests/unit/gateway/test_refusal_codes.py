@@ -1,4 +1,4 @@
-"""Every code that the gateway refuses a request with is counted under its own name."""
+"""Every error code of the gateway is counted under its own label value."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from headrace_monitoring.labels import OTHER, REFUSALS
 
 PACKAGE = Path(headrace_gateway.__file__).parent
 OF_LINES = {"invalid_custom_id", "invalid_method", "invalid_url", "line_too_large"}
-"""They stand in the error file of a batch, and in no answer."""
+"""Codes that are in the error file of a batch, but in no response."""
 
 
 def codes() -> Iterator[str]:

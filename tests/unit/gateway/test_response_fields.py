@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: which bodies are refused with which field, and the messages that the others become."""
+"""The body of `POST /v1/responses`: the error of each invalid field, and the chat messages made from the input."""
 
 from typing import Any
 

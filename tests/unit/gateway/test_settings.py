@@ -1,4 +1,4 @@
-"""What the gateway refuses to be told."""
+"""The settings that the gateway refuses."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who asks Redis when many want to know the same."""
+"""Concurrent callers share one read of Redis."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from headrace_gateway.shared_read import SharedRead
 
 
 class Source:
-    """Answers when it is let, and counts how often it is asked."""
+    """Answers when the test lets it, and counts the reads."""
 
     def __init__(self) -> None:
         self.num_read = 0

@@ -1,4 +1,4 @@
-"""A stream is a function of its envelope and entries: no cut, no read and no replica changes a byte."""
+"""Chunks are a function of the envelope and the entries: the same bytes for every reader and replica."""
 
 import json
 from typing import Any
@@ -103,7 +103,7 @@ async def test_every_chunk_parses_in_the_sdk_and_none_is_empty(answer: tuple[Ans
         assert len(chunk["choices"]) == 1 or chunk["usage"] is not None
     if not isinstance(form, ChatForm):
         return
-    # a prompt's scores may be all that an entry brings, and they go with the first chunk of theirs
+    # a prompt's log-probabilities may be all that an entry has; they go with the first chunk
     parts = [part | {"scores": chunk.get("prompt_logprobs")} for chunk in written for part in chunk["choices"]]
     assert [part["index"] for part in parts[: form.n]] == list(range(form.n))
     assert all(part["delta"] == {"role": "assistant", "content": ""} for part in parts[: form.n])
@@ -128,7 +128,7 @@ async def test_the_whole_answer_equals_what_the_sdk_accumulates(answer: tuple[An
     assert [len(each) for each in scores] == [PROMPT_TOKENS] * form.prompt_logprobs
     echoed = ""
     if isinstance(form, CompletionForm) and form.echo:
-        echoed = form.prompts[0] or PROMPT[2:]  # no score tells the text of the first token
+        echoed = form.prompts[0] or PROMPT[2:]  # no log-probability has the text of the first token
     for index, choice in enumerate(plain["choices"]):
         mine = [entry for entry in entries if isinstance(entry, ChunkEvent) and entry.index == index]
         tokens = [token for entry in mine for token in entry.token_ids]
@@ -155,7 +155,7 @@ async def test_the_whole_answer_equals_what_the_sdk_accumulates(answer: tuple[An
             assert mine["finish_reason"] == theirs.finish_reason
     else:
         for choice in plain["choices"] if echoed else ():
-            if choice["logprobs"] is not None:  # the one null that the SDK's types do not tell
+            if choice["logprobs"] is not None:  # the one null that the SDK's types lack
                 assert choice["logprobs"]["token_logprobs"].pop(0) is None
                 assert choice["logprobs"]["top_logprobs"].pop(0) is None
         Completion.model_validate(plain, strict=True)

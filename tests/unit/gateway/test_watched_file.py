@@ -1,4 +1,4 @@
-"""A file that cannot be read as TOML is refused, whatever the parser raises."""
+"""A file that is not valid TOML is refused, whatever the parser raises."""
 
 from pathlib import Path
 

@@ -58,9 +58,7 @@ def test_events_are_shown_as_they_came_and_the_request_as_curl(page: Page, scrip
     assert page.evaluate("() => getSelection().toString()") == command
 
 
-def test_a_schema_is_sent_and_invalid_json_is_reported(
-    page: Page, scripted: ScriptedGateway, script: Script
-) -> None:
+def test_a_schema_is_sent_and_invalid_json_is_reported(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     page.goto(scripted.url)
     page.get_by_text("JSON schema").click()
     page.locator("#play-schema").fill("{")

@@ -1,4 +1,4 @@
-"""The view of the queue in a real browser, on a real server with real messages."""
+"""The queue view in a real browser, on a real server with real messages."""
 
 from collections.abc import Iterator
 

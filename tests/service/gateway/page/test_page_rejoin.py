@@ -1,4 +1,4 @@
-"""The demonstration of rejoining in a real browser."""
+"""The rejoin view in a real browser."""
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -53,7 +53,7 @@ def test_a_stream_is_rejoined_at_another_replica_after_its_own_has_died(
     expect(page.locator("#join-cursor")).to_have_text("1-10.0")
     first.__exit__()
     expect(page.locator("#join-state")).to_have_text("failed")
-    watched.faults.clear()  # the browser says that the connection broke
+    watched.faults.clear()  # the browser logs the broken connection
     script.allowed = 30
     page.get_by_label("Another replica").fill(f"{second.url}/")
     page.get_by_role("button", name="Rejoin there").click()

@@ -1,4 +1,4 @@
-"""Webhooks from the announcement to a receiver that behaves well or badly, on a real Redis."""
+"""Webhooks from the announcement to a receiver, well-behaved or not, on a real Redis."""
 
 import logging
 import time
@@ -35,12 +35,12 @@ def another(number: int) -> Event:
 
 
 async def announce(replica: Replica, event: Event = DONE, *names: str) -> list[bool]:
-    """What `Webhooks.announce` does."""
+    """Do what `Webhooks.announce` does."""
     return [await replica.outbox.put(event, replica.endpoints[name]) for name in names or replica.endpoints]
 
 
 async def failed_once(made: Replica, receiver: Receiver, let_pass: LetPass, failed: int = 1) -> None:
-    """The first attempt failed, and nothing more comes until its time; then the second one succeeds."""
+    """The first attempt failed. Nothing is sent until the retry is due, and the second attempt succeeds."""
     await made.until(lambda: made.attempts("failed") == failed)
     assert len(receiver.received) <= failed
     let_pass(5)
@@ -234,9 +234,7 @@ async def test_an_overloaded_receiver_is_paused(
         await made.until(lambda: redis_client.hgetall("headrace:gw:webhook:endpoint:a") == {})
 
 
-async def test_concurrent_failures_count_as_one_pause(
-    replica: MakeReplica, redis_client: "redis.Redis"
-) -> None:
+async def test_concurrent_failures_count_as_one_pause(replica: MakeReplica, redis_client: "redis.Redis") -> None:
     async with Receiver(default=status(429)) as receiver:
         made = await replica(endpoint("a", receiver.url))
         for number in range(5):
@@ -254,9 +252,7 @@ async def test_an_event_that_no_endpoint_wants_any_more_is_dropped(
         await announce(made)
         made.endpoints = {"a": replace(made.endpoints["a"], tenant="rival")}
         made.start()
-        await made.until(
-            lambda: f"webhook dropped, not in the webhook file: endpoint=a event={DONE.id}" in caplog.text
-        )
+        await made.until(lambda: f"webhook dropped, not in the webhook file: endpoint=a event={DONE.id}" in caplog.text)
         assert not redis_client.exists("headrace:gw:work:webhook:a")
         assert receiver.received == []
 

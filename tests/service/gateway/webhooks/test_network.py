@@ -1,4 +1,4 @@
-"""Whom a webhook reaches: the address that was checked, with a certificate for the host that the operator named."""
+"""Which address a webhook reaches: the checked one, with a certificate for the operator's host name."""
 
 import socket
 import ssl
@@ -16,7 +16,7 @@ from service.gateway.webhooks.receiver import Receiver, endless_body, hang, stat
 
 
 class Names:
-    """A DNS that gives each answer once."""
+    """A DNS server that gives each answer once."""
 
     def __init__(self, *answers: Sequence[str]) -> None:
         self.answers = list(answers)
@@ -67,7 +67,7 @@ async def test_a_host_is_resolved_once_and_the_checked_address_is_used(monkeypat
 
 async def test_the_next_address_is_tried_if_one_does_not_answer() -> None:
     async with Receiver() as receiver:
-        names = Names(["127.0.0.2", "127.0.0.1"])  # the receiver listens on 127.0.0.1 alone
+        names = Names(["127.0.0.2", "127.0.0.1"])  # the receiver listens on 127.0.0.1 only
         assert (await post(f"http://two.example:{receiver.port}/", names)).status == 204
 
 
@@ -114,7 +114,7 @@ async def test_little_of_a_long_body_is_read() -> None:
     sent: list[int] = []
     async with Receiver(endless_body(200, sent)) as receiver:
         assert (await post(receiver.url, Names(["127.0.0.1"]))).status == 200
-    assert sum(sent) < 12 * 2**20  # what the buffers of both sockets hold
+    assert sum(sent) < 12 * 2**20  # what the buffers of both sockets can hold
 
 
 async def test_an_attempt_times_out() -> None:

@@ -36,7 +36,7 @@ def write(path: Path, url: str, *lines: str) -> Path:
 
 @pytest.fixture
 async def announce(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., object]]:
-    """Plays the part of a gateway that ends a response or a batch."""
+    """Do what a gateway does when a response or a batch ends."""
     async with connect_async(redis_server.url) as client:
         outbox = Outbox(client)
 
@@ -81,9 +81,7 @@ async def test_deliveries_of_a_killed_replica_are_sent_by_another_with_the_same_
         assert SECRET not in second.log_text()
 
 
-async def test_a_gateway_reloads_a_changed_webhook_file(
-    redis_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_a_gateway_reloads_a_changed_webhook_file(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     async with Receiver() as receiver:
         file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
         async with running_app(redis_server.url, webhooks=file) as (app, _):
@@ -100,7 +98,7 @@ async def test_a_gateway_reloads_a_changed_webhook_file(
             }
             write(file, receiver.url, "allow_private = true", 'tenant = "rival"')
             async with asyncio.timeout(PATIENCE):
-                while webhooks._endpoints.content()["a"].tenant is None:  # it looks once a second
+                while webhooks._endpoints.content()["a"].tenant is None:  # it checks the file once a second
                     await asyncio.sleep(0.01)
             await webhooks.announce("batch.failed", "batch_2", key="web", tenant="acme", at=9)
             await webhooks.announce("batch.failed", "batch_3", key="web", tenant="rival", at=9)
@@ -122,7 +120,7 @@ async def test_a_stopping_gateway_lets_an_open_attempt_end(
         async with running_app(redis_server.url, webhooks=file) as (app, _):
             await app.state.gateway.webhooks.announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
             await receiver.wait_for(1)
-            asyncio.get_running_loop().call_later(0.5, answered.set)  # the gateway is ending by then
+            asyncio.get_running_loop().call_later(0.5, answered.set)  # the gateway is stopping by then
     assert redis_client.exists("headrace:gw:work:webhook:a") == 0
     assert len(receiver.received) == 1
 

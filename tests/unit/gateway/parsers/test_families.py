@@ -1,6 +1,6 @@
-"""The formats of calls, each as its models write it, and what becomes of odd output."""
+"""The formats of calls as their models write them, and malformed output."""
 
-# ruff: noqa: E501, RUF001 - texts stand here as models write them
+# the texts are as models write them
 import json
 
 import pytest
@@ -90,7 +90,9 @@ CUT = [
 
 
 @pytest.mark.parametrize(("tool_parser", "text", "arguments"), CUT)
-def test_a_truncated_call_is_reported_so_far_and_leaves_no_tag(tool_parser: str, text: str, arguments: str | None) -> None:
+def test_a_truncated_call_is_reported_so_far_and_leaves_no_tag(
+    tool_parser: str, text: str, arguments: str | None
+) -> None:
     assert parse(tool_parser, text) == Parsed("", "", [] if arguments is None else [("f", arguments)])
 
 

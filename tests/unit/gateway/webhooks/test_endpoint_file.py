@@ -1,4 +1,4 @@
-"""The webhook file: what it may say, and how it is told what is wrong with it."""
+"""The webhook file: its fields, and the errors of an invalid one."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What comes after an attempt."""
+"""What follows an attempt to deliver."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Webhooks are verified by those who are not us: standardwebhooks and openai."""
+"""Other libraries verify our webhooks: standardwebhooks and openai."""
 
 import base64
 import time

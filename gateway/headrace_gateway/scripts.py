@@ -1,4 +1,4 @@
-"""Loads the gateway's Lua scripts, which lie beside this module. Each name is a file."""
+"""Loads the gateway's Lua scripts from the folder beside this module. Each name is a file."""
 
 from functools import cache
 from importlib.resources import files
@@ -6,6 +6,6 @@ from importlib.resources import files
 
 @cache
 def lua(*names: str) -> str:
-    """The text of `lua/<name>.lua` of each name, preludes first."""
+    """Return the text of each `lua/<name>.lua`, joined; name preludes first."""
     folder = files("headrace_gateway") / "lua"
     return "\n".join((folder / f"{name}.lua").read_text() for name in names)

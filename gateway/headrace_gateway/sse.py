@@ -1,4 +1,4 @@
-"""Server-sent events, one event a send, LF alone, in the forms that the clients of each API read."""
+"""Server-sent events in the formats that each API's clients read: one event per send, LF line endings."""
 
 from typing import Any, Final, Protocol
 
@@ -24,19 +24,19 @@ class Framing(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What a silent stream carries, so that proxies keep its connection."""
+        """What an idle stream sends, so that proxies keep its connection open."""
 
     def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
-        """One chunk as an event."""
+        """Return one chunk as an event."""
 
     def error(self, failure: ApiError) -> bytes:
-        """What ends a stream whose status was sent long ago."""
+        """Return the event that ends a stream with an error, after its status was sent."""
 
 
 class DataFraming:
-    """`data:` lines alone, as chat completions and text completions have them.
+    """`data:` lines only, for chat and text completions.
 
-    `id:` lines and comments exclude each other: after an id, openai-python takes a comment for an empty event.
+    A stream has `id:` lines or comments, never both: after an id, openai-python parses a comment as an empty event.
     """
 
     end: bytes = DONE
@@ -63,7 +63,7 @@ class ResponseFraming:
     """Events of the Responses API.
 
     Args:
-        after: the number of the last event that the client has.
+        after: sequence number of the last event that the client has.
     """
 
     end: bytes = DONE
@@ -82,5 +82,5 @@ class ResponseFraming:
 
 
 def named_event(chunk: dict[str, Any]) -> bytes:
-    """An event whose name is the chunk's `type`, as Responses and Anthropic's messages have them."""
+    """Return an event named by the chunk's `type`, as in the Responses and Messages APIs."""
     return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), encode_line(chunk))

@@ -1,6 +1,6 @@
--- KEYS: the batch, a hash; the batches of its key, a sorted set by creation; items of work and when they are due.
--- ARGV: id, milliseconds for which it is kept, how many may be open, how many are kept, what a batch's key begins with,
--- fields and values. Returns 0 where too many batches of the key are open.
+-- KEYS: the batch, a hash; the batches of its API key, a sorted set by creation; the work items by due time.
+-- ARGV: id, milliseconds for which it is stored, maximum of open batches, maximum of stored batches, prefix of a
+-- batch's key, fields and values. Returns 0 if too many batches of the API key are open.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local has_ended = {completed = true, failed = true, expired = true, cancelled = true}

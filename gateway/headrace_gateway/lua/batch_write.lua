@@ -1,6 +1,6 @@
--- KEYS: the batch, a hash; who holds which item of work, a hash.
--- ARGV: id, token of the claim, statuses in which it may be written, between commas; fields and values.
--- Returns '' where it was written, 'lost' where another holds the batch or it is gone, else its status.
+-- KEYS: the batch, a hash; the tokens of the claims, a hash.
+-- ARGV: id, token of the claim, comma-separated statuses in which it may be written, fields and values.
+-- Returns '' if it was written, 'lost' if another claim holds the batch or it is gone, else its status.
 local status = redis.call('HGET', KEYS[1], 'status')
 if not status or redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then
   return 'lost'

@@ -1,2 +1,2 @@
--- ARGV: item, milliseconds until it is due. Returns 1 where it is new.
+-- ARGV: item, milliseconds until it is due. Returns 1 if it is new.
 return redis.call('ZADD', KEYS[1], 'NX', now + tonumber(ARGV[2]), ARGV[1])

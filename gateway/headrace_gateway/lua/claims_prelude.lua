@@ -1,5 +1,5 @@
--- KEYS[1]: sorted set, item -> when it is due, milliseconds by Redis's clock.
--- KEYS[2]: hash, item -> the token of whoever holds it; the field '' has the last token.
+-- KEYS[1]: sorted set, item -> when it is due, in milliseconds of Redis's clock.
+-- KEYS[2]: hash, item -> the token of its claim; the field '' has the last token.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 

@@ -1,4 +1,4 @@
--- ARGV: item, token, milliseconds until it is due again; '': never. Returns 0 where it is another's by now.
+-- ARGV: item, token, milliseconds until it is due again; '': remove it. Returns 0 if the claim is lost.
 if not is_held(ARGV[1], ARGV[2]) then
   return 0
 end

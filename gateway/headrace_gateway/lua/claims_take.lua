@@ -1,6 +1,6 @@
--- ARGV: how many at most, milliseconds that they are held. Returns each item with its token.
+-- ARGV: maximum of items, milliseconds for which they are claimed. Returns each item with its token.
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, tonumber(ARGV[1]))
--- a Redis that has lost its last second counts on from its clock, so that no token is given twice
+-- counts on from the clock: if Redis loses its last second of writes, no token is given twice
 local counted = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local last = tonumber(redis.call('HGET', KEYS[2], '') or 0)
 local taken = {}

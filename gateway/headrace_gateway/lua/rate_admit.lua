@@ -1,6 +1,6 @@
--- KEYS[1]: the levels of an API key, a hash. Redis's clock is every replica's.
--- ARGV: requests a minute, tokens a minute; 0: no bound.
--- Returns {admitted, requests left, tokens left, seconds until one more may be admitted}; numbers as texts.
+-- KEYS[1]: the token buckets of an API key, a hash. All replicas use Redis's clock.
+-- ARGV: requests per minute, tokens per minute; 0: no limit.
+-- Returns {admitted, requests left, tokens left, seconds until the next can be admitted}; numbers as strings.
 local bounds = {requests = tonumber(ARGV[1]), tokens = tonumber(ARGV[2])}
 local levels, wait = {}, 0
 for name, bound in pairs(bounds) do

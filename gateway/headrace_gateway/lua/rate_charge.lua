@@ -1,7 +1,6 @@
--- KEYS[1]: the levels of an API key, a hash. KEYS[2]: tokens charged for one answer so far.
--- ARGV: tokens a minute, tokens of the answer so far, seconds for which KEYS[2] is kept.
+-- KEYS[1]: the token buckets of an API key, a hash. KEYS[2]: tokens charged so far for one answer.
+-- ARGV: tokens per minute, tokens of the answer so far, seconds for which KEYS[2] is kept.
 -- An answer that is read twice, or by two replicas, is charged once.
-local bound, tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
 local charged = tonumber(redis.call('GET', KEYS[2]) or '0') or 0
 if tokens <= charged then
   return 0

@@ -1,6 +1,6 @@
--- KEYS: hash, item -> the token of whoever holds it; the stored response; its envelope.
--- ARGV: item, token, the response's state, seconds that it is kept, seconds that a stream is kept.
--- Returns 0 where the claim is another's by now, and else 1, or the state where one was stored before.
+-- KEYS: the tokens of the claims, a hash; the stored response; its envelope.
+-- ARGV: item, token, the response's state, seconds for which it is stored, seconds for which a stream is kept.
+-- Returns 0 if the claim is lost, the stored state if there is one already, else 1.
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
   return 0
 end

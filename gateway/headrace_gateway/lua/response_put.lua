@@ -1,5 +1,5 @@
--- KEYS: the stored response. ARGV: its input, seconds that it is kept. A repeat of the request changes nothing.
--- Returns 1 where its end is stored already.
+-- KEYS: the stored response. ARGV: its input, seconds for which it is kept. Repeating it has no effect.
+-- Returns 1 if the end of the response is stored already.
 if redis.call('HSETNX', KEYS[1], 'input', ARGV[1]) == 1 then
   redis.call('EXPIRE', KEYS[1], ARGV[2])
 end

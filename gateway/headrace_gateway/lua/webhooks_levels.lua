@@ -1,5 +1,5 @@
--- KEYS: of each endpoint its due set, its undelivered set and its hash. Returns of each: how many are due, how many are
--- undelivered, seconds since the oldest was announced, milliseconds until it may be sent to, digest of its disabled URL.
+-- KEYS: each endpoint's due set, undelivered set and hash. Returns for each: number due, number undelivered, seconds
+-- since the oldest was announced, milliseconds until the endpoint may be sent to, digest of its disabled URL.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local levels = {}

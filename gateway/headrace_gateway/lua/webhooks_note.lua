@@ -1,7 +1,7 @@
 -- KEYS: as in webhooks_put.
--- ARGV: event id, token, endpoint, failed attempts or 'done', milliseconds of pause, digest of the URL to disable or '',
--- whether the receiver took it (1 or 0), seconds that a delivered event is remembered, seconds of an event's life.
--- Returns 0 where the claim is lost.
+-- ARGV: event id, token, endpoint, failed attempts or 'done', milliseconds of pause, digest of the URL to disable
+-- or '', whether the receiver accepted it (1 or 0), seconds for which a delivered event is remembered, seconds of an
+-- event's life. Returns 0 if the claim is lost.
 if not is_held(ARGV[1], ARGV[2]) then
   return 0
 end
@@ -23,7 +23,7 @@ end
 local resume = tonumber(redis.call('HGET', KEYS[5], 'resume') or 0)
 local pause = tonumber(ARGV[5])
 if pause > 0 then
-  if resume <= now then -- attempts that were under way together are one pause
+  if resume <= now then -- concurrent attempts count as one pause
     redis.call('HINCRBY', KEYS[5], 'slowed', 1)
   end
   redis.call('HSET', KEYS[5], 'resume', math.max(resume, now + pause))

@@ -1,4 +1,4 @@
-"""JSON Schemas of Anthropic's Messages API. Rules between fields are not told; `anthropic_fields` checks them."""
+"""JSON Schemas of Anthropic's Messages API. They omit rules between fields, which `anthropic_fields` checks."""
 
 from typing import Final
 
@@ -128,7 +128,7 @@ _FIELDS: Final[dict[str, Schema]] = {
 
 
 def body(served: frozenset[str], *required: str) -> Schema:
-    """The body that has these fields."""
+    """Return the body with these fields."""
     required = ("model", "messages", *required)
     properties = {name: _FIELDS[name] if name in required else or_null(_FIELDS[name]) for name in sorted(served)}
     for name, reason in sorted(field_tables.MESSAGES_IGNORED.items()):

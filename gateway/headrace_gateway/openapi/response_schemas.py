@@ -116,7 +116,7 @@ FIELDS_OF_REQUEST: Final[dict[str, Schema]] = {
     "truncation": {"const": "disabled"},
     "stream_options": closed({"include_obfuscation": {}}),
 }
-"""Fields that the other endpoints lack, or that mean something else there."""
+"""Fields that the other endpoints do not have, or that mean something else there."""
 SAMPLING: Final = field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys()
 
 _CONFIG: Final[Schema] = {
@@ -188,7 +188,7 @@ ITEMS: Final = answer(
 
 
 def request(shared: dict[str, Any]) -> Schema:
-    """The body of `POST /v1/responses`; `shared` has the fields that other endpoints take, too."""
+    """Return the body of `POST /v1/responses`. `shared` has the fields that it shares with other endpoints."""
     properties: Schema = {}
     for name in sorted(field_tables.RESPONSE | SAMPLING):
         schema = FIELDS_OF_REQUEST[name] if name in FIELDS_OF_REQUEST else shared[name]

@@ -1,6 +1,6 @@
-"""JSON Schemas of the API: one a field of the requests, and those of the answers.
+"""JSON Schemas of the API: one per request field, and those of the answers.
 
-Cross-field rules are not told here; `chat_fields` and `completion_fields` check them.
+They omit rules between fields, which `chat_fields` and `completion_fields` check.
 """
 
 from typing import Any, Final
@@ -40,7 +40,7 @@ def array(items: Schema, **bounds: int) -> Schema:
 
 
 def closed(properties: Schema, *required: str) -> Schema:
-    """An object that holds nothing else."""
+    """Return an object schema that allows no other properties."""
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
@@ -235,14 +235,14 @@ FIELDS: Final[dict[str, Schema]] = {
     "stream_interval": integer(1, MAX_TOKENS),
     "vllm_xargs": {"type": "object", "maxProperties": rules.MAX_EXTRA_ARGS},
 }
-"""By field, as both endpoints take it."""
+"""The schema of each field, where both endpoints share it."""
 CHAT_FIELDS: Final = {"logprobs": BOOLEAN, "max_tokens": integer(1, MAX_TOKENS)}
 COMPLETION_FIELDS: Final = {"logprobs": integer(0, MAX_LOGPROBS), "max_tokens": integer(0, MAX_TOKENS)}
-"""Fields that mean something else in each."""
+"""Fields that mean something else in each endpoint."""
 
 
 def answer(properties: Schema, *optional: str) -> Schema:
-    """An object of an answer: further properties may come with later releases."""
+    """Return an object schema of an answer. Later releases may add properties."""
     return {
         "type": "object",
         "properties": properties,

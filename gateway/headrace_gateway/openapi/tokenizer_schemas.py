@@ -1,4 +1,4 @@
-"""JSON Schemas of the endpoints that ask a model's tokenizer."""
+"""JSON Schemas of the endpoints that call a model's tokenizer."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""`headrace batch run` beside a gateway, with a real worker: what it answers, and what it survives."""
+"""`headrace batch run` and a gateway with a real worker: the answers, and the faults that the command survives."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ ANY_BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHATS, TOO_LONG),
     (COMPLETIONS, {**SAMPLED, "prompt": "x " * 3000}),
 ]
-"""The last two are refused by the worker."""
+"""The worker refuses the last two."""
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def held_line(gateway: RunningGateway) -> Iterator[dict[str, Any]]:
 
 
 def asked(gateway: RunningGateway, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """What the gateway answers."""
+    """Return what the gateway answers."""
     head = {"Content-Type": "application/json"}
     request = urllib.request.Request(gateway.url + url, json.dumps(body).encode(), head)
     try:
@@ -57,13 +57,13 @@ def asked(gateway: RunningGateway, url: str, body: dict[str, Any]) -> tuple[int,
 
 
 def without_ids(body: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on when the request was made, and by whom."""
+    """Return what does not depend on the time and the sender of the request."""
     body = json.loads(json.dumps(body))
     for choice in body.get("choices", ()):
         for call in choice.get("message", {}).get("tool_calls", ()):
             call.pop("id")
     if "usage" in body:
-        body["usage"].pop("prompt_tokens_details", None)  # what the prefix cache held
+        body["usage"].pop("prompt_tokens_details", None)  # what the prefix cache had
     return {name: value for name, value in body.items() if name not in ("id", "created")}
 
 
@@ -81,7 +81,7 @@ def test_answers_are_those_of_the_gateway(gateway: RunningGateway, tmp_path: Pat
         {"custom_id": str(number), "method": "POST", "url": url, "body": body}
         for number, (url, body) in enumerate(ANY_BODIES)
     ]
-    given.write_text("\n".join(map(json.dumps, lines)))  # the last line has no end
+    given.write_text("\n".join(map(json.dumps, lines)))  # the last line has no line feed
     run = BatchProcess(tmp_path, "in.jsonl", "out.jsonl", "--json", redis_url=gateway.service.url)
     output, _ = run.end(3)
     summary = json.loads(output)
@@ -101,7 +101,7 @@ def test_answers_are_those_of_the_gateway(gateway: RunningGateway, tmp_path: Pat
             assert list(line["response"]["body"]) == list(expected)
 
 
-def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_without_running_a_request_twice(gateway: RunningGateway, tmp_path: Path) -> None:
     service, out = gateway.service, tmp_path / "out.jsonl"
     write_input(tmp_path / "in.jsonl", bodies(60))
     command = ("in.jsonl", "out.jsonl", "--window", "12")
@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway,
     run.wait_until(lambda: out.exists() and len(out.read_bytes().splitlines()) >= 5)
     run.kill()
     with out.open("ab") as file:
-        file.write(b'{"id":"batch_req_')  # as if it had been killed while it wrote
+        file.write(b'{"id":"batch_req_')  # as if it had been killed in the middle of a write
     BatchProcess(tmp_path, *command, redis_url=service.url).end(0)
     assert_each_once(tmp_path, 60)
     streams = set(service.client.keys("headrace:stream:*")) - before
@@ -120,7 +120,7 @@ def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_says_how_to_resume(
     gateway: RunningGateway, tmp_path: Path, held_line: dict[str, Any], number: signal.Signals, code: int
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -150,7 +150,9 @@ def test_a_complete_run_sends_nothing_when_it_is_repeated(gateway: RunningGatewa
     assert_each_once(tmp_path, 4, failed=1)
 
 
-def test_a_full_disk_ends_the_run_with_whole_lines_and_it_goes_on(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_whole_lines_and_it_can_be_resumed(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
     write_input(tmp_path / "in.jsonl", bodies(30))
     command = ("in.jsonl", "out.jsonl", "--window", "8")
     _, told = BatchProcess(tmp_path, *command, redis_url=gateway.service.url, max_file_bytes=5000).end(1)
@@ -201,7 +203,7 @@ def test_two_runs_do_not_write_one_output(gateway: RunningGateway, tmp_path: Pat
     first.kill()
 
 
-def test_nothing_is_lost_or_doubled_by_faults_of_everything(
+def test_no_fault_loses_or_repeats_an_answer(
     gateway: RunningGateway, tmp_path: Path, held_line: dict[str, Any]
 ) -> None:
     service, out = gateway.service, tmp_path / "out.jsonl"

@@ -37,7 +37,7 @@ class Site:
         return openai.OpenAI(base_url=f"{self.replicas[replica].url}/v1", api_key="none", max_retries=0)
 
     def holder(self, batch_id: str) -> GatewayProcess:
-        """The replica that took the batch last."""
+        """Return the replica that claimed the batch last."""
         taken = []
         for replica in self.replicas:
             lines = [line for line in replica.log_text().splitlines() if f"batch taken: id={batch_id}" in line]
@@ -137,7 +137,7 @@ def assert_each_once(client: openai.OpenAI, batch: Batch, count: int) -> None:
 
 
 def assert_forgotten(site: Site, request_id: str) -> None:
-    """What Redis holds does not grow with the batch."""
+    """The keys in Redis do not grow with the batch."""
     kept = {key(request_id) for key in (stream_key, result_key, ended_key)}
     lives = {key: site.service.client.ttl(key) for key in kept}
     assert all(life == -2 or 0 <= life <= 30 for life in lives.values()), lives
@@ -171,7 +171,7 @@ def test_a_batch_is_answered_and_its_output_is_a_file(site: Site, client: openai
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_another_replica_takes_over_from_one_that_is_gone_or_paused(
+def test_another_replica_takes_over_from_a_dead_or_paused_one(
     site: Site, client: openai.OpenAI, number: signal.Signals
 ) -> None:
     batch = begin(client, held_lines(100))
@@ -209,7 +209,7 @@ def waiting_for_storage(replica: GatewayProcess) -> float:
     return float(value)
 
 
-def test_a_batch_whose_disk_is_full_waits_and_goes_on_when_there_is_room(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_waits_while_the_disk_is_full(site: Site, client: openai.OpenAI) -> None:
     batch = begin(client, held_lines(60))
     until(client, batch.id, lambda batch: completed(batch) > 10)
     holder = site.holder(batch.id)
@@ -241,7 +241,7 @@ def test_a_cancelled_batch_keeps_what_was_finished(site: Site, client: openai.Op
     site.service.wait_settled(PATIENCE)
 
 
-def test_what_has_no_answer_when_the_window_ends_expires(client: openai.OpenAI) -> None:
+def test_lines_without_an_answer_expire_with_the_window(client: openai.OpenAI) -> None:
     batch = begin(client, held_lines(60), window="4s")
     batch = until(client, batch.id, has_ended)
     assert batch.status == "expired"
@@ -251,7 +251,9 @@ def test_what_has_no_answer_when_the_window_ends_expires(client: openai.OpenAI) 
     assert batch.request_counts.total == batch.request_counts.completed + batch.request_counts.failed
 
 
-def test_a_batch_goes_on_when_its_input_is_deleted_and_its_replica_stops(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_survives_the_deletion_of_its_input_and_the_stop_of_its_replica(
+    site: Site, client: openai.OpenAI
+) -> None:
     batch = begin(client, held_lines(60))
     assert client.files.delete(batch.input_file_id).deleted
     until(client, batch.id, lambda batch: completed(batch) > 0)
@@ -270,7 +272,7 @@ def test_a_batch_goes_on_when_its_input_is_deleted_and_its_replica_stops(site: S
         holder.wait_ready()
 
 
-def test_redis_forgets_every_request_of_a_line_of_several_prompts(site: Site, client: openai.OpenAI) -> None:
+def test_every_request_of_a_line_with_several_prompts_expires_early(site: Site, client: openai.OpenAI) -> None:
     batch = until(client, begin(client, lines_of(3, prompt=["hello", "there", "you"])).id, has_ended)
     for answer in read(client, batch.output_file_id):
         request_id = answer["response"]["request_id"]
@@ -279,7 +281,7 @@ def test_redis_forgets_every_request_of_a_line_of_several_prompts(site: Site, cl
             assert_forgotten(site, each)
 
 
-def test_a_batch_of_errors_alone_has_no_output(site: Site, client: openai.OpenAI) -> None:
+def test_a_batch_with_only_errors_has_no_output(site: Site, client: openai.OpenAI) -> None:
     batch = until(client, begin(client, lines_of(3, prompt="a" * 5000)).id, has_ended)
     assert batch.status == "completed"
     assert batch.output_file_id is None
@@ -329,7 +331,7 @@ def test_other_endpoints_are_served(client: openai.OpenAI, url: Any, field: dict
         (b"x\n" * 50_001, "too_many_tasks", None),
     ],
 )
-def test_a_wrong_input_makes_the_batch_fail(client: openai.OpenAI, content: bytes, code: str, line: int | None) -> None:
+def test_an_invalid_input_fails_the_batch(client: openai.OpenAI, content: bytes, code: str, line: int | None) -> None:
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
     made = client.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
     batch = until(client, made.id, has_ended)

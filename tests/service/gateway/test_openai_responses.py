@@ -32,7 +32,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def create(client: openai.OpenAI, **options: Any) -> Response:
-    """The object, after its body was held against the SDK's type without any leniency."""
+    """Return the object after strict validation of its body against the SDK's type."""
     options = {"model": "tiny", "input": "hello", "max_output_tokens": 16, "temperature": 0, **options}
     response = client.responses.with_raw_response.create(**options)
     return Response.model_validate_json(response.text, strict=True)
@@ -70,7 +70,7 @@ def has_ended(response: Response) -> bool:
     return response.status not in ("queued", "in_progress")
 
 
-def test_a_response_has_text_usage_and_what_was_asked_for(client: openai.OpenAI) -> None:
+def test_a_response_has_text_usage_and_the_requests_fields(client: openai.OpenAI) -> None:
     response = create(client, instructions="be brief", metadata={"a": "b"}, extra_body={"ignore_eos": True})
     assert response.status == "incomplete"
     assert response.incomplete_details is not None

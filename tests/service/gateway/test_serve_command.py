@@ -1,4 +1,4 @@
-"""`headrace serve` as a process: what it starts, what it says, and that nothing stays behind it."""
+"""`headrace serve` as a process: what it starts and prints, and that no process remains after it."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SERVE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", 
 
 
 class ServeProcess:
-    """`headrace serve` with an empty home; its two outputs in one."""
+    """`headrace serve` with an empty home, and both outputs in one."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
         home.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ class ServeProcess:
         return self
 
     def wait_line(self, start: str) -> str:
-        """The first line that begins so, which it says at last."""
+        """Return the first line that begins so; it is printed last."""
         deadline = time.monotonic() + 4 * PATIENCE
         while not (found := [line for line in self.lines if line.startswith(start)]):
             assert self.process.poll() is None, self.lines
@@ -64,13 +64,13 @@ class ServeProcess:
         return found[0]
 
     def children(self) -> dict[str, int]:
-        """Its processes by what they are."""
+        """Return its processes by kind."""
         found = {}
         for pid, command in commands():
             for name in ("worker", "gateway"):
                 if command[-1:] == [name] and parent(pid) == self.process.pid:
                     found[name] = pid
-            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it gives itself
+            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it sets
                 found["server"] = pid
         return found
 
@@ -85,7 +85,7 @@ class ServeProcess:
         return status
 
     def left(self) -> list[tuple[int, list[str]]]:
-        """Those that live on after it has ended; the killed ones get time to go."""
+        """Return the processes that outlive it; killed ones get time to exit."""
         deadline = time.monotonic() + PATIENCE
         while (found := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -131,7 +131,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
+def test_the_printed_command_works_and_one_signal_ends_everything(
     serve: Callable[..., ServeProcess], model_folder: str, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     port = str(free_port())
@@ -164,7 +164,7 @@ def test_no_password_stands_on_a_command_line(serve: Callable[..., ServeProcess]
     assert all(found[1].decode() not in line for line in serving.lines)
 
 
-def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
+def test_no_process_remains_after_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
     serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
     assert len(serving.living()) > 3  # itself and its children
     serving.end(signal.SIGKILL)
@@ -179,7 +179,7 @@ def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProces
         ("server", "the Redis server ended with status -9"),
     ],
 )
-def test_a_child_that_dies_ends_the_whole_with_its_reason(
+def test_a_dead_child_ends_the_command_with_its_error(
     serve: Callable[..., ServeProcess], model_folder: str, child: str, reason: str
 ) -> None:
     serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
@@ -189,14 +189,14 @@ def test_a_child_that_dies_ends_the_whole_with_its_reason(
     assert serving.left() == []
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_whole_with_its_reason(serve: Callable[..., ServeProcess]) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_its_error(serve: Callable[..., ServeProcess]) -> None:
     serving = serve("--model", "/nothing/here", "--port", str(free_port()))
     assert serving.wait() == 1
     assert "/nothing/here" in "\n".join(serving.lines)
     assert serving.left() == []
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serving = serve("--port", str(port))  # the default model, which would be fetched first
@@ -207,7 +207,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable
     )
 
 
-def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
+def test_a_public_address_without_keys_is_refused_before_anything_is_started(
     serve: Callable[..., ServeProcess],
 ) -> None:
     serving = serve("--host", "0.0.0.0", "--port", str(free_port()))
@@ -216,9 +216,7 @@ def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
     assert "gateway-key" in line
 
 
-def test_a_redis_that_was_there_before_is_used_and_left_running(
-    serve: Callable[..., ServeProcess], model_folder: str
-) -> None:
+def test_an_existing_redis_is_used_and_left_running(serve: Callable[..., ServeProcess], model_folder: str) -> None:
     with make_server() as server:
         serving = serve("--model", model_folder, "--port", str(free_port()), "--redis-url", server.url).wait_ready()
         assert set(serving.children()) == {"worker", "gateway"}

@@ -140,7 +140,7 @@ def test_nothing_is_cut_from_a_file_that_no_run_has_begun(tmp_path: Path) -> Non
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     name = written(tmp_path / "in", request("a"))
-    with pytest.raises(BatchError, match=r"line 1 of .*in is no answer of a batch"):
+    with pytest.raises(BatchError, match=r"line 1 of .*in is not an answer of a batch"):
         answered(Path(name), "a")
 
 

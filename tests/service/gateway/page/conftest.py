@@ -18,7 +18,7 @@ from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
 PATIENCE = 60_000
-"""Milliseconds: only a failure waits so long."""
+"""Milliseconds; only a failing test waits this long."""
 
 
 # not of the session: Playwright runs an event loop in this thread, in which no test of coroutines can run
@@ -37,7 +37,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page, with everything that must not happen while it is used."""
+    """A page, and the errors that must not occur while it is used."""
 
     page: Page
     faults: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Watched:
 
     def watch(self) -> None:
         def console(message: ConsoleMessage) -> None:
-            # the browser itself writes a line for each answer that is an error
+            # the browser itself logs a line for each error response
             if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
                 self.faults.append(message.text)
 
@@ -80,7 +80,7 @@ MakeReplicas = Callable[..., list[ScriptedGateway]]
 
 @pytest.fixture
 def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeReplicas]:
-    """Makes so many gateways with one script, which allow one another's origins."""
+    """Makes gateways with one script, which allow each other's origins."""
     with ExitStack() as stack:
 
         def make(
@@ -100,6 +100,6 @@ def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeRepli
 
 @pytest.fixture
 def scripted(replicas: MakeReplicas) -> ScriptedGateway:
-    """One gateway that asks for no key."""
+    """One gateway without keys."""
     [gateway] = replicas(1)
     return gateway

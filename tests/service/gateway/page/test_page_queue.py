@@ -1,4 +1,4 @@
-"""The view of the queue in a real browser, on a real server with real messages."""
+"""The queue view in a real browser, on a real server with real messages."""
 
 from collections.abc import Iterator
 
@@ -80,7 +80,7 @@ def test_the_queue_is_read_only_while_it_is_seen(page: Page, scripted: ScriptedG
     assert polls() == seen
 
 
-def test_an_outage_is_told_and_ends_by_itself(page: Page, scripted: ScriptedGateway) -> None:
+def test_an_outage_is_shown_until_it_ends(page: Page, scripted: ScriptedGateway) -> None:
     page.route("**/headrace/overview", lambda route: route.abort())
     open_queue(page, scripted)
     expect(page.locator("#queue-problem")).to_have_text("The gateway does not answer.")
@@ -89,7 +89,7 @@ def test_an_outage_is_told_and_ends_by_itself(page: Page, scripted: ScriptedGate
     expect(page.locator("#queue-problem")).to_be_hidden()
 
 
-def test_a_slow_answer_is_waited_for_before_the_next_question(page: Page, scripted: ScriptedGateway) -> None:
+def test_the_page_polls_again_only_after_a_slow_response(page: Page, scripted: ScriptedGateway) -> None:
     held: list[Route] = []
     page.clock.install()
     page.route("**/headrace/overview", lambda route: held.append(route))

@@ -1,4 +1,4 @@
-"""The page before a real gateway and a real worker."""
+"""The page with a real gateway and a real worker."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
--- ARGV: milliseconds that they are held from now on, then each item with its token. Returns the places of those lost.
+-- ARGV: milliseconds for which to renew, then each item with its token. Returns the indexes of lost claims.
 local lost = {}
 for i = 2, #ARGV, 2 do
   if is_held(ARGV[i], ARGV[i + 1]) then

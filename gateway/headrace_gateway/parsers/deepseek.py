@@ -1,4 +1,4 @@
-# these models' tokens contain such characters
+# ruff: noqa: RUF001, RUF002 - these models' tokens contain such characters
 """DeepSeek V3 and R1, and V3.1: calls between special tokens.
 
 V3:   `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line end, and the arguments as a fenced block of JSON.

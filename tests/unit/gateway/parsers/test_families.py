@@ -1,6 +1,6 @@
 """The formats of calls as their models write them, and malformed output."""
 
-# the texts are as models write them
+# ruff: noqa: E501, RUF001 - the texts are as models write them
 import json
 
 import pytest

@@ -187,7 +187,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{**USER, "name": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type is 'image'"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type must be one of text, tool_result, not 'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "unknown field 'b'"),
@@ -197,7 +197,7 @@ def test_a_count_reads_the_same_prompt() -> None:
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
                 ]
             },
-            "messages[0].content[0].content[0].type is 'image'",
+            "messages[0].content[0].content[0].type must be one of text, not 'image'",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
@@ -206,7 +206,7 @@ def test_a_count_reads_the_same_prompt() -> None:
             "messages[0].content[0].input",
         ),
         ({"system": 1}, "system"),
-        ({"system": [IMAGE]}, "system[0].type is 'image'"),
+        ({"system": [IMAGE]}, "system[0].type must be one of text, not 'image'"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"top_k": "x"}, "top_k"),

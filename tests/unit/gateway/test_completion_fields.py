@@ -106,7 +106,7 @@ def test_an_invalid_value_is_reported_with_its_field(fields: dict[str, Any], par
 
 
 def test_an_unknown_name_is_told_with_the_one_that_it_resembles() -> None:
-    assert "do you mean max_tokens?" in wrong(max_token=5).message
+    assert "did you mean max_tokens?" in wrong(max_token=5).message
 
 
 def test_one_error_lists_all_problems() -> None:

@@ -77,7 +77,7 @@ def test_a_new_key_is_found_with_the_entry_that_was_printed(write: Callable[[str
         (entry("a", "x", "requests_per_minute = 0"), ">= 1"),
         (entry("a b", "x"), "name of key 1 must be"),
         (entry("a", "x") + entry("a", "y"), "two keys have the name a"),
-        (entry("a", "x") + entry("b", "x"), "sha256 of b is there twice"),
+        (entry("a", "x") + entry("b", "x"), "sha256 of b is used twice"),
         ('[[keys]]\nname = "a"\nsha256 = "sk-plain-secret"', "sha256 of a must be 64 characters"),
         ('[[keys]]\nname = "a"\nsha256 = []', "sha256 of a must be 64 characters"),
         (entry("a", "x", 'tenant = "no such\\nname"'), "tenant must be"),

@@ -1,11 +1,9 @@
-"""Loads the gateway's Lua scripts, which lie beside this module. Each name is a file."""
+"""Loads the gateway's Lua scripts, which lie beside this module; `headrace_broker.scripts` says how they name keys."""
 
-from functools import cache
-from importlib.resources import files
+from headrace_broker.scripts import LuaScript, load
+from headrace_gateway.redis_keys import KEYS
 
 
-@cache
-def lua(*names: str) -> str:
-    """The text of `lua/<name>.lua` of each name, preludes first."""
-    folder = files("headrace_gateway") / "lua"
-    return "\n".join((folder / f"{name}.lua").read_text() for name in names)
+def script(*names: str) -> LuaScript:
+    """The script `lua/<name>.lua` of this package, preludes first."""
+    return load("headrace_gateway", KEYS, *names)

@@ -20,6 +20,7 @@ from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.registry import register_model
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_workers.exporter import MAX_MODELS, Exporter
@@ -56,7 +57,7 @@ def test_the_queues_of_every_registered_model_are_shown_without_any_worker(
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=3)
     (message,) = leases.fetch(queue_lists(queue_name("one")), 1)
     leases.hold(message.lease_id, message)
-    leases.bury(message.lease_id, "poison")
+    leases.bury(message.lease_id, DeadLetterReason.POISON)
     leases.fetch(queue_lists(queue_name("one")), 1)
     exporter.poll()
     queue = {"model": "one", "queue": "headrace.one"}

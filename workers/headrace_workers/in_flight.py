@@ -17,6 +17,7 @@ import structlog
 
 from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
@@ -252,9 +253,9 @@ class InFlight:
         logger.error("request kills the engine", **job.log_fields, reason=reason)
         self.supervisor.forgive()
         self._publish_unshown(job, self._abort(job))
-        job.celery_request.burial = f"poison: {reason}"
+        job.celery_request.burial = reason
         message = f"the engine died three times while it computed this request, at last with it alone: {reason}"
-        self._settlement.complete(job, "error", ErrorInfo("dead_letter", message))
+        self._settlement.complete(job, "error", ErrorInfo(ErrorCode.DEAD_LETTER, message))
 
     def _go_on_with_quarantine(self) -> None:
         """If the suspect has ended or shown its innocence, it is the next one's turn, or all others'."""
@@ -367,7 +368,7 @@ class InFlight:
     def _complete(self, job: Job, error: str | None = None) -> None:
         """All choices have ended."""
         if error is not None:
-            code = "invalid_request" if error == NOTHING_MAY_FOLLOW else "engine_error"
+            code = ErrorCode.INVALID_REQUEST if error == NOTHING_MAY_FOLLOW else ErrorCode.ENGINE_ERROR
             self._settlement.complete(job, "error", ErrorInfo(code, error))
             return
         self._jobs.pop(job.request_id, None)

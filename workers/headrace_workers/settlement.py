@@ -18,6 +18,7 @@ from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import EndEvent, StreamEvent
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult, Usage
 from headrace_broker.streams import Attempt, Claim, Ending, StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.labels import Outcome
@@ -33,9 +34,9 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 RunTask = Callable[[dict[str, Any]], None]
 StoreResult = Callable[[str, dict[str, Any], str], None]
 
-_CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
-_EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
-_GONE = ErrorInfo("expired", "the stream has expired or was deleted")
+_CANCELLED = ErrorInfo(ErrorCode.CANCELLED, "the request was cancelled")
+_EXPIRED = ErrorInfo(ErrorCode.EXPIRED, "the deadline passed before the request was complete")
+_GONE = ErrorInfo(ErrorCode.EXPIRED, "the stream has expired or was deleted")
 
 
 class Settlement:
@@ -123,7 +124,7 @@ class Settlement:
         """As `complete`, for a job to which nobody listens."""
         logger.info("nobody listens", **job.log_fields)
         message = f"nobody has listened for {job.abandon_after:g} s"
-        self.complete(job, "cancelled", ErrorInfo("cancelled", message))
+        self.complete(job, "cancelled", ErrorInfo(ErrorCode.CANCELLED, message))
 
     def end_of_other_model(self, job: Job) -> None:
         """As `complete`, for a job that this worker's model must not continue: it would be another's answer."""
@@ -132,7 +133,7 @@ class Settlement:
             f"the request was begun with {job.begun_with}, and this worker serves {job.model}: its tokens so far are"
             " kept, and another model must not continue them; send it again under a new id"
         )
-        self.complete(job, "error", ErrorInfo("model_changed", message))
+        self.complete(job, "error", ErrorInfo(ErrorCode.MODEL_CHANGED, message))
 
     def revoke(self, job: Job) -> None:
         """Celery revoked a running job: its result is Celery's own."""
@@ -227,7 +228,7 @@ class Settlement:
     ) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
         self._metrics.request_refused("rejected")
-        error = ErrorInfo("invalid_request", why)
+        error = ErrorInfo(ErrorCode.INVALID_REQUEST, why)
         self._end_stream(request_id, "rejected", error, content, answer_type(content_type))
 
     def dead_letter(self, letter: DeadLetter) -> None:

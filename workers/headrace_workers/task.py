@@ -8,8 +8,8 @@ from celery import Task
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 
-from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.transport import CONTENT, OVER_QUOTA, PREEMPTIONS, QUEUED_AT, STEP
 from headrace_workers.result_backend import CONTENT_TYPE
 
@@ -27,7 +27,7 @@ class EngineRequest(Request):
     """Set by the strategy, on a subclass for each worker."""
     acknowledged: bool
     burial: str | None = None
-    """Why the message becomes a dead letter when it is settled; None acknowledges it."""
+    """How the message killed engines, where it becomes a dead letter when it is settled; None acknowledges it."""
 
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
@@ -93,8 +93,8 @@ class EngineRequest(Request):
             super().acknowledge()
         elif not self.acknowledged:
             self.acknowledged = True
-            leases = self._message.channel.leases
-            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, self.burial))
+            bury = partial(self._message.channel.leases.bury, self.lease_id, DeadLetterReason.POISON, self.burial)
+            self.dispatcher.settlement.call_soon(bury)
 
     def cost(self, tokens: int) -> None:
         """So many tokens, of prompt and output, the tenant pays when the message is acknowledged."""
@@ -123,7 +123,7 @@ class EngineRequest(Request):
     def set_aside(self) -> None:
         """Make the message a dead letter, as its request id is another message's, whose result is not touched."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, DUPLICATE_ID)
+        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.DUPLICATE_ID)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
@@ -154,7 +154,7 @@ class EngineRequest(Request):
     def reject_undecodable(self, why: str) -> None:
         """Make the message a dead letter, as its body cannot be read."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, f"rejected: {why}")
+        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.REJECTED, why)
         self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

@@ -1,7 +1,8 @@
--- KEYS[1]: the levels of an API key, a hash. Redis's clock is every replica's.
--- ARGV: requests a minute, tokens a minute; 0: no bound.
+-- Redis's clock is every replica's.
+-- ARGV: requests_a_minute, tokens_a_minute
+-- 0: no bound.
 -- Returns {admitted, requests left, tokens left, seconds until one more may be admitted}; numbers as texts.
-local bounds = {requests = tonumber(ARGV[1]), tokens = tonumber(ARGV[2])}
+local bounds = {requests = tonumber(requests_a_minute), tokens = tonumber(tokens_a_minute)}
 local levels, wait = {}, 0
 for name, bound in pairs(bounds) do
   if bound > 0 then

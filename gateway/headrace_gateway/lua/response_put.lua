@@ -1,6 +1,8 @@
--- KEYS: the stored response. ARGV: its input, seconds that it is kept. A repeat of the request changes nothing.
+-- KEYS: RESPONSE
+-- ARGV: input, kept_seconds
+-- A repeat of the request changes nothing.
 -- Returns 1 where its end is stored already.
-if redis.call('HSETNX', KEYS[1], 'input', ARGV[1]) == 1 then
-  redis.call('EXPIRE', KEYS[1], ARGV[2])
+if redis.call('HSETNX', RESPONSE, 'input', input) == 1 then
+  redis.call('EXPIRE', RESPONSE, kept_seconds)
 end
-return redis.call('HEXISTS', KEYS[1], 'state')
+return redis.call('HEXISTS', RESPONSE, 'state')

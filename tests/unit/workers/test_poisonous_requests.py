@@ -45,7 +45,7 @@ def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_ne
     desk.settle()
     assert desk.results["a"]["error"]["code"] == "dead_letter"
     assert desk.redis.end("a")["error"]["code"] == "dead_letter"
-    assert requests[0].burial == "poison: killed"
+    assert requests[0].burial == "killed"
     for _ in range(PROBATION_TOKENS - 1):
         desk.generate(13)
     assert sent(desk) == ["b"]

@@ -10,6 +10,7 @@ from headrace_broker import Client
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_gateway.keys import ApiKey
 from service.gateway.page.conftest import PATIENCE, MakeReplicas, Watched
 from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
@@ -30,11 +31,11 @@ def leases(redis_client: "redis.Redis") -> Leases:
     return Leases(redis_client, lease_seconds=600, delivery_limit=5)
 
 
-def bury(client: Client, leases: Leases, *request_ids: str, reason: str = "poison") -> None:
+def bury(client: Client, leases: Leases, *request_ids: str, detail: str = "killed") -> None:
     for request_id in request_ids:
         client.submit("the wheel Zanzibar", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
-        leases.bury(message.lease_id, reason)
+        leases.bury(message.lease_id, DeadLetterReason.POISON, detail)
 
 
 def open_queue(page: Page, scripted: ScriptedGateway, key: str = "") -> None:
@@ -109,7 +110,7 @@ def test_a_slow_answer_is_waited_for_before_the_next_question(page: Page, script
 def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
     page: Page, replicas: MakeReplicas, client: Client, leases: Leases
 ) -> None:
-    bury(client, leases, "a", "b", "c", "d", reason="<img src=x onerror=alert(1)>")
+    bury(client, leases, "a", "b", "c", "d", detail="<img src=x onerror=alert(1)>")
     [gateway] = replicas(1, keys=KEYS)
     open_queue(page, gateway, "sk-admin")
     rows = page.locator("#dead-table tbody tr")

@@ -24,7 +24,9 @@ COPY monitoring ./monitoring
 RUN /opt/headrace/bin/pip install --constraint constraints.txt ".[gateway]"
 
 FROM ${PYTHON_IMAGE} AS gateway
-RUN useradd --system --uid 10001 --user-group --no-create-home headrace
+# a volume made at /files, for HEADRACE_GATEWAY_FILES, keeps this owner
+RUN useradd --system --uid 10001 --user-group --no-create-home headrace \
+    && mkdir --mode 0700 /files && chown 10001:10001 /files
 COPY --from=gateway-build /opt/headrace /opt/headrace
 # beyond loopback it starts only with a key file
 ENV PATH=/opt/headrace/bin:$PATH \

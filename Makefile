@@ -28,8 +28,10 @@ demo: $(STAMP) ## eight streams from a real model through a real queue
 	@$(BIN)/headrace demo
 
 # Whole files are shared among a few processes: what a file's tests have in common, such as a worker, is started once.
+# More processes than cores, as tests wait for one another's programs. tests/conftest.py says which files begin first.
+# Bytecode is written whatever the environment says: hundreds of programs are started that would compile the same files.
 test: $(STAMP) ## the whole test suite
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 7 GB
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py --timeout 1800
@@ -160,11 +162,12 @@ load: $(STAMP) ## 10,000 queued requests and 1,000 live subscribers for ten minu
 	@cd tests && ../$(BIN)/python -m load
 
 ops-tools: $(STAMP) ## Prometheus, redis-server, Node.js, helm, hadolint and Kubernetes schemas for more tests, where they can be had
-	@command -v promtool >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends prometheus; } >/dev/null 2>&1 \
+	@{ command -v promtool && command -v redis-server && command -v npm || apt-get update -qq; } >/dev/null 2>&1 || true
+	@command -v promtool >/dev/null || apt-get install -qq --yes --no-install-recommends prometheus >/dev/null 2>&1 \
 		|| echo "prometheus could not be installed: what needs it is skipped"
-	@command -v redis-server >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends redis-server; } >/dev/null 2>&1 \
+	@command -v redis-server >/dev/null || apt-get install -qq --yes --no-install-recommends redis-server >/dev/null 2>&1 \
 		|| echo "redis-server could not be installed: tests that need one beside Valkey are skipped"
-	@command -v npm >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends nodejs npm; } >/dev/null 2>&1 \
+	@command -v npm >/dev/null || apt-get install -qq --yes --no-install-recommends nodejs npm >/dev/null 2>&1 \
 		|| echo "Node.js could not be installed: the tests of its Celery clients are skipped"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ops]' \
 		|| echo "hadolint and kubernetes-validate could not be installed: what needs it is skipped"

@@ -12,6 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgpack
 from rich.console import Console
@@ -142,11 +143,12 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
     with EmbeddedServer() as server, connect(server.url) as client:
         metrics, tracing = Metrics(model="host-path", queue="host-path"), RequestTracing(None, "host-path")
         writer = StreamWriter(client, ttl_seconds=60)
-        in_flight = InFlight(client, Settlement(writer, metrics, _forget_result, tracing), metrics, tracing)
-        in_flight.supervisor = _NoEngine()  # type: ignore[assignment]
-        in_flight.use_model(tokenizer, EngineCapabilities.of_everything())
+        engine: Any = _NoEngine(tokenizer)
+        settlement = Settlement(writer, metrics, _forget_result, tracing)
+        in_flight = InFlight(client, writer, engine, settlement, metrics, tracing)
+        in_flight.use_engine(EngineCapabilities.of_everything())
         for number in range(chunks):
-            in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None)
+            in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None, lambda _job: None)
         choice_ids = [choice.request_id for job in in_flight for choice in job.request.choices]
         words = tokenizer.encode("A quick brown fox jumps over a lazy dog, and many another word comes behind it.")
         figures = []
@@ -176,11 +178,15 @@ def _job(writer: StreamWriter, tokenizer: ModelTokenizer, request_id: str) -> Jo
     request = InputProcessor(info, tokenizer).process(request_id, [1, 2, 3], params)
     claim = writer.claim(request_id, "host-path")
     choices = [ChoiceRecord() for _ in request.choices]
-    return Job(_NoMessage(), None, request, claim.attempt, choices, queued_at=None)
+    message: Any = _NoMessage()
+    return Job(message, request, claim.attempt, choices, queued_at=None)
 
 
 class _NoEngine:
     is_ready, pid = True, 0
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer = tokenizer
 
     def send(self, requests: object) -> None: ...
 

@@ -32,15 +32,15 @@ OPTIONS: Final = {"anthropic": ("--auth-header", "x-api-key", "--no-bearer")}
 # By format and test: the first error that it is to report, and why.
 EXPLAINED: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "openai-chat": {
-        "chat-image-input": (REFUSED, "only text is served, so the image is refused"),
+        "chat-image-input": (REFUSED, "only text is supported, so the image is refused"),
         "chat-reasoning-summary": (REFUSED, REASONING),
     },
     "open-responses": {
-        "image-input": (REFUSED, "only text is served, so the image is refused"),
+        "image-input": (REFUSED, "only text is supported, so the image is refused"),
         "reasoning-summary": (REFUSED, "it sends `reasoning.effort`, which the default model's template does not read"),
     },
     "anthropic": {
-        "anth-image-input": (REFUSED, "only text is served, so the image is refused"),
+        "anth-image-input": (REFUSED, "only text is supported, so the image is refused"),
         "anth-thinking-display": (REFUSED, "it asks for thinking, which the default model has not"),
     },
 }

@@ -16,7 +16,6 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -62,11 +61,11 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
             for turn in range(turns + 1):  # the first one takes memory and is not counted
                 for name in sorted(sides, reverse=turn % 2 == 1):  # each goes first in turn
                     status.update(f"{name}, turn {turn} of {turns}")
-                    used_before, started = _processor_seconds(beside), time.perf_counter()
+                    used_before, started = runs.processor_seconds(beside), time.perf_counter()
                     await sides[name](requests)
                     seconds = time.perf_counter() - started
                     if turn:
-                        used = _processor_seconds(beside) - used_before
+                        used = runs.processor_seconds(beside) - used_before
                         figures["tokens_per_second"][name].append(sum(each.max_tokens for each in requests) / seconds)
                         figures["processor_seconds"][name].append(used)
                         figures["processor_percent"][name].append(100 * used / seconds / cores)
@@ -82,10 +81,6 @@ def _beside_the_engines() -> list[psutil.Process]:
     """This process, the server and the worker, without the processes in which the two engines compute."""
     children = psutil.Process().children()
     return [psutil.Process(), *(child for child in children if "headrace_engine.core.child" not in child.cmdline())]
-
-
-def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(used.user + used.system for used in (process.cpu_times() for process in processes))
 
 
 def report(figures: dict[str, Any], title: str) -> None:

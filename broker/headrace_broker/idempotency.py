@@ -68,7 +68,7 @@ class IdempotencyKeys:
 
     def _bind(self, submission: Submission) -> tuple[str, bool]:
         fingerprint = _fingerprint(submission)
-        args = [submission.request_id, fingerprint, IDEMPOTENCY_SECONDS]
+        args: list[str | int] = [submission.request_id, fingerprint, IDEMPOTENCY_SECONDS]
         known: Any = self._claim(keys=_CLAIM.keys(idempotency=_name(submission)), args=args)
         request_id, known_fingerprint, sent = (value.decode() for value in known)
         if known_fingerprint != fingerprint:

@@ -7,7 +7,7 @@ The gateway's own keys are in `headrace_gateway.redis_keys`.
 from typing import Final
 from urllib.parse import quote
 
-from headrace_broker.key_schema import KeySchema, Writer, span
+from headrace_broker.key_schema import KeySchema, RedisType, Writer, span
 from headrace_broker.reasons import DeadLetterReason
 
 QUEUE_PREFIX: Final = "headrace."
@@ -244,7 +244,7 @@ def level_of(list_name: str) -> int:
     return int(list_name.partition(PRIORITY_SEPARATOR)[2] or 0)
 
 
-def queue_key_types(queue: str) -> dict[str, str]:
+def queue_key_types(queue: str) -> dict[str, RedisType]:
     """The keys that all messages of a queue need, and the type of each; those of single tenants are not among them."""
     lists = queue_lists(queue)
     of_queue = (waiting_key, delayed_tenants_key, costs_key, bell_key)

@@ -21,7 +21,6 @@ from typing import Any
 import click
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from pydantic_core import PydanticUndefined
 
 from headrace_broker.key_schema import KeySchema
 from headrace_broker.keys import KEYS
@@ -36,7 +35,8 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 from headrace_workers.cli.main import _headrace
-from headrace_workers.settings import WorkerSettings
+from headrace_workers.environment import variable_of
+from headrace_workers.settings import SETTINGS
 
 FOLDER = Path(__file__).parent
 COMMAND = "make reference"
@@ -84,18 +84,20 @@ def _page(title: str, lines: Iterable[str]) -> str:
 def _settings() -> Iterator[str]:
     yield "Every setting is an environment variable. A worker's settings are also flags of `headrace worker`:"
     yield "`HEADRACE_MAX_NUM_SEQS` is the flag `--max-num-seqs`. A flag wins over its variable. Times are in seconds."
-    flags = {name: option for option in _command("worker").params for name in [option.name]}
-    for title, kind, sentence in (
-        ("Queue", BrokerSettings, "Read by clients, workers, the gateway and the exporter."),
-        ("Worker", WorkerSettings, "Read by `headrace worker` and `celery -A headrace_workers.app worker`."),
-    ):
-        yield from ("", f"## {title}", "", sentence, "")
-        yield from ("| variable, flag | default | meaning |", "|---|---|---|")
-        texts = _field_texts(kind)
-        for name, default in _defaults(kind):
-            option = flags.get(name)
-            names = [f"HEADRACE_{name.upper()}", *(option.opts if option is not None else ())]
-            yield _row(_lines(names), _shown(default), texts.get(name) or _help(option))
+    flags = {option.name: option for option in _command("worker").params}
+    yield from ("", "## Queue", "", "Read by clients, workers, the gateway and the exporter.", "")
+    yield from ("| variable, flag | default | meaning |", "|---|---|---|")
+    texts = _field_texts(BrokerSettings)
+    for name, default in _defaults(BrokerSettings):
+        flag = flags.get(name)
+        names = [f"HEADRACE_{name.upper()}", *(flag.opts if flag is not None else ())]
+        yield _row(_lines(names), _shown(default), texts.get(name) or _help(flag))
+    yield from ("", "## Worker", "")
+    yield "Read by `headrace worker` and `celery -A headrace_workers.app worker`. None stands for what is not set."
+    yield from ("", "| variable, flag | default | meaning |", "|---|---|---|")
+    for setting in SETTINGS:
+        default = "required" if setting.name == "model" else _shown(setting.default)
+        yield _row(_lines([variable_of(setting), *flags[setting.name].opts]), default, setting.help)
     yield from ("", "## Gateway", "", "Read by `headrace gateway`, beside those of the queue.", "")
     yield from ("| variable, flag | default | meaning |", "|---|---|---|")
     for option in _command("gateway").params:
@@ -108,13 +110,9 @@ def _lines(names: Iterable[str]) -> str:
 
 
 def _defaults(kind: Any) -> Iterator[tuple[str, object]]:
-    if dataclasses.is_dataclass(kind):
-        for field in dataclasses.fields(kind):
-            made = field.default_factory
-            yield field.name, field.default if made is dataclasses.MISSING else made()
-    else:
-        for name, field in kind.model_fields.items():
-            yield name, field.default
+    for field in dataclasses.fields(kind):
+        made = field.default_factory
+        yield field.name, field.default if made is dataclasses.MISSING else made()
 
 
 # -- commands
@@ -323,9 +321,7 @@ def _default(option: click.Parameter) -> object:
 
 
 def _shown(default: object) -> str:
-    if default is PydanticUndefined:
-        return "required"
-    if default in (None, "", [], ()):
+    if default in (None, "", [], (), {}):
         return ""
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"

@@ -1,14 +1,17 @@
 """The configuration of an engine: one dataclass for each topic. `EngineArgs` creates it from user options.
 
-Imports no torch.
+An option is declared once, in the class of its topic: `EngineOptions` inherits those of all topics. A field that is not
+declared by `option` is for the core alone. Imports no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, Final, Literal
 
+from headrace_engine.devices import DEVICES, EAGER_DEVICES
 from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.lora_request import LoRARequest
+from headrace_engine.option import option
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import StaticConfig
 
@@ -16,46 +19,102 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 
 FITTING_LENGTH: Final = -1
 """As `max_model_len`: the longest sequence that the KV memory holds."""
+DTYPES: Final = ("auto", "float32", "bfloat16")
+KV_CACHE_DEVICES: Final = {"bfloat16": EAGER_DEVICES, "fp8": ("cuda",)}
+"""The types of rounded keys and values, and the devices that can do them."""
+_CPU: Final = ("auto", "cpu")
 
 
-@dataclass(slots=True, kw_only=True)
-class ModelConfig:
-    model: str
-    """Folder in Hugging Face layout, a hub name, or a GGUF file, which is dequantised."""
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer. None: that of the model."""
-    revision: str | None = None
-    """Branch, tag or commit of a model with a hub name."""
-    tokenizer_revision: str | None = None
-    """Branch, tag or commit of the tokenizer. None: that of the model."""
-    skip_tokenizer_init: bool = False
-    """Load no tokenizer: prompts are token ids, and outputs have no text."""
-    seed: int | None = None
-    """Seed for requests without a seed of their own, which makes runs repeatable. None: they get random seeds."""
-    dtype: str = "auto"
-    """float32, bfloat16, or auto: the type of the checkpoint, or float32 on a CPU where bfloat16 is slower."""
-    device: str = "auto"
-    """One of `own_engine.DEVICES`. auto is the CPU: cuda is experimental and must be requested."""
-    max_model_len: int | None = None
-    """Maximum tokens of prompt and output. None: the limit of the model. FITTING_LENGTH: what the KV memory holds."""
-    trust_remote_code: bool = False
-    attention_backend: str = "auto"
-    """auto, native (compiled kernel), torch (reference) or triton (GPU kernels; on the CPU for tests only)."""
-    max_logprobs: int = 20
-    """Maximum number of log-probabilities that a request may ask for at one position. -1: no limit."""
+@dataclass
+class ModelOptions:
+    model: str = option(
+        "",
+        "Model folder in Hugging Face layout, hub name, GGUF file, or smollm2-135m-instruct.",
+        metavar="PATH_OR_NAME",
+    )
+    _: KW_ONLY
+    tokenizer: str | None = option(None, "Folder or hub name of the tokenizer. None: that of the model.")
+    revision: str | None = option(None, "Branch, tag or commit of a model with a hub name.")
+    tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer. None: that of the model.")
+    skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
+    seed: int | None = option(
+        None,
+        "Seed for requests without a seed of their own, which makes runs repeatable. None: they get random seeds.",
+    )
+    device: str = option(
+        "auto",
+        f"Where the model runs: {', '.join(DEVICES)}. auto is the CPU: cuda is experimental and must be asked for.",
+        metavar="NAME",
+        choices=tuple(DEVICES),
+    )
+    dtype: str = option(
+        "auto",
+        "Type of the weights: float32, bfloat16, or auto: that of the checkpoint, or float32 on a CPU where bfloat16 "
+        "is slower.",
+        metavar="NAME",
+        choices=DTYPES,
+        none_is_default=True,
+    )
+    quantization: str | None = option(
+        None,
+        "int8: round the weights of the linear layers to 8 bits at load, and their inputs in each step; faster, a "
+        "little less exact.",
+        metavar="NAME",
+        choices=(None, "int8"),
+        devices=_CPU,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Maximum tokens of prompt and output. None: the limit of the model. -1: as much of it as the KV memory holds.",
+        metavar="N",
+        least=1,
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with a checkpoint or its tokenizer.", devices=EAGER_DEVICES
+    )
+    attention_backend: str = option(
+        "auto",
+        "Kernel of paged attention: auto, native (compiled), torch (reference) or triton (GPU kernels; on the CPU for "
+        "tests only).",
+        metavar="NAME",
+        choices=("auto", "native", "torch", "triton"),
+        devices=EAGER_DEVICES,
+        elsewhere="is {value!r}, but device {device} has its own attention",
+    )
+    max_logprobs: int = option(
+        20, "Maximum number of log-probabilities that a request may ask for at one position. -1: no limit.", least=-1
+    )
+    enforce_eager: bool = option(
+        False,
+        "Use no CUDA graphs, for models that they cannot hold; slower.",
+        none_is_default=True,
+        devices=(*EAGER_DEVICES, "static-cpu"),
+        elsewhere="is set, but device {device} computes nothing that is not compiled",
+    )
+    generation_config: str = option(
+        "auto",
+        "Source of default sampling parameters and end tokens. auto: the checkpoint; vllm: only the end tokens of the "
+        "checkpoint; otherwise a folder with a generation_config.json.",
+        metavar="SOURCE",
+        none_is_default=True,
+    )
+    override_generation_config: dict[str, Any] = option(
+        {},
+        'Values that replace those of generation_config, by transformers\' names: {"temperature": 0.7}.',
+        metavar="JSON",
+        none_is_default=True,
+    )
+    batch_invariant: bool = option(
+        False,
+        "Compute batch-invariant results: logits depend on the sequence only, to the last bit; slower.",
+        devices=_CPU,
+    )
+
+
+@dataclass(kw_only=True)
+class ModelConfig(ModelOptions):
     logits_processors: list[str] = field(default_factory=list)
     """Import paths of `LogitsProcessor` subclasses, applied in this order."""
-    quantization: str | None = None
-    """int8: round the weights of the linear layers to 8 bits at load, and their inputs in each step. CPU only."""
-    enforce_eager: bool = False
-    """Use no CUDA graphs, for models that they cannot hold. Slower. Device cuda only."""
-    generation_config: str = "auto"
-    """Source of default sampling parameters and end tokens. auto: the checkpoint; vllm: only the end tokens of the
-    checkpoint; otherwise a folder with a generation_config.json."""
-    override_generation_config: dict[str, Any] = field(default_factory=dict)
-    """Values that replace those of generation_config, by transformers' names."""
-    batch_invariant: bool = False
-    """Compute batch-invariant results: logits depend on the sequence only, to the last bit. Slower."""
 
     @property
     def tokenizer_source(self) -> tuple[str, str | None]:
@@ -65,45 +124,84 @@ class ModelConfig:
         return self.model, self.tokenizer_revision or self.revision
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class CacheConfig:
-    block_size: int = 32
-    """Tokens per KV block."""
-    kv_cache_dtype: str = "auto"
-    """bfloat16, fp8, or auto: the type of the model. Rounded keys and values take less memory, and decoding reads less.
-    bfloat16 is for float32 models on the CPU and device cuda. fp8 (e4m3 with a scale of 1, at most 448) is for device
-    cuda only, where it has never been run."""
-    kv_cache_memory: int | None = None
-    """Bytes of KV memory. None: the runner decides by the free memory."""
-    num_blocks: int | None = None
-    """Exact number of KV blocks, including the null block. Overrides kv_cache_memory."""
-    enable_prefix_caching: bool = True
+    block_size: int = option(32, "Tokens per KV block.", least=1, none_is_default=True)
+    kv_cache_dtype: str = option(
+        "auto",
+        "Type of keys and values: bfloat16, fp8, or auto: that of the model. Rounded ones take less memory, and "
+        "decoding reads less; a little less exact. fp8 (e4m3 with a scale of 1, at most 448) is for device cuda only.",
+        metavar="NAME",
+        choices=("auto", *KV_CACHE_DEVICES),
+        none_is_default=True,
+    )
+    kv_cache_memory: int | None = option(
+        None,
+        "Bytes of KV memory, with a unit in text: 4GiB. None: by the free memory; on a CPU a quarter of it, at most 4 "
+        "GiB. Also named kv_cache_memory_bytes, as in vLLM.",
+        metavar="SIZE",
+        least=1,
+    )
+    num_blocks: int | None = option(
+        None,
+        "Exact number of KV blocks, including the null block. Overrides kv_cache_memory. Also named "
+        "num_gpu_blocks_override, as in vLLM.",
+        least=2,
+    )
+    enable_prefix_caching: bool = option(
+        True, "Share the KV blocks of prompts that begin with the same tokens.", none_is_default=True
+    )
 
 
-@dataclass(slots=True, kw_only=True)
-class SchedulerConfig:
-    max_num_seqs: int = 64
-    """Maximum number of running requests."""
+@dataclass(kw_only=True)
+class SchedulerOptions:
+    max_num_seqs: int = option(64, "Maximum number of running requests.", metavar="N", least=1, none_is_default=True)
+    max_num_queued_requests: int | None = option(
+        None,
+        "Refuse a request if this many are waiting, also for a grammar or adapter. None: no limit. Also named "
+        "max_num_queued_reqs, as in vLLM.",
+        least=1,
+    )
+    max_num_queued_tokens: int | None = option(
+        None, "Refuse a request if all waiting requests would have more tokens than this. None: no limit.", least=1
+    )
+    long_prefill_token_threshold: int = option(
+        0,
+        "Maximum tokens of one prompt in a step, so that a long prompt leaves budget to others. 0: the whole budget.",
+        metavar="N",
+        least=0,
+    )
+    async_scheduling: bool = option(
+        False,
+        "Schedule and launch a step while the device computes the previous one. Device cuda only.",
+        none_is_default=True,
+        devices=("cuda",),
+        elsewhere="is set, but only device cuda launches steps ahead, not {device}",
+    )
+    watermark: float = option(
+        0.01,
+        "Share of the KV blocks that stays free for running requests when another one is admitted.",
+        metavar="SHARE",
+        least=0,
+        below=1,
+    )
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig(SchedulerOptions):
     max_num_batched_tokens: int = 2048
     """Token budget of one step. 0: the default of an engine other than Headrace's."""
     policy: SchedulingPolicy = "fcfs"
-    max_num_queued_requests: int | None = None
-    """Refuse a request if this many are waiting, also for a grammar or adapter. None: no limit."""
-    max_num_queued_tokens: int | None = None
-    """Refuse a request if all waiting requests would have more tokens than this. None: no limit."""
-    long_prefill_token_threshold: int = 0
-    """Maximum tokens of one prompt in a step, so that a long prompt leaves budget to others. 0: the whole budget."""
-    async_scheduling: bool = False
-    """Launch a step while the device computes the previous one. Device cuda only."""
-    watermark: float = 0.01
-    """Share of the KV blocks that stays free for running requests when another one is admitted."""
 
 
-@dataclass(slots=True, kw_only=True)
-class LoRAConfig:
-    max_loras: int = 1
-    """Maximum number of adapters in one batch."""
-    max_lora_rank: int = 16
+@dataclass(kw_only=True)
+class LoRAOptions:
+    max_loras: int = option(1, "Maximum number of adapters in one batch.", metavar="N", least=1)
+    max_lora_rank: int = option(16, "Largest rank of an adapter.", metavar="N", least=1)
+
+
+@dataclass(kw_only=True)
+class LoRAConfig(LoRAOptions):
     max_cpu_loras: int = 1
     """Maximum number of adapters in memory, including removed ones that are still in use. One more during a load."""
     preload: list[LoRARequest] = field(default_factory=list)

@@ -9,11 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from headrace_engine.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
+from headrace_engine.devices import DEVICES
 from headrace_engine.engine_args_checks import problems_of
 from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.engine_options import EngineOptions
 from headrace_engine.errors import ConfigError
 from headrace_engine.logits_processor import import_path
+from headrace_engine.option import options_of
 from headrace_engine.plain_values import plain_data, plain_list, shown
 from headrace_engine.speculative_config import SpeculativeConfig
 from headrace_engine.static_config import StaticConfig
@@ -22,21 +24,6 @@ from headrace_engine.vllm_names import RENAMED, with_vllm_names
 T = TypeVar("T")
 
 _DTYPE_NAMES = {"float": "float32", "float32": "float32", "bfloat16": "bfloat16"}
-_NONE_MEANS = {
-    "engine": OWN_ENGINE,
-    "engine_args": {},
-    "dtype": "auto",
-    "kv_cache_dtype": "auto",
-    "max_num_seqs": 64,
-    "block_size": 32,
-    "enable_prefix_caching": True,
-    "enforce_eager": False,
-    "async_scheduling": False,
-    "logits_processors": (),
-    "generation_config": "auto",
-    "override_generation_config": {},
-}
-"""What None means for options that may be None in vLLM."""
 
 
 @with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
@@ -62,12 +49,12 @@ class EngineArgs(EngineOptions):
             if values[ours] not in (None, given):
                 raise ConfigError(f"{theirs} is {shown(given)} and {ours} is {shown(values[ours])}: give one of them")
             values[ours] = given
-        for name, fallback in _NONE_MEANS.items():
-            if values[name] is None:
-                values[name] = fallback
-        for name in ("model", "tokenizer", "generation_config", "compile_cache_dir", "engine_python"):
-            if isinstance(values[name], os.PathLike):
-                values[name] = os.fspath(values[name])
+        for found in options_of(EngineOptions):
+            value = values[found.name]
+            if value is None and found.none_is_default:
+                values[found.name] = found.default
+            elif isinstance(value, os.PathLike):
+                values[found.name] = os.fspath(value)
         dtype = str(values["dtype"]).removeprefix("torch.")
         values["dtype"] = _DTYPE_NAMES.get(dtype, values["dtype"] if values["engine"] == OWN_ENGINE else dtype)
         values["engine_args"] = plain_data(values["engine_args"])
@@ -90,7 +77,7 @@ class EngineArgs(EngineOptions):
             return self.max_num_batched_tokens
         if self.engine != OWN_ENGINE:
             return 0
-        return max(512 if self.device in ("auto", "cpu") else 2048, self.max_num_seqs)
+        return max(DEVICES[self.device].token_budget, self.max_num_seqs)
 
     def create_engine_config(self) -> EngineConfig:
         return self._normalised()._create_engine_config()
@@ -100,33 +87,27 @@ class EngineArgs(EngineOptions):
         if problems:
             raise ConfigError("; ".join(problems))
         is_own, drafts = self.engine == OWN_ENGINE, self.speculative_config
-        model = _pick(ModelConfig, self)
-        model.logits_processors = [import_path(processor) for processor in self.logits_processors]
+        most = self.max_cpu_loras if self.max_cpu_loras is not None else self.max_loras
         return EngineConfig(
-            model=model,
-            cache=_pick(CacheConfig, self),
-            scheduler=SchedulerConfig(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self._token_budget(),
-                policy=self.scheduling_policy,
-                max_num_queued_requests=self.max_num_queued_requests,
-                max_num_queued_tokens=self.max_num_queued_tokens,
-                long_prefill_token_threshold=self.long_prefill_token_threshold,
-                async_scheduling=self.async_scheduling,
-                watermark=self.watermark,
+            model=self._topic(
+                ModelConfig, logits_processors=[import_path(processor) for processor in self.logits_processors]
+            ),
+            cache=self._topic(CacheConfig),
+            scheduler=self._topic(
+                SchedulerConfig, max_num_batched_tokens=self._token_budget(), policy=self.scheduling_policy
             ),
             speculative=SpeculativeConfig.from_map(drafts) if drafts is not None and is_own else None,
             speculative_options=dict(drafts) if drafts is not None and not is_own else None,
-            lora=self._lora_config() if self.enable_lora else None,
-            static=_pick(StaticConfig, self),
+            lora=self._topic(LoRAConfig, max_cpu_loras=most) if self.enable_lora else None,
+            static=self._topic(StaticConfig),
             engine=self.engine,
             engine_python=self.engine_python,
             engine_args=dict(self.engine_args),
         )
 
-    def _lora_config(self) -> LoRAConfig:
-        most = self.max_cpu_loras if self.max_cpu_loras is not None else self.max_loras
-        return LoRAConfig(max_loras=self.max_loras, max_lora_rank=self.max_lora_rank, max_cpu_loras=most)
+    def _topic(self, kind: type[T], **more: Any) -> T:
+        """Return the options of one topic. `more` are those of its fields that are no options."""
+        return kind(**{found.name: getattr(self, found.name) for found in options_of(kind)}, **more)
 
 
 @with_vllm_names("EngineArgs", lambda problems: ConfigError("; ".join(problems)))
@@ -136,7 +117,3 @@ class AsyncEngineArgs(EngineArgs):
 
     core_in_process: bool = False
     """Run the core in a thread of this process instead of in a child process."""
-
-
-def _pick(kind: type[T], args: EngineArgs) -> T:
-    return kind(**{f.name: getattr(args, f.name) for f in fields(kind)})  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from headrace_engine.engine_names import OWN_ENGINE
 from headrace_engine.engine_options import EngineOptions
 from headrace_engine.engines import find_engine
 from headrace_engine.errors import ConfigError, InvalidRequestError
+from headrace_engine.option import options_of
 from headrace_engine.plain_values import shown
 from headrace_engine.sampling_params import SamplingParams
 
@@ -23,32 +24,8 @@ GENERATION_DEFAULTS: Final = {
 }
 """Settings of a generation config that are used, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names
 -> names of `SamplingParams`."""
-_TEXTS = ("tokenizer", "revision", "tokenizer_revision", "compile_cache_dir", "engine_python")
-_ENGINES_OWN_TEXTS = ("dtype", "device", "attention_backend", "kv_cache_dtype", "quantization")
-_SWITCHES = (
-    "trust_remote_code",
-    "skip_tokenizer_init",
-    "enforce_eager",
-    "batch_invariant",
-    "enable_prefix_caching",
-    "async_scheduling",
-    "enable_lora",
-)
-_LEAST: Final = {
-    "block_size": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_model_len": 1,
-    "kv_cache_memory": 1,
-    "num_blocks": 2,
-    "max_logprobs": -1,
-    "max_num_queued_requests": 1,
-    "max_num_queued_tokens": 1,
-    "long_prefill_token_threshold": 0,
-    "max_loras": 1,
-    "max_lora_rank": 1,
-    "max_cpu_loras": 1,
-}
+_CHECKED_BELOW: Final = ("model", "generation_config")
+"""Texts with sentences of their own."""
 
 
 def problems_of(args: EngineOptions) -> list[str]:
@@ -80,17 +57,14 @@ def _wrong_types(args: EngineOptions) -> list[str]:
     model: object = args.model
     if model is not None and not isinstance(model, str):
         problems.append(f"model is {shown(model)}, expected a model folder or a hub name")
-    texts = _TEXTS if args.engine == OWN_ENGINE else (*_TEXTS, *_ENGINES_OWN_TEXTS)
-    problems += [
-        f"{name} is {shown(value)}, expected text that is not empty"
-        for name in ("engine", *texts)
-        if (value := getattr(args, name)) is not None and (not isinstance(value, str) or not value)
-    ]
-    problems += [
-        f"{name} is {shown(getattr(args, name))}, expected true or false"
-        for name in _SWITCHES
-        if not isinstance(getattr(args, name), bool)
-    ]
+    for found in options_of(EngineOptions):
+        name, value = found.name, getattr(args, found.name)
+        if found.kind is bool and not isinstance(value, bool):
+            problems.append(f"{name} is {shown(value)}, expected true or false")
+        # Headrace's own engine judges those with choices
+        is_text = found.kind is str and name not in _CHECKED_BELOW and (not found.choices or args.engine != OWN_ENGINE)
+        if is_text and value is not None and (not isinstance(value, str) or not value):
+            problems.append(f"{name} is {shown(value)}, expected text that is not empty")
     if args.seed is not None and (type(args.seed) is not int or not -(2**63) <= args.seed < 2**63):
         problems.append(f"seed is {shown(args.seed)}, expected an integer of 64 bits")
     if not isinstance(args.logits_processors, list | tuple):
@@ -123,14 +97,11 @@ def _wrong_bounds(args: EngineOptions) -> list[str]:
     if args.scheduling_policy not in ("fcfs", "priority"):
         problems.append(f"scheduling_policy is {shown(args.scheduling_policy)}, allowed are fcfs, priority")
     problems += [
-        f"{name} is {shown(value)}, must be an integer of at least {least}"
-        for name, least in _LEAST.items()
-        # True is an instance of int
-        if (value := getattr(args, name)) is not None and (type(value) is not int or value < least)
-        if (name, value) != ("max_model_len", FITTING_LENGTH)
+        f"{found.name} is {shown(value)}, {found.limits}"
+        for found in options_of(EngineOptions)
+        if not found.allows(value := getattr(args, found.name))
+        if (found.name, value) != ("max_model_len", FITTING_LENGTH)
     ]
-    if not isinstance(args.watermark, int | float) or not 0 <= args.watermark < 1:
-        problems.append(f"watermark is {shown(args.watermark)}, must be a number of at least 0 and below 1")
     return problems
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
@@ -115,7 +116,6 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float = 0.0,
-        cache_salt: str = "",
         lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """Validate a request with a text or token prompt.
@@ -126,8 +126,7 @@ class InputProcessor:
         """
         _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize(prompt)
-        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            cache_salt = prompt["cache_salt"]
+        cache_salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
         return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
 
     @property
@@ -143,14 +142,13 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float = 0.0,
-        cache_salt: str = "",
         lora_request: LoRARequest | None = None,
         chat_options: ChatOptions | None = None,
     ) -> ProcessedRequest:
         """Validate a chat request. Raises the same errors as `process`."""
         _check_types(params, priority, lora_request)
         text, token_ids = self.tokenize_chat(messages, chat_options)
-        return self._build(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora_request)
+        return self._build(request_id, text, token_ids, params, priority, arrival_time, "", lora_request)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Check the grammar of a request. `process` does so too, but it can be done in a thread before.
@@ -211,14 +209,27 @@ class InputProcessor:
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
         self._checks.check_features(priority, cache_salt, lora_request)
-        self._checks.check_prompt(token_ids)
         if isinstance(self._tokenizer, NoTokenizer):
             params = replace(params, detokenize=False)
+        checked = self._check(text, token_ids, params)
+        return self.assemble(request_id, checked, params, priority, arrival_time, cache_salt, lora_request)
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
+        """Do what `process` does except `assemble`, which another process may do."""
+        return self._check(*self.tokenize(prompt), params)
+
+    def check_chat(
+        self, messages: Sequence[ChatMessage], params: SamplingParams, chat_options: ChatOptions | None = None
+    ) -> CheckedPrompt:
+        """The same for a chat request."""
+        return self._check(*self.tokenize_chat(messages, chat_options), params)
+
+    def _check(self, text: str | None, token_ids: list[int], params: SamplingParams) -> CheckedPrompt:
+        self._checks.check_prompt(token_ids)
         bad_words_token_ids = tokenize_bad_words(self._tokenizer, params.bad_words, self._model_info.vocab_size)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
         self.check_grammar(params)
-        checked = CheckedPrompt(text, token_ids, bad_words_token_ids)
-        return self.assemble(request_id, checked, params, priority, arrival_time, cache_salt, lora_request)
+        return CheckedPrompt(text, token_ids, bad_words_token_ids)
 
     def assemble(
         self,
@@ -234,9 +245,9 @@ class InputProcessor:
         admission = next(self._admissions)
         seed = params.seed if params.seed is not None else self._drawn_seed(admission)
         # Output kind and stop strings are for the output processor. They stay in this process, like all other text.
-        core_params = replace(params, stop=[], bad_words=[])
+        core_params = _changed(params, stop=[], bad_words=[])
         # All choices share one prompt: the first one reports its log-probabilities, the others may use the cache.
-        further_params = core_params if params.prompt_logprobs is None else replace(core_params, prompt_logprobs=None)
+        further_params = core_params if params.prompt_logprobs is None else _changed(core_params, prompt_logprobs=None)
         choices = [
             EngineCoreRequest(
                 request_id=choice_id(request_id, index, admission),
@@ -284,6 +295,14 @@ def choice_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
+
+
+def _changed(params: SamplingParams, **values: Any) -> SamplingParams:
+    """Return a copy with other values. Unlike `replace`, it does not check all values again."""
+    params = copy(params)
+    for name, value in values.items():
+        setattr(params, name, value)
+    return params
 
 
 def _check_types(params: object, priority: object, lora_request: object) -> None:

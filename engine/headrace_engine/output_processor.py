@@ -4,7 +4,7 @@ It runs in parallel with the step loop: while it converts step N to text, the co
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
@@ -22,38 +22,35 @@ from headrace_engine.tokenizer import ModelTokenizer
 
 @dataclass(slots=True)
 class _Choice:
+    """What the next output shows. Deltas that were shown are not kept: they belong to the reader."""
+
     index: int
     detokenizer: Detokenizer
+    token_ids: list[int]
+    """Tokens that are not shown yet. All tokens if outputs are not deltas; the same for `logprobs`."""
+    is_begun: bool
+    """Whether tokens were shown, perhaps by an earlier attempt."""
     logprob_texts: LogprobTexts | None = None
     """Set if the request asks for log-probabilities and for text."""
-    token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_shown_tokens: int = 0
-    num_shown_logprobs: int = 0
-    unshown_text: str = ""
+    num_unshown_tokens: int = 0
     """New tokens since the last output, because of stream_interval or while outputs are held back."""
+    unshown_text: str = ""
 
     @property
     def is_at_an_end(self) -> bool:
         """Whether the new tokens are the first or the last ones to be shown."""
-        return self.finish_reason is not None or self.num_shown_tokens == 0
+        return self.finish_reason is not None or not self.is_begun
 
     def is_due(self, params: SamplingParams) -> bool:
         """Whether to show the new tokens: the first and the last at once, others at the stream interval."""
         if params.output_kind is RequestOutputKind.FINAL_ONLY:
             return self.finish_reason is not None
         interval = params.stream_interval
-        num_unshown = len(self.token_ids) - self.num_shown_tokens
-        return interval is None or self.is_at_an_end or num_unshown >= interval
-
-    def take_unshown(self) -> tuple[list[int], str, list[dict[int, Logprob]]]:
-        fresh = self.token_ids[self.num_shown_tokens :], self.unshown_text, self.logprobs[self.num_shown_logprobs :]
-        self.num_shown_tokens, self.num_shown_logprobs = len(self.token_ids), len(self.logprobs)
-        self.unshown_text = ""
-        return fresh
+        return interval is None or self.is_at_an_end or self.num_unshown_tokens >= interval
 
 
 @dataclass(slots=True)
@@ -101,14 +98,25 @@ class OutputProcessor:
     def request_ids(self) -> list[str]:
         return list(self._requests)
 
-    def add_request(self, request: ProcessedRequest) -> None:
-        """Start to process a request. Resumed choices get the tokens that they already have."""
+    def add_request(self, request: ProcessedRequest, ended: Collection[int] = ()) -> None:
+        """Start to process a request. Resumed choices go on behind their `output_token_ids`.
+
+        Args:
+            ended: indices of the choices that an earlier attempt has ended. They get no outputs.
+        """
         if request.request_id in self._requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
         pieces = self._tokenizer.pieces
+        core_requests = {index: choice for index, choice in enumerate(request.choices) if index not in ended}
+        is_delta = request.params.output_kind is RequestOutputKind.DELTA
         choices = [
-            _Choice(index=index, detokenizer=create_detokenizer(pieces, request.prompt_token_ids, request.params))
-            for index in range(len(request.choices))
+            _Choice(
+                index,
+                create_detokenizer(pieces, request.prompt_token_ids, request.params),
+                token_ids=[] if is_delta else list(core_request.output_token_ids),
+                is_begun=bool(core_request.output_token_ids),
+            )
+            for index, core_request in core_requests.items()
         ]
         state = _RequestState(
             request.request_id,
@@ -116,23 +124,16 @@ class OutputProcessor:
             request.prompt_token_ids,
             request.params,
             choices=choices,
-            choice_ids=[core_request.request_id for core_request in request.choices],
+            choice_ids=[core_request.request_id for core_request in core_requests.values()],
             stats=RequestStateStats(arrival_time=time.time(), queued_ts=time.monotonic()),
             lora_request=request.choices[0].lora_request,
         )
-        for choice, core_request in zip(choices, request.choices, strict=True):
-            choice.token_ids += core_request.output_token_ids
-            choice.num_shown_tokens = len(choice.token_ids)
+        for choice, core_request in zip(choices, core_requests.values(), strict=True):
             choice.detokenizer.update(core_request.output_token_ids, finished=False)
             if request.params.logprobs is not None and request.params.detokenize:
-                choice.logprob_texts = LogprobTexts(pieces, request.prompt_token_ids, choice.token_ids)
+                choice.logprob_texts = LogprobTexts(pieces, request.prompt_token_ids, core_request.output_token_ids)
             self._choices[core_request.request_id] = (state, choice)
         self._requests[request.request_id] = state
-
-    def finish_choice(self, request_id: str, index: int, finish_reason: str, stop_reason: int | str | None) -> None:
-        """Mark a choice as finished by an earlier attempt. It gets no more outputs."""
-        choice = self._requests[request_id].choices[index]
-        choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
 
     @property
     def holds_back(self) -> bool:
@@ -159,10 +160,10 @@ class OutputProcessor:
             if followed is None or followed[1].finish_reason is not None:
                 continue
             state, choice = followed
-            num_before = len(choice.token_ids)
+            num_before = choice.num_unshown_tokens
             self._update(state, choice, output)
-            if len(choice.token_ids) > num_before:
-                _note_tokens(state.stats, len(choice.token_ids) - num_before, now)
+            if choice.num_unshown_tokens > num_before:
+                _note_tokens(state.stats, choice.num_unshown_tokens - num_before, now)
             if choice.finish_reason is not None and output.finish_reason is None:
                 stopped.append(output.request_id)
             if not choice.is_due(state.params):
@@ -219,7 +220,9 @@ class OutputProcessor:
         text, stop = choice.detokenizer.update(visible, finished=output.finish_reason is not None)
         # A step may yield several tokens. Those after a stop string are dropped.
         num_taken = None if stop is None else choice.detokenizer.num_tokens - num_before
-        choice.token_ids += output.new_token_ids[:num_taken]
+        token_ids = output.new_token_ids[:num_taken]
+        choice.token_ids += token_ids
+        choice.num_unshown_tokens += len(token_ids)
         choice.unshown_text += text
         if output.logprobs is not None:
             taken = output.logprobs[:num_taken]
@@ -274,11 +277,12 @@ def _request_output(state: _RequestState, completions: list[CompletionOutput], f
 
 def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
     """Return the output of a choice: only the new part for deltas, otherwise all of it."""
-    fresh = choice.take_unshown()
+    token_ids, text, logprobs = choice.token_ids, choice.unshown_text, choice.logprobs
     if state.params.output_kind is RequestOutputKind.DELTA:
-        token_ids, text, logprobs = fresh
+        choice.token_ids, choice.logprobs = [], []
     else:
-        token_ids, text, logprobs = list(choice.token_ids), choice.detokenizer.text, list(choice.logprobs)
+        token_ids, text, logprobs = list(token_ids), choice.detokenizer.text, list(logprobs)
+    choice.num_unshown_tokens, choice.unshown_text, choice.is_begun = 0, "", True
     wants_logprobs = state.params.logprobs is not None
     return CompletionOutput(
         choice.index,

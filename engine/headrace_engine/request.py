@@ -66,7 +66,7 @@ class EngineCoreRequest:
         return cls(
             **{
                 **values,
-                "sampling_params": SamplingParams.from_dict(values["sampling_params"]),
+                "sampling_params": SamplingParams.from_wire(values["sampling_params"]),
                 "lora_request": LoRARequest.from_wire(lora) if lora is not None else None,
             }
         )

@@ -9,13 +9,15 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.plain_values import plain, plain_data, plain_list, shown
 from headrace_engine.sampling_checks import pattern_problems, value_problems
 from headrace_engine.structured_outputs_params import StructuredOutputsParams as StructuredOutputsParams
 from headrace_engine.vllm_names import with_vllm_names
+
+T = TypeVar("T")
 
 _LONGEST_TOKEN_ID_DIGITS = 19
 _NUMBERS = (
@@ -221,6 +223,19 @@ class SamplingParams:
         return cls(**values)
 
     @classmethod
+    def from_wire(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Build from what `to_dict` returned in another process, which has checked the values."""
+        params = _trusted(cls, values)
+        params.output_kind = RequestOutputKind(values["output_kind"])
+        if params.logit_bias is not None:
+            params.logit_bias = {int(token_id): bias for token_id, bias in params.logit_bias.items()}
+        if values["repetition_detection"] is not None:
+            params.repetition_detection = _trusted(RepetitionDetectionParams, values["repetition_detection"])
+        if values["structured_outputs"] is not None:
+            params.structured_outputs = _trusted(StructuredOutputsParams, values["structured_outputs"])
+        return params
+
+    @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
         """Build from values. None means the default, except for `max_tokens`: as many as fit."""
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
@@ -230,7 +245,7 @@ class SamplingParams:
         return deepcopy(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain map that `from_dict` reads. All keys are text, for JSON and strict msgpack."""
+        """Return the plain map that `from_dict` and `from_wire` read. All keys are text, for JSON and msgpack."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values["output_kind"] = self.output_kind.value
         if self.logit_bias is not None:
@@ -248,6 +263,14 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _trusted(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build without the checks of the constructor."""
+    made = kind.__new__(kind)
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
 
 
 def _as_list(value: Any) -> Any:

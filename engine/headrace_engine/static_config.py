@@ -1,67 +1,77 @@
 """The options of devices whose compilers need all shapes in advance. Imports no torch."""
 
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, Final
 
+from headrace_engine.devices import DEVICES, STATIC_DEVICES
 from headrace_engine.errors import ConfigError
-
-STATIC_DEVICES = ("neuron", "xla", "static-cpu")
-"""neuron: Trainium 2 and later by TorchNeuron. xla: Inferentia 2 and Trainium 1 by PyTorch/XLA. static-cpu: the same
-step on the CPU without compilation, for debugging without a device."""
-
-CACHE_VARIABLES = {"neuron": "TORCH_NEURONX_NEFF_CACHE_DIR", "xla": "NEURON_COMPILE_CACHE_URL"}
-"""The environment variables for the graph folder of each compiler. They are read when torch is imported."""
+from headrace_engine.option import option
 
 _CORES = "NEURON_RT_VISIBLE_CORES"
 _ALL_CORES = "HEADRACE_NEURON_CORES"
+_USED_BY_STATIC: Final = f"is set, but only the devices {', '.join(STATIC_DEVICES)} use it"
 
-_BUCKETS = ("prefill_buckets", "decode_buckets", "context_buckets")
 
-
-@dataclass(slots=True, kw_only=True)
-class StaticConfig:
+@dataclass(kw_only=True)
+class StaticOptions:
     """The shapes to compile: one graph for each bucket of tokens or requests and each context bucket."""
 
-    prefill_buckets: list[int] | None = None
-    """Prompt tokens in one step. None: 128, 512 and 2048, within the limits of a step and the model."""
-    decode_buckets: list[int] | None = None
-    """Requests in a decode step. None: the powers of 2 up to max_num_seqs."""
-    context_buckets: list[int] | None = None
-    """Tokens that attention reads. None: 512, 2048, 8192 and max_model_len."""
-    tensor_parallel_size: int = 1
-    """Number of NeuronCores that share the model, with one process each."""
-    compile_cache_dir: str | None = None
-    """Folder of compiled graphs, with a subfolder for each rank, so that later starts compile nothing. None: by the
-    environment variables of the device."""
+    prefill_buckets: list[int] | None = option(
+        None,
+        "Prompt tokens in one step that devices with static shapes compile. None: 128, 512 and 2048, within the "
+        "limits of a step and the model.",
+        metavar="N,N",
+        devices=STATIC_DEVICES,
+        elsewhere=_USED_BY_STATIC,
+    )
+    decode_buckets: list[int] | None = option(
+        None,
+        "Requests in a decode step that they compile. None: the powers of 2 up to max_num_seqs.",
+        metavar="N,N",
+        devices=STATIC_DEVICES,
+        elsewhere=_USED_BY_STATIC,
+    )
+    context_buckets: list[int] | None = option(
+        None,
+        "Tokens that attention reads, for which they compile. None: 512, 2048, 8192 and max_model_len.",
+        metavar="N,N",
+        devices=STATIC_DEVICES,
+        elsewhere=_USED_BY_STATIC,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Number of devices that share the model, with one process each: NeuronCores, or those of engine vllm.",
+        metavar="N",
+        least=1,
+        devices=STATIC_DEVICES,
+        elsewhere=_USED_BY_STATIC,
+    )
+    compile_cache_dir: str | None = option(
+        None,
+        "Folder of compiled graphs, with a subfolder for each rank, so that later starts compile nothing. None: by the "
+        "environment variables of the device.",
+        metavar="FOLDER",
+        devices=tuple(device.name for device in DEVICES.values() if device.graph_cache_variable is not None),
+        elsewhere="is set, but device {device} compiles nothing that could be kept",
+    )
+
+
+@dataclass(kw_only=True)
+class StaticConfig(StaticOptions):
+    """The shapes to compile, and the environment of a rank."""
 
     @classmethod
-    def problems(cls, options: Any, device: object) -> Iterator[str]:
-        """Return the problems of these options for a device."""
-        if device in STATIC_DEVICES:
-            for name in ("batch_invariant", "trust_remote_code"):
-                if getattr(options, name, False):
-                    yield f"{name} is set, which device {device} cannot do"
-            if options.attention_backend != "auto":
-                yield f"attention_backend is {options.attention_backend!r}, but device {device} has its own attention"
-        for field in fields(cls):
-            name, value = field.name, getattr(options, field.name)
-            if value == field.default:
-                continue
-            if device not in STATIC_DEVICES:
-                yield f"{name} is set, but only the devices {', '.join(STATIC_DEVICES)} use it"
-            elif name == "tensor_parallel_size":
-                if not isinstance(value, int) or value < 1:
-                    yield f"tensor_parallel_size is {value!r}, must be an integer of at least 1"
-            elif name == "compile_cache_dir":
-                if device not in CACHE_VARIABLES:
-                    yield f"compile_cache_dir is set, but device {device} compiles nothing that could be kept"
-                elif "://" in value:
-                    yield f"compile_cache_dir is {value!r}, must be a folder"
-            elif name in _BUCKETS and not _are_buckets(value):
+    def problems(cls, options: StaticOptions) -> Iterator[str]:
+        """Return the problems of these options that do not depend on the device."""
+        for name in ("prefill_buckets", "decode_buckets", "context_buckets"):
+            value: Any = getattr(options, name)
+            if value is not None and not _are_buckets(value):
                 yield f"{name} is {value!r}, must be a list of integers of at least 1 in rising order"
+        if options.compile_cache_dir is not None and "://" in options.compile_cache_dir:
+            yield f"compile_cache_dir is {options.compile_cache_dir!r}, must be a folder"
 
     def prepare_environment(
         self, device: str, rank: int, environ: MutableMapping[str, str], *, is_torch_imported: bool
@@ -73,8 +83,10 @@ class StaticConfig:
         """
         wanted = {}
         if self.compile_cache_dir is not None:
-            wanted[CACHE_VARIABLES[device]] = str(_made(Path(self.compile_cache_dir) / f"rank{rank}"))
-        if self.tensor_parallel_size > 1 and device == "neuron":
+            variable = DEVICES[device].graph_cache_variable
+            assert variable is not None
+            wanted[variable] = str(_made(Path(self.compile_cache_dir) / f"rank{rank}"))
+        if self.tensor_parallel_size > 1 and DEVICES[device].has_core_per_rank:
             wanted[_CORES] = str(self._core(rank, environ.get(_ALL_CORES, environ.get(_CORES))))
             # the other ranks inherit this environment, which has the core of rank 0 already
             environ.setdefault(_ALL_CORES, environ.get(_CORES, ""))

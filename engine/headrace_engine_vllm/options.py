@@ -5,9 +5,9 @@ it is wrong, by vLLM itself. Options of Headrace that vLLM has not are refused b
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
+from headrace_engine.option import options_of
 from headrace_engine.plain_values import shown
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def problems(args: "EngineArgs") -> list[str]:
 
 
 def _unknown_to_vllm(args: "EngineArgs") -> Iterator[str]:
-    defaults = {field.name: field.default for field in fields(args)}
+    defaults = {found.name: found.default for found in options_of(type(args))}
     for name, reason in _LEFT_OUT.items():
         value = getattr(args, name)
         if value and value != defaults[name]:
@@ -86,9 +86,6 @@ def _unknown_to_vllm(args: "EngineArgs") -> Iterator[str]:
         )
     if args.enable_lora and args.max_lora_rank > LORA_RANKS[-1]:
         yield f"max_lora_rank is {args.max_lora_rank}, but vLLM's largest is {LORA_RANKS[-1]}"
-    size: object = args.tensor_parallel_size
-    if type(size) is not int or size < 1:
-        yield f"tensor_parallel_size is {shown(size)}, must be an integer of at least 1"
 
 
 def _reserved(engine_args: Mapping[str, Any]) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""The HTTP gateway of Headrace: OpenAI's API on the queue, with streams that any replica can continue.
+"""The HTTP gateway of Headrace: OpenAI's API on the queue. Any replica can resume a stream.
 
     from headrace_gateway import GatewaySettings, make_app
 
     app = make_app(GatewaySettings(redis_url="redis://127.0.0.1:6379/0"))  # an ASGI application
 
-It puts requests into the queue and reads their streams from Redis. It knows no engine and no worker.
+It submits requests to the queue and reads their streams from Redis. It imports no engine and no worker.
 """
 
 from headrace_gateway.app import make_app

@@ -1,4 +1,4 @@
-"""Read the streams of an accepted request and give the chunks of its answer, each with its cursor."""
+"""Read the streams of a request and produce the chunks of its answer, each with its cursor."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,22 +19,22 @@ from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.message_stream import MessageStream
 from headrace_gateway.response_stream import ResponseStream
 
-PlacedChunk: TypeAlias = tuple[dict[str, Any], Cursor]
-Place: TypeAlias = Cursor | int
-"""Behind which a reader goes on: a cursor, or the number of an event that has one."""
+ChunkAndCursor: TypeAlias = tuple[dict[str, Any], Cursor]
+Position: TypeAlias = Cursor | int
+"""Where a reader continues: after the chunk with this cursor, or after the event with this sequence number."""
 LATE_SECONDS: Final = 60
-"""So long after its expiry a request may still be ended by a worker."""
+"""A worker may still end a request this long after its expiry."""
 
 
 class AnswerStream(Protocol):
-    """A pure function of an envelope and of the entries of its requests' streams, entry by entry."""
+    """Turns stream entries into chunks. The chunks depend on the envelope and the entries alone."""
 
     has_ended: bool
     error: ApiError | None
-    """Why the request brought no, or not the whole, answer."""
+    """Why the answer is missing or incomplete; None if it is neither."""
 
     def step(self, request_id: str, event: StreamEvent) -> list[dict[str, Any]]:
-        """The chunks that an entry brings."""
+        """Return the chunks that a stream entry adds."""
 
 
 _STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
@@ -43,22 +43,22 @@ _STREAMS: Final[dict[type[Struct], Callable[[Envelope], AnswerStream]]] = {
     MessageForm: MessageStream,
     ResponseForm: ResponseStream,
 }
-"""Who writes the chunks of an answer of this form."""
+"""The class that writes the chunks of each form."""
 
 
 class AnswerReader:
-    """It belongs to one reader of one answer; any number of them may read the same one."""
+    """Reads one answer for one client. Several readers may read the same answer."""
 
-    def __init__(self, envelope: Envelope, subscription: Subscription, after: Place | None) -> None:
+    def __init__(self, envelope: Envelope, subscription: Subscription, after: Position | None) -> None:
         self._envelope: Final = envelope
         self._subscription: Final = subscription
         self._after: Final = after
-        self._has_met_cursor = not isinstance(after, Cursor)
+        self._has_seen_cursor = not isinstance(after, Cursor)
         self._stream: Final = _STREAMS[type(envelope.form)](envelope)
         self.begun_at: float | None = None
-        """When the first entry was seen, by the monotonic clock."""
+        """Monotonic time at which the first entry arrived."""
         self.has_output = False
-        """Whether a worker has written anything."""
+        """Whether a worker has written any output."""
         self._prompt_tokens: Final[dict[str, int]] = {}
         self._output_tokens: Final[dict[str, int]] = {}
 
@@ -68,12 +68,12 @@ class AnswerReader:
 
     @property
     def error(self) -> ApiError | None:
-        """Why the request failed, once it has."""
+        """Why the request failed; None while it has not."""
         return self._stream.error
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens read so far, of all prompts and choices."""
+        """Prompt and output tokens read so far, over all prompts and choices."""
         return sum(self._prompt_tokens.values()) + sum(self._output_tokens.values())
 
     def _count(self, request_id: str, event: StreamEvent) -> None:
@@ -86,45 +86,45 @@ class AnswerReader:
             self._prompt_tokens[request_id] = event.usage.prompt_tokens
             self._output_tokens[request_id] = event.usage.completion_tokens
 
-    def opening(self) -> list[PlacedChunk]:
-        """The chunks behind the cursor that come before the first entry; to be asked for once, before `take`."""
+    def opening(self) -> list[ChunkAndCursor]:
+        """Return the chunks after the cursor that precede the first entry. Call it once, before `take`."""
         if not isinstance(self._stream, ResponseStream):
             return []
         placed = [(chunk, Cursor(0, 0, number)) for number, chunk in enumerate(self._stream.opening())]
-        return [(chunk, cursor) for chunk, cursor in placed if self._is_behind(chunk, cursor)]
+        return [(chunk, cursor) for chunk, cursor in placed if self._is_after(chunk, cursor)]
 
-    async def take(self, timeout: float) -> list[PlacedChunk] | None:
-        """The next chunks behind the cursor; None where nothing has come for `timeout` seconds.
+    async def take(self, timeout: float) -> list[ChunkAndCursor] | None:
+        """Return the next chunks after the cursor; None if nothing arrives within `timeout` seconds.
 
-        Raises ApiError where the stream is kept no more, or was never begun.
+        Raises ApiError if the stream has expired, or if no worker took the request before its deadline.
         """
         events = await self._subscription.take(timeout)
         if not events:
             self._check_late()
             return None
         self.begun_at = time.monotonic() if self.begun_at is None else self.begun_at
-        chunks: list[PlacedChunk] = []
+        chunks: list[ChunkAndCursor] = []
         for request_id, event in events:
             if isinstance(event, StreamExpiredError):
                 raise api_error_of(event)
             self._count(request_id, event)
             for number, chunk in enumerate(self._stream.step(request_id, event)):
                 cursor = Cursor.of(event.entry_id, number)
-                if self._is_behind(chunk, cursor):
+                if self._is_after(chunk, cursor):
                     chunks.append((chunk, cursor))
             if self._stream.has_ended:
                 break
         return chunks
 
-    def _is_behind(self, chunk: dict[str, Any], cursor: Cursor) -> bool:
-        """Whether the reader has yet to get this chunk. Raises ApiError where no chunk has the reader's cursor."""
+    def _is_after(self, chunk: dict[str, Any], cursor: Cursor) -> bool:
+        """Return whether the chunk comes after the reader's cursor. Raises ApiError if no chunk has that cursor."""
         if self._after is None:
             return True
         if isinstance(self._after, int):
             return bool(chunk["sequence_number"] > self._after)
-        self._has_met_cursor |= cursor == self._after
-        if cursor > self._after and not self._has_met_cursor:
-            raise invalid(f"no event of this answer has the id {self._after}", code="invalid_cursor")
+        self._has_seen_cursor |= cursor == self._after
+        if cursor > self._after and not self._has_seen_cursor:
+            raise invalid(f"this answer has no event with the id {self._after}", code="invalid_cursor")
         return cursor > self._after
 
     def _check_late(self) -> None:
@@ -135,7 +135,7 @@ class AnswerReader:
 
 
 @asynccontextmanager
-async def open_reader(hub: StreamHub, envelope: Envelope, after: Place | None = None) -> AsyncIterator[AnswerReader]:
-    """Read the answer from its first entry on: what comes before the cursor is read and not given."""
+async def open_reader(hub: StreamHub, envelope: Envelope, after: Position | None = None) -> AsyncIterator[AnswerReader]:
+    """Open the answer at its first entry. Chunks up to the cursor are read, but not returned."""
     async with hub.subscribe(dict.fromkeys(envelope.request_ids, "0-0")) as subscription:
         yield AnswerReader(envelope, subscription, after)

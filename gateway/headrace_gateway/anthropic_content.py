@@ -1,6 +1,6 @@
-"""The conversation of Anthropic's Messages API as the messages of a chat.
+"""Translates the conversation of Anthropic's Messages API into chat messages.
 
-Blocks of text are joined by line breaks. Results of tools become messages of their own before the text of their turn.
+Text blocks are joined by line breaks. Each tool result becomes a message of its own, before the text of its turn.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from headrace_broker.chat_rules import MAX_MESSAGES
-from headrace_gateway.problems import Problems, shown
+from headrace_gateway.problems import Problems, named, shown
 
 _JOINT: Final = "\n"
 _TEXT_FIELDS: Final = ("type", "text", "cache_control", "citations")
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 def read_conversation(messages: Any, problems: Problems) -> list[Message]:
-    """Check `messages` and translate them. Turns of one role in a row are one."""
+    """Check `messages` and translate them. Consecutive turns of one role are merged."""
     if not isinstance(messages, list) or not messages:
         told = "an empty array" if messages == [] else shown(messages)
         problems.add("messages", f"messages must be an array of at least one message, not {told}")
@@ -46,12 +46,12 @@ def read_conversation(messages: Any, problems: Problems) -> list[Message]:
         elif role == "system":
             read.append({"role": "system", "content": [text_of(content, f"{path}.content", problems)]})
         else:
-            problems.add(f"{path}.role", f"{path}.role must be user, assistant or system, not {_named(role)}")
+            problems.add(f"{path}.role", f"{path}.role must be user, assistant or system, not {named(role)}")
     return [_joined(message) for message in read]
 
 
 def text_of(content: Any, path: str, problems: Problems) -> str:
-    """The text of a string, or of an array of blocks of text."""
+    """Return the text of a string, or of an array of text blocks."""
     if isinstance(content, str):
         return content
     blocks = _blocks(content, path, ("text",), problems)
@@ -94,7 +94,7 @@ def _read_assistant(content: Any, path: str, read: list[Message], problems: Prob
 
 
 def _add(read: list[Message], role: str, text: str, extra: dict[str, list[Any]] | None = None) -> None:
-    """A message more, or more of the last one. Texts stay in lists: to join them turn by turn would be quadratic."""
+    """Add a message, or extend the last one. Texts stay in lists: joining them turn by turn would be quadratic."""
     last = read[-1] if read else None
     if last is None or last["role"] != role or "tool_calls" in last:
         read.append({"role": role, "content": [text], **(extra or {})})
@@ -105,7 +105,7 @@ def _add(read: list[Message], role: str, text: str, extra: dict[str, list[Any]] 
 
 
 def _joined(message: Message) -> Message:
-    """The message with its texts as strings."""
+    """Return the message with its texts joined into strings."""
     joined = {**message, "content": _JOINT.join(filter(None, message["content"]))}
     if "reasoning_content" in joined:
         joined["reasoning_content"] = "".join(joined["reasoning_content"])
@@ -113,7 +113,7 @@ def _joined(message: Message) -> Message:
 
 
 def _blocks(content: Any, path: str, kinds: tuple[str, ...], problems: Problems) -> list[tuple[str, Mapping[str, Any]]]:
-    """The blocks of these types, each with its path."""
+    """Return the blocks of these types, each with its path."""
     if not isinstance(content, list):
         problems.add(path, f"{path} must be a string or an array of blocks, not {shown(content)}")
         return []
@@ -124,7 +124,7 @@ def _blocks(content: Any, path: str, kinds: tuple[str, ...], problems: Problems)
         if kind in kinds:
             found.append((where, block))
         else:
-            message = f"{where}.type is {_named(kind)}, and only {', '.join(kinds)} is served"
+            message = f"{where}.type must be one of {', '.join(kinds)}, not {named(kind)}"
             problems.add(f"{where}.type", message, "unsupported")
     return found
 
@@ -139,7 +139,7 @@ def _result(block: Mapping[str, Any], path: str, problems: Problems) -> Message:
     content = block.get("content")
     text = text_of("" if content is None else content, f"{path}.content", problems)
     if block.get("is_error"):
-        text = f"Error: {text}"  # a chat template shows the text alone
+        text = f"Error: {text}"  # a chat template shows only the text of a result
     return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", path, problems), "content": [text]}
 
 
@@ -158,7 +158,3 @@ def _string(block: Mapping[str, Any], name: str, path: str, problems: Problems) 
         return value
     problems.add(f"{path}.{name}", f"{path}.{name} must be a string, not {shown(value)}")
     return ""
-
-
-def _named(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else shown(value)

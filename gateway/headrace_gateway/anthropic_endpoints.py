@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: create a message, read one again, count the tokens of a prompt."""
+"""Anthropic's Messages API: create a message, retrieve one, count the tokens of a prompt."""
 
 import time
 from functools import partial
@@ -17,7 +17,7 @@ from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.event_stream import unless_disconnected
-from headrace_gateway.generation import plain, read_again, require_redis, streamed, submit
+from headrace_gateway.generation import plain, require_redis, retrieve, streamed, submit
 from headrace_gateway.headers import ResumeStyle, read_headers
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.tokenizer_calls import count_tokens
@@ -26,7 +26,7 @@ _PING: Final = sse.named_event({"type": "ping"})
 
 
 class MessageFraming:
-    """Named events; where ids are asked for, each event has its cursor, in an `id:` line or in its data."""
+    """Named events. On request each event has its cursor, in an `id:` line or in its data."""
 
     end: bytes = b""
     keep_alive: bytes = _PING
@@ -60,9 +60,9 @@ async def create_message(request: Request) -> Response:
     return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
 
 
-async def read_message_again(request: Request) -> Response:
-    """`GET /v1/messages/{id}`: the message, or its stream from a cursor on."""
-    return await read_again(request, MessageForm, MessageFraming)
+async def retrieve_message(request: Request) -> Response:
+    """`GET /v1/messages/{id}`: the message, or its stream after a cursor."""
+    return await retrieve(request, MessageForm, MessageFraming)
 
 
 async def count_message_tokens(request: Request) -> Response:
@@ -80,5 +80,5 @@ async def count_message_tokens(request: Request) -> Response:
 routes: Final = [
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),
-    Route("/v1/messages/{id}", read_message_again, methods=["GET"]),
+    Route("/v1/messages/{id}", retrieve_message, methods=["GET"]),
 ]

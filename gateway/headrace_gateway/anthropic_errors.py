@@ -1,4 +1,4 @@
-"""Errors in the shape of Anthropic's API, with its statuses."""
+"""Errors in the format of Anthropic's API, with its statuses."""
 
 from typing import Any, Final
 
@@ -14,18 +14,18 @@ _TYPES: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""By status; other faults of a request are `invalid_request_error`, other failures `api_error`."""
+"""Anthropic's error type by status. Any other 4xx is `invalid_request_error`, any other 5xx `api_error`."""
 _OVERLOADED: Final = frozenset({"queue_full"})
-"""Codes that are not the caller's own bound, though their status is 429."""
+"""Codes with status 429 for a limit of the whole queue, not of the caller."""
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
+    """Return whether a path belongs to Anthropic's API."""
     return path == _PREFIX or path.startswith(f"{_PREFIX}/")
 
 
 def anthropic_error(error: ApiError, request_id: str | None = None) -> tuple[dict[str, Any], int]:
-    """The body and the status."""
+    """Return the body and the status."""
     status = 529 if error.status == 503 or error.code in _OVERLOADED else error.status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}

@@ -1,6 +1,6 @@
-"""`POST /v1/messages`: what its body may say, and the request that comes of it.
+"""`POST /v1/messages`: check its body and make the request from it.
 
-A body becomes that of a chat, so both are rendered, forced and parsed alike.
+The body is translated into that of a chat, so prompts, forced calls and parsers are the same for both APIs.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ TOOL_HINTS: Final = ("cache_control", "eager_input_streaming", "input_examples",
 
 
 def read_message(body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None) -> Call:
-    """Check the body of `/v1/messages`. Raises ApiError with everything that is wrong."""
+    """Check the body of `/v1/messages`. Raises ApiError that lists every problem."""
     given = without_nulls(body)
     problems = Problems()
     _check_names(given, field_tables.MESSAGES, problems)
     chat = _chat_of(given, model, problems)
     max_tokens = integer(given, "max_tokens", 1, MAX_TOKENS, problems)
     if "max_tokens" not in given:
-        problems.add("max_tokens", "max_tokens must be given")
+        problems.add("max_tokens", "max_tokens is required")
     chat.update({name: given[name] for name in ("top_p", "top_k") if name in given})
     _read_temperature(given, chat, problems)
     stops = _read_stops(given, chat, problems)
@@ -57,7 +57,7 @@ def read_message(body: Mapping[str, Any], *, model: RegisteredModel, lora: str |
 
 
 def read_counted(body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None) -> Call:
-    """Check the body of `/v1/messages/count_tokens`: that of a message without what does not change its prompt."""
+    """Check the body of `/v1/messages/count_tokens`: the fields of a message that affect its prompt."""
     given = without_nulls(body)
     problems = Problems()
     _check_names(given, field_tables.COUNTED_MESSAGES, problems)
@@ -70,13 +70,13 @@ def read_counted(body: Mapping[str, Any], *, model: RegisteredModel, lora: str |
 def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
     for name in given:
         if name in field_tables.MESSAGES_REFUSED:
-            problems.unsupported(name, f"{name} is not served: {field_tables.MESSAGES_REFUSED[name]}")
+            problems.unsupported(name, f"{name} is not supported: {field_tables.MESSAGES_REFUSED[name]}")
         elif name not in served and name not in field_tables.MESSAGES_IGNORED:
             problems.unsupported(name[:64], f"unknown field {name[:64]!r}")
 
 
 def _chat_of(given: Mapping[str, Any], model: RegisteredModel, problems: Problems) -> dict[str, Any]:
-    """The fields of a chat that decide its prompt."""
+    """Return the fields of a chat that determine its prompt."""
     chat: dict[str, Any] = {"model": given.get("model")}
     messages = read_conversation(given.get("messages"), problems)
     if "system" in given:
@@ -84,7 +84,7 @@ def _chat_of(given: Mapping[str, Any], model: RegisteredModel, problems: Problem
         messages = [{"role": "system", "content": system}, *messages] if system else messages
     chat["messages"] = messages
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-        chat |= {"add_generation_prompt": False, "continue_final_message": True}  # the answer goes on behind it
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}  # the answer continues this message
     tools = _read_tools(given, problems)
     if tools:
         chat["tools"] = tools
@@ -112,7 +112,7 @@ def _read_tool(path: str, tool: Any, problems: Problems) -> dict[str, Any] | Non
     kind = tool.get("type")
     if kind not in (None, "custom"):
         told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-        message = f"{path}.type must be custom or absent, not {told}: the service runs no tools"
+        message = f"{path}.type must be custom or absent, not {told}: the service runs no server tools"
         problems.add(f"{path}.type", message, "unsupported")
         return None
     tool = without_nulls(tool)
@@ -161,7 +161,7 @@ def _read_tool_choice(
 
 
 def _read_thinking(given: Mapping[str, Any], model: RegisteredModel, problems: Problems) -> dict[str, Any]:
-    """The variables of the chat template that switch reasoning on or off; without `thinking` it is off."""
+    """Return the variables of the chat template that switch reasoning on or off. Without `thinking` it is off."""
     thinking = given.get("thinking", {"type": "disabled"})
     kind = thinking.get("type") if isinstance(thinking, Mapping) else None
     if kind not in ("enabled", "disabled", "adaptive"):
@@ -174,9 +174,7 @@ def _read_thinking(given: Mapping[str, Any], model: RegisteredModel, problems: P
             told = f"thinking.budget_tokens must be an integer of at least {LEAST_BUDGET}, not {shown(budget)}"
             problems.add("thinking.budget_tokens", told)
         if model.template.thinking is None and model.reasoning_parser is None:
-            message = (
-                "thinking.type enabled is not served: this model does not reason; adaptive leaves that to the model"
-            )
+            message = "thinking.type enabled is not supported: this model does not reason; use adaptive or disabled"
             problems.unsupported("thinking.type", message)
     if thinking.get("display") not in (None, *DISPLAYS):
         problems.add("thinking.display", f"thinking.display must be one of {', '.join(DISPLAYS)}")
@@ -218,7 +216,7 @@ def _read_output_config(
         return
     problems.unknown_fields("output_config.format", form, ("type", "schema"))
     if "tools" in chat and chat.get("tool_choice") != "none":
-        problems.add("output_config.format", "output_config.format does not go with tools: a call could not be written")
+        problems.add("output_config.format", "output_config.format excludes tools: its grammar permits no call")
     chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
 
 
@@ -244,13 +242,13 @@ def _read_stops(given: Mapping[str, Any], chat: dict[str, Any], problems: Proble
 
 
 def _check_hints(given: Mapping[str, Any], problems: Problems) -> None:
-    """Fields of which only the values are served that change nothing."""
+    """Refuse values that would change the result; the others have no effect."""
     if given.get("speed", "standard") != "standard":
         problems.unsupported("speed", "speed must be standard or absent")
     edits = given.get("context_management", {})
     listed = edits.get("edits", []) if isinstance(edits, Mapping) else None
     if not isinstance(listed, list) or not all(map(_clears_thinking, listed)):
-        message = "context_management may hold edits of type clear_thinking only: the service edits no conversations"
+        message = "context_management may hold only edits of type clear_thinking: the service edits no conversations"
         problems.unsupported("context_management", message)
 
 

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, what wraps them, and what lives as long as the server."""
+"""The ASGI application: its routes, its middleware, and the resources that live as long as the server."""
 
 import asyncio
 import os
@@ -30,6 +30,7 @@ from headrace_gateway import (
     tokenizer_endpoints,
 )
 from headrace_gateway.authentication import Authentication
+from headrace_gateway.background_task import keep_running
 from headrace_gateway.batch import batches_endpoint
 from headrace_gateway.batch.batch_runner import running_batches
 from headrace_gateway.batch.batch_store import BatchStore
@@ -51,7 +52,6 @@ from headrace_gateway.redis_watch import RedisWatch
 from headrace_gateway.request_log import RequestLog
 from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore
-from headrace_gateway.role import keep_running
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.announcer import Webhooks
@@ -59,7 +59,7 @@ from headrace_gateway.webhooks.endpoint_file import read_endpoints
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _THREADS: Final = 32
-"""kombu publishes in threads; asyncio's own pool has a few for everything."""
+"""kombu publishes in threads. asyncio's default pool is small and shared by everything."""
 _EXPOSED: Final = (
     "x-request-id",
     "request-id",
@@ -71,17 +71,17 @@ _EXPOSED: Final = (
     "x-should-retry",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-"""Headers of answers that a page of another site may read."""
+"""Response headers that a page of another origin may read."""
 
 
 def make_app(
     settings: GatewaySettings, *, metrics: GatewayMetrics | None = None, watch: RedisWatch | None = None
 ) -> Starlette:
-    """Make the application; its connections open when the server starts it and close with it.
+    """Make the application. Its connections open when the server starts it and close when the server stops.
 
-    What else it must know of the queue, such as HEADRACE_MAX_QUEUED_REQUESTS, is read from the environment.
+    The queue's own settings, such as HEADRACE_MAX_QUEUED_REQUESTS, are read from the environment.
 
-    Raises GatewaySettingsError where the key file or the webhook file cannot be used, SettingsError for a bad setting
+    Raises GatewaySettingsError if the key file or the webhook file cannot be used, SettingsError for an invalid setting
     of the queue.
     """
     broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": settings.redis_url})
@@ -103,7 +103,7 @@ def make_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "gateway"))
         redis = connect_async(settings.redis_url)
-        streams = connect_async(settings.redis_url)  # of its own: readers wait in these connections
+        streams = connect_async(settings.redis_url)  # a connection pool of its own: readers block in these connections
         hub = StreamHub(streams)
         async with AsyncClient(broker) as client:
             envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
@@ -168,7 +168,7 @@ def make_app(
             *public,
             *generation.routes,
             *anthropic_endpoints.routes,
-            *tokenizer_endpoints.routes,  # before the path of a response's id, which its own path would match
+            *tokenizer_endpoints.routes,  # before the route of a response's id, which would match their path
             *responses.refused,
             *responses.routes,
             *models_endpoint.routes,
@@ -192,9 +192,9 @@ def make_app(
 
 
 @asynccontextmanager
-async def _running(*roles: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run what works beside the requests while the block runs."""
-    tasks = [asyncio.create_task(role) for role in roles]
+async def _running(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run the background tasks while the block runs."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         yield
     finally:
@@ -221,7 +221,7 @@ async def _on_redis_error(request: Request, _error: Exception) -> Response:
 
 
 def _methods_at(request: Request) -> set[str]:
-    """Of all routes of the path: Starlette tells those of the first one alone."""
+    """Return the methods of all routes of the path. Starlette reports those of the first route only."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)
     return {method for route in routes if route.path == path for method in route.methods or ()}
@@ -231,8 +231,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 405:
-        message = f"{path} does not take {request.method[:16]}"
+        message = f"{path} does not allow {request.method[:16]}"
         headers = {"allow": ", ".join(sorted(_methods_at(request)))}
         return _answer(request, ApiError(405, "invalid_request_error", "method_not_allowed", message, headers=headers))
-    message = f"there is nothing at {path}"
+    message = f"no endpoint at {path}"
     return _answer(request, ApiError(404, "invalid_request_error", "not_found", message))

@@ -1,4 +1,4 @@
-"""`Authentication`: who calls. It stands before every endpoint but the public ones."""
+"""`Authentication`: identifies the caller by the API key, for every endpoint but the public ones."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -17,8 +17,8 @@ class Authentication:
     """ASGI middleware that puts the caller's ApiKey into `scope["state"]["key"]`, or answers 401.
 
     Args:
-        key_file: None: everybody is ANYONE.
-        public: routes that answer without a key.
+        key_file: None: every caller is ANYONE.
+        public: routes that need no key.
     """
 
     def __init__(self, app: ASGIApp, key_file: KeyFile | None, public: Sequence[Route]) -> None:
@@ -49,7 +49,7 @@ class Authentication:
             if presented is None:
                 message = "no API key was sent: send it as 'Authorization: Bearer KEY'"
             else:
-                message = "the API key is not known to this gateway"
+                message = "the API key is unknown to this gateway"
             headers = {"www-authenticate": "Bearer"}
             raise ApiError(401, "authentication_error", "invalid_api_key", message, headers=headers)
 
@@ -58,7 +58,7 @@ class Authentication:
 
 
 def _presented(headers: Headers) -> bytes | None:
-    """The bytes of the key: `Authorization: Bearer` goes before Anthropic's `x-api-key`."""
+    """Return the bytes of the key. `Authorization: Bearer` takes precedence over Anthropic's `x-api-key`."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")

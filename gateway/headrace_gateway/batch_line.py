@@ -1,4 +1,4 @@
-"""The lines of a batch, as OpenAI's Batch API and vLLM's `run-batch` have them: a request, and what answers it.
+"""The lines of a batch in the format of OpenAI's Batch API and vLLM's `run-batch`: a request and its answer.
 
 {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": [...]}}
 {"id": "batch_req_...", "custom_id": "a", "error": null,
@@ -17,6 +17,7 @@ from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.json_object import read_object
+from headrace_gateway.line_json import encode_line
 from headrace_gateway.problems import shown
 from headrace_gateway.response_fields import read_response
 from headrace_gateway.settings import MAX_BODY_BYTES
@@ -24,7 +25,7 @@ from headrace_gateway.settings import MAX_BODY_BYTES
 MAX_LINE_BYTES: Final = MAX_BODY_BYTES
 MAX_CUSTOM_ID: Final = 512
 ENDPOINTS: Final = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-", "/v1/responses": "resp_"}
-"""What a line's `url` may be, and how the ids of its answers begin."""
+"""The accepted values of `url`, and the prefix of the answer's id for each."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 _ENCODE: Final = msgspec.json.Encoder().encode
 
@@ -38,42 +39,42 @@ class BatchLine(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """The id of the line that answers it: a digest, so that it names this request alone."""
+        """The id of the line that answers it: a digest, so it identifies this request alone."""
         content = _ENCODE([self.custom_id, self.url, self.body])
         return f"batch_req_{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
     @property
     def id_prefix(self) -> str:
-        """How the id of its answer begins."""
+        """The prefix of its answer's id."""
         return ENDPOINTS[self.url]
 
     def read_call(self, model: RegisteredModel, lora: str | None) -> Call:
-        """Check the body, as the endpoint does. Raises ApiError with everything that is wrong."""
+        """Check the body as the endpoint does. Raises ApiError that lists every problem."""
         if self.url == "/v1/chat/completions":
             return read_chat(self.body, model=model, lora=lora)
         if self.url == "/v1/completions":
             return read_completion(self.body, lora=lora)
         for name in ("background", "previous_response_id"):
             if self.body.get(name):
-                message = f"body.{name} is not for batches, whose responses are not stored"
+                message = f"body.{name} is not supported in a batch, whose responses are not stored"
                 raise invalid(message, code="unsupported", param=f"body.{name}")
         return read_response({**self.body, "store": False}, model=model, lora=lora)
 
     def answered(self, status: int, request_id: str, body: Mapping[str, Any]) -> bytes:
-        """The line of an answer, with its line feed."""
+        """Return the line of an answer, with its line feed."""
         return self._line({"status_code": status, "request_id": request_id, "body": body}, None)
 
     def unanswered(self, code: str, message: str) -> bytes:
-        """The line of a request that has no answer."""
+        """Return the line of a request without an answer."""
         return self._line(None, {"code": code, "message": message})
 
     def _line(self, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> bytes:
         line = {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
-        return _ENCODE(line) + b"\n"
+        return encode_line(line) + b"\n"
 
 
 def read_line(raw: bytes) -> BatchLine:
-    """Read a line of the input; `read_call` checks its body. Raises ApiError, with OpenAI's code where it has one."""
+    """Parse a line of the input; `read_call` checks its body. Raises ApiError, with OpenAI's code if there is one."""
     if len(raw) > MAX_LINE_BYTES:
         raise invalid(f"the line must be at most {MAX_LINE_BYTES} bytes", code="line_too_large")
     line = read_object(raw, "line", "invalid_json_line")
@@ -88,7 +89,7 @@ def read_line(raw: bytes) -> BatchLine:
     if not isinstance(body, dict):
         raise invalid(f"body must be an object, not {shown(body)}", param="body")
     if body.get("stream"):
-        raise invalid("body.stream must be false or absent: a batch has whole answers", param="body.stream")
+        raise invalid("body.stream must be false or absent: a batch does not stream", param="body.stream")
     for name in line:
         if name not in _FIELDS:
             raise _unknown(name)

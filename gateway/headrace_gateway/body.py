@@ -1,4 +1,4 @@
-"""Read a request's body: bounded in size, strict JSON, an object at the top."""
+"""Reads a request's body: limited in size, strict JSON, an object at the top."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from headrace_gateway.json_object import read_object
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a dict. Raises ApiError 400, 413 or 415."""
+    """Return the body as a dict. Raises ApiError 400, 413 or 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise _refused(415, f"the content type must be application/json, not {kind[:60]!r}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise _refused(415, "compressed bodies are not read: send the body without Content-Encoding")
+        raise _refused(415, "compressed bodies are not supported: send the body without Content-Encoding")
     return read_object(await _read(request, max_bytes), "body", "invalid_json")
 
 
@@ -30,12 +30,12 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 raise _too_large(max_bytes)
             parts.append(part)
     except ClientDisconnect:
-        raise invalid("the connection was lost before the whole body came") from None
+        raise invalid("the connection closed before the whole body arrived") from None
     return b"".join(parts)
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # what is still on its way is not read
+    # the rest of the body is not read
     message = f"the body must be at most {max_bytes} bytes"
     return ApiError(413, "invalid_request_error", "request_too_large", message, headers={"connection": "close"})
 

@@ -1,4 +1,4 @@
-"""How the queue's errors look over HTTP: status, OpenAI's type, code, and whether a client should try again."""
+"""Maps the queue's errors to HTTP: status, OpenAI's type, code, and whether a client should retry."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from headrace_broker.reasons import ErrorCode
 from headrace_gateway.errors import ApiError
 
 NO_RETRY: Final = {"x-should-retry": "false"}
-"""OpenAI's SDKs repeat a request that failed with 500 or more; the queue has done so already."""
+"""OpenAI's SDKs retry a status of 500 and above; the queue has already retried these."""
 
 _ENDS: Final[Mapping[str, tuple[int, str, dict[str, str]]]] = {
     ErrorCode.INVALID_REQUEST: (400, "invalid_request_error", {}),
@@ -33,10 +33,10 @@ _PARAMS: Final[Mapping[str, str]] = {ErrorCode.MODEL_NOT_FOUND: "model"}
 
 
 def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None) -> ApiError:
-    """Translate the error of an EndEvent; a code that a newer worker knows is a server error.
+    """Translate the error of an EndEvent. A code of a newer worker becomes a server error.
 
     Args:
-        prompt_field: the field that holds the prompt, which too long a context is the fault of.
+        prompt_field: the field that holds the prompt, for an error about the length of the context.
     """
     status, kind, headers = _ENDS.get(code, (500, "server_error", NO_RETRY))
     param = prompt_field if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED else _PARAMS.get(code)
@@ -44,7 +44,7 @@ def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None
 
 
 def api_error_of(error: HeadraceBrokerError) -> ApiError:
-    """Translate what the client of the queue raised."""
+    """Translate an error of the queue's client."""
     if isinstance(error, InvalidRequestError):
         return ApiError(400, "invalid_request_error", error.code, str(error))
     if isinstance(error, UnknownModelError):
@@ -54,17 +54,17 @@ def api_error_of(error: HeadraceBrokerError) -> ApiError:
         code = "quota_exceeded" if isinstance(error, TenantQueueFullError) else "queue_full"
         return ApiError(429, "rate_limit_error", code, str(error), headers={"retry-after": str(seconds)})
     if isinstance(error, StreamExpiredError):
-        return not_found("the answer is no longer kept")
+        return not_found("the answer has expired")
     if isinstance(error, TooManySubscribersError):
         return ApiError(429, "rate_limit_error", "too_many_readers", str(error), headers={"retry-after": "1"})
     if isinstance(error, QueueUnavailableError):
         return unavailable()
-    return ApiError(500, "server_error", "internal_error", "the gateway failed; the request id is in its log")
+    return ApiError(500, "server_error", "internal_error", "internal error; see the log for this request id")
 
 
 def unavailable() -> ApiError:
-    """The queue cannot be reached; where Redis is stays in the log."""
-    message = "the queue cannot be reached; try again"
+    """Return the error of an unavailable queue. The address of Redis is in the log only."""
+    message = "the queue is unavailable; try again"
     return ApiError(503, "server_error", "queue_unavailable", message, headers={"retry-after": "1"})
 
 

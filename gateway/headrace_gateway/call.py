@@ -1,6 +1,6 @@
-"""A checked call of the API: what goes into the queue, and what the writer of its answer must know.
+"""A checked API call: what goes into the queue, and what is needed to write its answer.
 
-The forms are kept in the envelope, so every replica writes the same answer from the same stream entries.
+The forms are stored in the envelope, so every replica writes the same answer from the same stream entries.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class ToolForm(msgspec.Struct, frozen=True):
 
     name: str
     parameters: dict[str, Any] | None = None
-    """JSON Schema: parsers of formats without types turn texts into values by it."""
+    """JSON Schema. Parsers of untyped formats use it to turn text into values."""
     strict: bool = False
 
 
@@ -29,15 +29,13 @@ class ChatForm(msgspec.Struct, frozen=True, kw_only=True, tag="chat"):
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: int | None = None
-    """Alternatives a position; 0: the token's own only; None: no log-probabilities."""
+    """Alternatives per position; 0: only the token itself; None: no log-probabilities."""
     tool_parser: str | None = None
-    """None: the text holds no calls to look for."""
+    """None: the text is not searched for calls."""
     reasoning_parser: str | None = None
     tools: tuple[ToolForm, ...] = ()
-    """Those that may be called: a call of another one is content."""
+    """The functions that may be called. A call of any other one is content."""
     tool_choice: ToolChoice = "none"
-    forced_syntax: str | None = None
-    """The parser that reads what the grammar of a forced choice lets through; None where nothing is forced."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     return_token_ids: bool = False
@@ -56,14 +54,14 @@ class CompletionForm(msgspec.Struct, frozen=True, kw_only=True, tag="completion"
     logprobs: int | None = None
     echo: bool = False
     prompts: tuple[str | None, ...] = ()
-    """With `echo`: the prompts as they were sent; None for one of token ids, whose text comes from prompt_logprobs."""
+    """With `echo`: the prompts as sent; None for one of token ids, whose text comes from prompt_logprobs."""
     num_prompts: int = 1
     drop_generated: bool = False
-    """max_tokens was 0: the one token that the engine generated is not shown."""
+    """max_tokens was 0: the one token that the engine generated is hidden."""
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     prompt_logprobs: bool = False
-    """The caller asked for `prompt_logprobs` by vLLM's name."""
+    """The caller asked for vLLM's `prompt_logprobs`."""
     service_tier: str | None = None
 
 
@@ -75,7 +73,7 @@ class MessageForm(msgspec.Struct, frozen=True, kw_only=True, tag="message"):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     tools: tuple[ToolForm, ...] = ()
-    """Those that may be called: a call of another one is text."""
+    """The functions that may be called. A call of any other one is text."""
     parallel_tool_calls: bool = True
     shows_thinking: bool = False
     service_tier: str | None = None
@@ -85,18 +83,18 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     """How an object of the Responses API is written."""
 
     config: dict[str, Any]
-    """Fields of the object that the request decides, such as `instructions` and `tools`."""
+    """Fields of the object that are copied from the request, such as `instructions` and `tools`."""
     store: bool = True
     background: bool = False
     logprobs: int | None = None
-    """Alternatives a position; 0: the token's own only; None: no log-probabilities."""
+    """Alternatives per position; 0: only the token itself; None: no log-probabilities."""
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     tools: tuple[ToolForm, ...] = ()
-    """Those that may be called: a call of another one is content."""
+    """The functions that may be called. A call of any other one is content."""
     parallel_tool_calls: bool = True
     has_summary: bool = False
-    """Reasoning is written as the summary that the caller asked for."""
+    """Reasoning is written as a summary, as the caller asked."""
     tokens_as_ids: bool = False
     service_tier: str | None = None
 
@@ -106,18 +104,18 @@ AnswerForm: TypeAlias = ChatForm | CompletionForm | ResponseForm | MessageForm
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request whose every field is checked.
+    """A request whose fields are all checked.
 
-    `submissions` has one request a prompt, with sampling parameters, model, adapter and prefix. The request id,
-    tenant, priority, expiry and idempotency key are set where it is submitted.
+    `submissions` has one request per prompt, with sampling parameters, model, adapter and prefix. The request id,
+    tenant, priority, expiry and idempotency key are set when it is submitted.
     """
 
     model: str
-    """As the caller named it: a served name or an adapter's. Answers repeat it."""
+    """The model as the caller named it: a served name or an adapter's. Answers repeat it."""
     submissions: tuple[SubmitRequest, ...]
     form: AnswerForm
     stream: bool = False
     priority: int | None = None
-    """What the body asked for (`priority`, `service_tier`); None: the key's best. A header goes before it."""
+    """The priority in the body (`priority`, `service_tier`); None: the key's best. A header overrides it."""
     input_items: tuple[dict[str, Any], ...] = ()
-    """What a stored object of the Responses API keeps of its input."""
+    """The input items that a stored object of the Responses API keeps."""

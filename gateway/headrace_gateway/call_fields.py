@@ -1,4 +1,4 @@
-"""The fields that both kinds of completion have: read, checked, and turned into sampling parameters."""
+"""Fields that chat and text completions share: read, checked, and turned into sampling parameters."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -17,13 +17,13 @@ MAX_CACHE_KEY_CHARS: Final = 200
 MAX_N: Final = 64
 SERVICE_TIERS: Final = ("auto", "default", "flex", "scale", "priority", "fast")
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-# Small models repeat white space without end where a grammar leaves it free. This is llama.cpp's rule for JSON
-# (json-schema-to-grammar, SPACE_RULE): one line, or lines that are indented.
+# Small models repeat white space endlessly if a grammar permits any. This is llama.cpp's rule for JSON
+# (json-schema-to-grammar, SPACE_RULE): one line, or indented lines.
 _JSON_SPACE: Final = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
 
 
 def without_nulls(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that say something: SDKs send null for what their caller left out."""
+    """Drop null fields: SDKs send null for what their caller left out."""
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -33,25 +33,25 @@ def check_names(
     problems: Problems,
     refused: Mapping[str, str] = field_tables.REFUSED,
 ) -> None:
-    """Refuse what is not served, by name."""
+    """Refuse unsupported and unknown fields by name."""
     for name in given:
         if name in refused:
-            problems.unsupported(name, f"{name} is not served: {refused[name]}")
+            problems.unsupported(name, f"{name} is not supported: {refused[name]}")
             continue
         if name in served or name in field_tables.SAMPLING or name in field_tables.IGNORED:
             continue
         near = get_close_matches(name[:64], [*served, *field_tables.SAMPLING], n=1)
-        hint = f": do you mean {near[0]}?" if near else ""
+        hint = f": did you mean {near[0]}?" if near else ""
         problems.unsupported(name[:64], f"unknown field {name[:64]!r}{hint}")
 
 
 def sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters by the queue's names, unchecked: the queue's rules do that."""
+    """Return the sampling parameters by the queue's names, unchecked: the queue's rules check them."""
     return {ours: given[name] for name, ours in field_tables.SAMPLING.items() if name in given}
 
 
 def boolean(given: Mapping[str, Any], name: str, problems: Problems, *, default: bool = False, path: str = "") -> bool:
-    """The value; the default where it is absent or wrong."""
+    """Return the value; the default if it is absent or invalid."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         problems.add(path + name, f"{path}{name} must be true or false, not {shown(value)}")
@@ -60,7 +60,7 @@ def boolean(given: Mapping[str, Any], name: str, problems: Problems, *, default:
 
 
 def integer(given: Mapping[str, Any], name: str, low: int, high: int, problems: Problems) -> int | None:
-    """The value; None where it is absent or wrong."""
+    """Return the value; None if it is absent or invalid."""
     value = given.get(name)
     if value is None:
         return None
@@ -71,14 +71,14 @@ def integer(given: Mapping[str, Any], name: str, low: int, high: int, problems: 
 
 
 def read_stream(given: Mapping[str, Any], problems: Problems) -> tuple[bool, bool, bool]:
-    """Whether to stream, to give the usage, and to give it in every chunk."""
+    """Return whether to stream, whether to report the usage, and whether every chunk reports it."""
     stream = boolean(given, "stream", problems)
     options = given.get("stream_options", {})
     if not isinstance(options, Mapping):
         problems.add("stream_options", f"stream_options must be an object, not {shown(options)}")
         return stream, False, False
     if "stream_options" in given and not stream:
-        problems.add("stream_options", "stream_options goes with stream: true only")
+        problems.add("stream_options", "stream_options requires stream: true")
     chosen = without_nulls(options)
     problems.unknown_fields("stream_options", chosen, STREAM_OPTIONS)
     usage, continuous, _ = (boolean(chosen, name, problems, path="stream_options.") for name in STREAM_OPTIONS)
@@ -86,7 +86,7 @@ def read_stream(given: Mapping[str, Any], problems: Problems) -> tuple[bool, boo
 
 
 def read_priority(given: Mapping[str, Any], problems: Problems) -> tuple[int | None, str | None]:
-    """The priority that the body asks for, and the service tier to answer with."""
+    """Return the priority that the body asks for, and the service tier to report."""
     priority = integer(given, "priority", 0, LOWEST_PRIORITY, problems)
     tier = given.get("service_tier")
     if tier is None:
@@ -100,7 +100,7 @@ def read_priority(given: Mapping[str, Any], problems: Problems) -> tuple[int | N
 
 
 def read_cache_key(given: Mapping[str, Any], problems: Problems) -> SubmitRequest:
-    """`prompt_cache_key`: requests of one key are served by the worker that has their beginning, where one has."""
+    """`prompt_cache_key`: requests with the same key prefer the worker that has their prefix cached."""
     key = given.get("prompt_cache_key")
     if key is None:
         return {}
@@ -112,7 +112,7 @@ def read_cache_key(given: Mapping[str, Any], problems: Problems) -> SubmitReques
 
 
 def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], problems: Problems) -> None:
-    """Turn `response_format` into the structured output that it asks for."""
+    """Turn `response_format` into structured outputs."""
     form = given.get("response_format")
     if form is None:
         return
@@ -140,10 +140,10 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
 
 
 def rest_of_context(model: RegisteredModel | None) -> int:
-    """`max_tokens` that ends with the context: the engine stops at its end by itself."""
+    """Return a `max_tokens` that fills the context: the engine itself stops at the end of the context."""
     return model.max_model_len if model is not None else MAX_TOKENS
 
 
 def bounded_priority(asked: int | None, key: ApiKey) -> int:
-    """The priority of a request: never better than the key's."""
+    """Return the priority of a request: never better than the key's best."""
     return key.best_priority if asked is None else max(asked, key.best_priority)

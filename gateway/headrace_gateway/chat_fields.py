@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: what its body may say, and the request that comes of it."""
+"""`POST /v1/chat/completions`: check its body and make the request from it."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -32,11 +32,11 @@ MAX_METADATA_VALUE: Final = 512
 
 
 def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: str | None) -> Call:
-    """Check the body. Raises ApiError with everything that is wrong.
+    """Check the body. Raises ApiError that lists every problem.
 
     Args:
-        model: what is registered under the name; None where nothing is known of it.
-        lora: the adapter that the body's model stands for.
+        model: the registered model; None if the registry has no entry for it.
+        lora: the adapter that the body's `model` names.
     """
     given = call_fields.without_nulls(body)
     problems = Problems()
@@ -55,7 +55,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     variables = template_variables(given, model, problems)
     tool_parser, reasoning_parser = parsers_of(model)
     if "structured_outputs" in sampling and not tools.shown:
-        reasoning_parser = None  # the output is what the grammar says, from its first character on
+        reasoning_parser = None  # the grammar covers the output from its first character, so there is no reasoning
     forced = bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
     if reads_special_tokens(model, tools, reasoning_parser):
         sampling.setdefault("skip_special_tokens", False)
@@ -91,7 +91,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
 
 
 def parsers_of(model: RegisteredModel | None) -> tuple[str | None, str | None]:
-    """The tool parser and the reasoning parser of the model; a name that only newer gateways know counts as none."""
+    """Return the model's tool parser and reasoning parser. A name that only newer gateways know counts as none."""
     if model is None:
         return None, None
     tool_parser = model.tool_parser if model.tool_parser in TOOL_PARSERS else None
@@ -110,19 +110,19 @@ def _read_logprobs(given: Mapping[str, Any], problems: Problems) -> int | None:
     wanted = boolean(given, "logprobs", problems)
     top = integer(given, "top_logprobs", 0, MAX_LOGPROBS, problems)
     if top is not None and not wanted:
-        problems.add("top_logprobs", "top_logprobs needs logprobs: true")
+        problems.add("top_logprobs", "top_logprobs requires logprobs: true")
     return (top or 0) if wanted else None
 
 
 def _check_refused(given: Mapping[str, Any], tools: Tools, sampling: Mapping[str, Any], problems: Problems) -> None:
     if boolean(given, "store", problems):
-        problems.unsupported("store", "store must be false or absent: answers are kept as long as their streams")
+        problems.unsupported("store", "store must be false or absent: chat completions are not stored")
     if given.get("modalities", ["text"]) != ["text"]:
-        problems.unsupported("modalities", 'modalities must be ["text"]: only text is served')
+        problems.unsupported("modalities", 'modalities must be ["text"]: only text is supported')
     if given.get("verbosity", "medium") != "medium":
-        problems.unsupported("verbosity", "verbosity must be medium or absent: say it in the messages")
+        problems.unsupported("verbosity", "verbosity must be medium or absent: ask in the messages")
     if "response_format" in given and "structured_outputs" in sampling and tools.shown:
-        problems.add("response_format", "response_format does not go with tools: a call could not be written")
+        problems.add("response_format", "response_format excludes tools: its grammar permits no call")
 
 
 def bind_calls(
@@ -134,11 +134,11 @@ def bind_calls(
     *,
     parallel: bool,
 ) -> str | None:
-    """Set the grammar that calls must follow; returns the parser that reads a forced choice."""
+    """Set the grammar that calls must follow; return the parser of a forced choice."""
     must_call = tools.choice in ("required", "named")
     if "structured_outputs" in sampling:
         if must_call:
-            problems.add("tool_choice", "tool_choice that forces a call does not go with structured_outputs")
+            problems.add("tool_choice", "a tool_choice that forces a call cannot be combined with structured_outputs")
         return None
     tool_parser = model.tool_parser if model is not None else None
     try:
@@ -162,13 +162,13 @@ def bind_calls(
 
 
 def _reasons_not(model: RegisteredModel | None, variables: Mapping[str, Any]) -> bool:
-    """Whether the request switches reasoning off: the template then closes it in the prompt."""
+    """Return whether the request switches reasoning off: the template then closes it in the prompt."""
     switch = model.template.thinking if model is not None else None
     return switch is not None and variables.get(switch) is False
 
 
 def reads_special_tokens(model: RegisteredModel | None, tools: Tools, reasoning_parser: str | None) -> bool:
-    """Whether the parsers need tags that are special tokens, which texts leave out by default."""
+    """Return whether the parsers need tags that are special tokens, which the text omits by default."""
     calls = tools.choice == "auto" and model is not None and model.template.special_tags
     return calls or reasoning_parser in _SPECIAL_REASONING
 
@@ -181,12 +181,12 @@ def add_template_options(
     model: RegisteredModel | None,
     problems: Problems,
 ) -> None:
-    """Add what the chat template gets besides the messages."""
+    """Add the chat template's inputs other than the messages."""
     template = model.template if model is not None else None
     if tools.shown and (template is None or template.tools):
         request["tools"] = tools.shown
     elif tools.shown and tools.choice == "auto":
-        message = "the chat template of this model knows no tools: use tool_choice required, or name a function"
+        message = "the chat template of this model does not support tools: use tool_choice required, or name a function"
         problems.add("tools", message, "unsupported")
     if variables:
         request["chat_template_kwargs"] = variables
@@ -196,14 +196,14 @@ def add_template_options(
 
 
 def template_variables(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
-    """What the chat template gets besides the messages; the caller's own variables go before reasoning_effort."""
+    """Return the chat template's variables. The caller's own ones override reasoning_effort."""
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping):
         problems.add("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(variables)}")
         variables = {}
     for name in variables:
         if name in _RESERVED_KWARGS:
-            problems.add(f"chat_template_kwargs.{name}", f"chat_template_kwargs must not hold {name}: it is a field")
+            problems.add(f"chat_template_kwargs.{name}", f"chat_template_kwargs must not set {name}: it is a field")
     effort = effort_variables(given.get("reasoning_effort"), model, problems)
     return {**effort, **variables}
 
@@ -211,7 +211,7 @@ def template_variables(given: Mapping[str, Any], model: RegisteredModel | None, 
 def effort_variables(
     effort: Any, model: RegisteredModel | None, problems: Problems, *, name: str = "reasoning_effort"
 ) -> dict[str, Any]:
-    """What the chat template gets of the effort that the field `name` asks for."""
+    """Return the chat template's variables for the effort in the field `name`."""
     if effort is None:
         return {}
     if effort not in REASONING_EFFORTS:
@@ -223,18 +223,18 @@ def effort_variables(
     if model is not None and model.template.thinking:
         variables[model.template.thinking] = effort != "none"
     if not variables and effort != "none":
-        problems.unsupported(name, f"{name} must be none or absent: the chat template of this model reads none")
+        problems.unsupported(name, f"{name} must be none or absent: the chat template of this model does not read it")
     return variables
 
 
 def read_metadata(given: Mapping[str, Any], problems: Problems) -> dict[str, str] | None:
-    """The caller's own pairs, which the answer repeats."""
+    """Return the caller's key-value pairs, which the answer repeats."""
     metadata = given.get("metadata")
     if metadata is None:
         return None
     if isinstance(metadata, Mapping) and len(metadata) <= MAX_METADATA and all(map(_is_pair, metadata.items())):
         return dict(metadata)
-    limits = f"{MAX_METADATA_VALUE} characters under names of {MAX_METADATA_NAME}"
+    limits = f"{MAX_METADATA_VALUE} characters with keys of at most {MAX_METADATA_NAME}"
     message = f"metadata must hold at most {MAX_METADATA} strings of {limits}"
     problems.add("metadata", message)
     return None
@@ -246,7 +246,7 @@ def _is_pair(pair: tuple[str, Any]) -> bool:
 
 
 def _check(request: SubmitRequest, given: Mapping[str, Any], problems: Problems) -> None:
-    """The queue's own rules, before anything is sent."""
+    """Apply the queue's own rules before anything is sent."""
     names = {ours: name for name, ours in field_tables.SAMPLING.items()}
     names |= {name: name for name in ("tools", *_TEMPLATE_FIELDS)}
     names |= {"max_tokens": "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"}

@@ -1,6 +1,6 @@
-"""From the entries of a request's stream to the chunks of a chat completion: a pure function, entry by entry.
+"""Turns the entries of a request's stream into the chunks of a chat completion. It is a pure function.
 
-The same envelope and entries give the same chunks at every replica, however the entries were read.
+The same envelope and entries give the same chunks at every replica, whatever the batches in which they are read.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,10 @@ Chunk = dict[str, Any]
 
 
 class ChatStream:
-    """Args:
-    envelope: of one request, with a ChatForm.
+    """Writes the chunks of one chat completion.
+
+    Args:
+        envelope: of one request, with a ChatForm.
     """
 
     def __init__(self, envelope: Envelope) -> None:
@@ -35,10 +37,10 @@ class ChatStream:
         self._has_started = False
         self.has_ended = False
         self.error: ApiError | None = None
-        """Why the request brought no, or not the whole, answer."""
+        """Why the answer is missing or incomplete; None if it is neither."""
 
     def step(self, _request_id: str, event: StreamEvent) -> list[Chunk]:
-        """The chunks that an entry brings."""
+        """Return the chunks that an entry adds."""
         if isinstance(event, StartEvent):
             self._start(event)
             return []
@@ -52,14 +54,14 @@ class ChatStream:
 
     def _start(self, event: StartEvent) -> None:
         if self._has_started:
-            return  # another worker goes on where the first one stopped
+            return  # another worker resumed the request
         self._has_started = True
         self._prompt_tokens, self._prompt_tail = event.prompt_tokens, event.prompt_tail
         if event.model is not None and event.model.weights:
             self._base["system_fingerprint"] = f"fp_{event.model.weights[:16]}"
 
     def _begin(self, event: ChunkEvent) -> list[Chunk]:
-        """The roles of all choices: SDKs want them first, and in order."""
+        """Return the role chunks of all choices: SDKs expect them first and in order."""
         if self._choices:
             return []
         self._choices = [
@@ -76,7 +78,7 @@ class ChatStream:
             yield self._chunk(event.index, delta, event, **extra)
             extra = {}
         if extra and (event.token_ids or extra.get("logprobs")):
-            # the text of these tokens is kept back; their log-probabilities belong to this entry all the same
+            # the text of these tokens is held back; their log-probabilities still belong to this entry
             yield self._chunk(event.index, {"content": ""}, event, **extra)
         if event.finish_reason is not None and event.finish_reason != "error":
             finished = self._chunk(event.index, {}, event)
@@ -116,7 +118,7 @@ class ChatStream:
 
 
 class _Choice:
-    """One choice's message."""
+    """The message of one choice."""
 
     def __init__(self, index: int, text: ChoiceText, completion_id: str, form: ChatForm) -> None:
         self._index = index
@@ -130,7 +132,7 @@ class _Choice:
         return self._text.num_reasoning_tokens
 
     def deltas(self, event: ChunkEvent) -> Iterator[Chunk]:
-        """What the entry adds to the message."""
+        """Yield what the entry adds to the message."""
         for each in self._text.read(event):
             delta = self._delta(each)
             if delta is not None:
@@ -149,7 +151,7 @@ class _Choice:
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.json}}]}
 
     def finish_reason(self, engine_reason: str) -> str:
-        """OpenAI's word. A named choice ends with `stop`, as its caller knows what was called."""
+        """Return OpenAI's finish reason. A named choice ends with `stop`, as the caller knows the called function."""
         if engine_reason == "length":
             return "length"
         return "tool_calls" if self._num_calls and self._form.tool_choice != "named" else "stop"

@@ -1,4 +1,4 @@
-"""The text of one choice on its way through the parsers: what each stream entry adds to the answer."""
+"""Runs the text of one choice through the parsers, and returns what each stream entry adds."""
 
 from collections.abc import Iterator
 from typing import Final, Protocol
@@ -11,19 +11,19 @@ from headrace_gateway.parsers.registry import make_parser
 
 
 class ParsedForm(Protocol):
-    """How the text of a choice is read."""
+    """How the text of a choice is parsed."""
 
     @property
     def tool_parser(self) -> str | None:
-        """None: the text holds no calls to look for."""
+        """None: the text is not searched for calls."""
 
     @property
     def reasoning_parser(self) -> str | None:
-        """None: the text holds no reasoning to look for."""
+        """None: the text is not searched for reasoning."""
 
     @property
     def tools(self) -> tuple[ToolForm, ...]:
-        """Those that may be called: a call of another one is content."""
+        """The functions that may be called. A call of any other one is content."""
 
     @property
     def parallel_tool_calls(self) -> bool:
@@ -31,8 +31,10 @@ class ParsedForm(Protocol):
 
 
 class ChoiceText:
-    """Args:
-    prompt_tail: the prompt's end, which tells whether the template has opened the reasoning.
+    """Parses the text of one choice.
+
+    Args:
+        prompt_tail: the end of the prompt, which shows whether the template has opened the reasoning.
     """
 
     def __init__(self, form: ParsedForm, prompt_tail: str | None) -> None:
@@ -48,10 +50,10 @@ class ChoiceText:
             )
         )
         self.num_reasoning_tokens = 0
-        """Exact but for the entry in which the answer begins."""
+        """Exact except for the entry in which the answer begins."""
 
     def read(self, event: ChunkEvent) -> Iterator[ParserEvent]:
-        """What the entry adds. Neighbours of one kind are one event."""
+        """Yield what the entry adds. Adjacent events of one kind are merged."""
         if self._parser is None:
             if event.text:
                 yield Content(event.text)
@@ -65,7 +67,7 @@ class ChoiceText:
 
 
 def _joined(events: list[ParserEvent]) -> Iterator[ParserEvent]:
-    """Neighbours of one kind as one: an entry gives as few chunks as it can."""
+    """Merge adjacent events of one kind, so that an entry adds as few chunks as possible."""
     before: ParserEvent | None = None
     for event in events:
         if isinstance(before, Content) and isinstance(event, Content):

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: what its body may say, and the requests that come of it, one a prompt."""
+"""`POST /v1/completions`: check its body and make the requests from it, one per prompt."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,14 +14,14 @@ from headrace_gateway.problems import Problems, shown
 DEFAULT_MAX_TOKENS: Final = 16
 MAX_PROMPTS: Final = 128
 MAX_REPEATED_BYTES: Final = 8 * 2**20
-"""Every prompt is a request of its own in the queue, with all the sampling parameters."""
+"""Each prompt becomes a request of its own in the queue, with a copy of the sampling parameters."""
 
 
 def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
-    """Check the body. Raises ApiError with everything that is wrong.
+    """Check the body. Raises ApiError that lists every problem.
 
     Args:
-        lora: the adapter that the body's model stands for.
+        lora: the adapter that the body's `model` names.
     """
     given = call_fields.without_nulls(body)
     problems = Problems()
@@ -69,14 +69,14 @@ def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
 
 def _check_refused(given: Mapping[str, Any], problems: Problems) -> None:
     if given.get("suffix", "") != "":
-        problems.unsupported("suffix", "suffix is not served: the text after the prompt cannot be given")
+        problems.unsupported("suffix", "suffix is not supported: leave it empty or out")
     best_of = integer(given, "best_of", 1, MAX_N, problems)
     if best_of is not None and best_of != given.get("n", 1):
-        problems.unsupported("best_of", "best_of is not served: it must be absent or equal n")
+        problems.unsupported("best_of", "best_of is not supported: leave it out, or set it equal to n")
 
 
 def _prompts(prompt: Any, problems: Problems) -> list[SubmitRequest]:
-    """A prompt may be text or token ids, or a list of either."""
+    """Return one request per prompt: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -102,9 +102,9 @@ def _prompts(prompt: Any, problems: Problems) -> list[SubmitRequest]:
 def _check(
     prompts: list[SubmitRequest], sampling: dict[str, Any], given: Mapping[str, Any], problems: Problems
 ) -> None:
-    """The queue's own rules, before anything is sent. The sampling parameters are the same for all prompts."""
+    """Apply the queue's own rules before anything is sent. All prompts have the same sampling parameters."""
     if len(prompts) > 1 and (size := len(prompts) * len(msgspec.json.encode(sampling))) > MAX_REPEATED_BYTES:
-        message = f"prompt holds {len(prompts)} prompts, and each takes the sampling parameters along"
+        message = f"prompt has {len(prompts)} prompts, and the sampling parameters are copied for each"
         problems.add("prompt", f"{message}: at most {MAX_REPEATED_BYTES} bytes in all, not {size}")
         return
     names = {ours: name for name, ours in field_tables.SAMPLING.items()}

@@ -1,4 +1,4 @@
-"""From the entries of one or more streams to the chunks of a text completion: a pure function, entry by entry."""
+"""Turns the entries of one or more streams into the chunks of a text completion. It is a pure function."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -15,8 +15,10 @@ Chunk = dict[str, Any]
 
 
 class CompletionStream:
-    """Args:
-    envelope: of one request a prompt, with a CompletionForm.
+    """Writes the chunks of one text completion.
+
+    Args:
+        envelope: of one request per prompt, with a CompletionForm.
     """
 
     def __init__(self, envelope: Envelope) -> None:
@@ -29,10 +31,10 @@ class CompletionStream:
         self._usages: list[Usage] = []
         self.has_ended = False
         self.error: ApiError | None = None
-        """Why the request brought no, or not the whole, answer."""
+        """Why the answer is missing or incomplete; None if it is neither."""
 
     def step(self, request_id: str, event: StreamEvent) -> list[Chunk]:
-        """The chunks that an entry brings."""
+        """Return the chunks that an entry adds."""
         prompt = self._prompts[request_id]
         if isinstance(event, StartEvent):
             if event.prompt_tokens is not None:
@@ -82,12 +84,12 @@ class _Prompt:
         self._logprobs = [CompletionLogprobs(top=form.logprobs or 0, as_ids=form.tokens_as_ids) for _ in range(form.n)]
         self._has_begun = False
         self._early: list[ChunkEvent] = []
-        """Chunks that came before the prompt's log-probabilities, which come with choice 0."""
+        """Chunks that arrived before the prompt's log-probabilities, which arrive with choice 0."""
         self.num_tokens = 0
         self.num_generated = 0
 
     def parts(self, event: ChunkEvent) -> Iterator[Chunk]:
-        """What the entry adds to the choices."""
+        """Yield what the entry adds to the choices."""
         if not self._has_begun:
             shows_scores = self._form.logprobs is not None or self._form.prompt_logprobs
             needs_prompt = self._form.echo and (shows_scores or self._echo is None)
@@ -99,7 +101,7 @@ class _Prompt:
             for early in self._early:
                 yield from self._generated(early)
         elif event.prompt_logprobs is not None and self._form.prompt_logprobs and not self._form.echo:
-            yield from self._prompt_parts(event)  # another choice came first
+            yield from self._prompt_parts(event)  # another choice arrived first
         yield from self._generated(event)
 
     def _prompt_parts(self, event: ChunkEvent) -> Iterator[Chunk]:

@@ -1,4 +1,4 @@
-"""What the endpoints of one gateway share."""
+"""The state that the endpoints of one gateway share."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Gateway:
-    """One process's connections and state; `app.py` makes it when the server starts."""
+    """The connections and the state of one process. `app.py` makes it when the server starts."""
 
     settings: GatewaySettings
     client: AsyncClient
@@ -53,6 +53,6 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def key_of(request: Request) -> ApiKey:
-    """The caller, whom the authentication has put into the scope."""
+    """Return the caller, whom the authentication middleware has put into the scope."""
     key: ApiKey = request.scope["state"]["key"]
     return key

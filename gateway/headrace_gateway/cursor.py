@@ -1,4 +1,4 @@
-"""Where a reader of a stream stands: `<entry id>.<k>`, the k-th chunk of a stream entry."""
+"""The position of a reader in a stream: `<entry id>.<k>`, the k-th chunk of a stream entry."""
 
 import re
 from typing import Final, NamedTuple, Self
@@ -10,7 +10,7 @@ _FORM: Final = re.compile(PATTERN)
 
 
 class Cursor(NamedTuple):
-    """Cursors of one stream are ordered as its chunks."""
+    """Cursors of one stream sort in the order of its chunks."""
 
     attempt: int
     offset: int
@@ -18,7 +18,7 @@ class Cursor(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, *, param: str) -> Self:
-        """Raises ApiError 400 for anything that no answer has given out."""
+        """Parse a cursor. Raises ApiError 400 for a text that is not one."""
         found = _FORM.fullmatch(text)
         if found is None:
             raise invalid(f"{param} must be an event's id, such as 1-12.0", code="invalid_cursor", param=param)

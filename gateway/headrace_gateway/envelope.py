@@ -1,6 +1,6 @@
-"""The envelope: what every replica must know to write the answer of a request that another replica accepted.
+"""The envelope: what a replica needs to write the answer of a request that another replica accepted.
 
-It is written to Redis before the request is submitted, and read by whatever replica a client rejoins.
+The accepting replica writes it to Redis before it submits the request. Any replica reads it to retrieve the answer.
 """
 
 import re
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 VERSION: Final = 1
-"""Raised when answers written by an older replica would differ: a replica refuses a version that it does not know."""
+"""Increased if answers written by an older replica would differ. A replica refuses a version that it does not know."""
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it was accepted. `id` is OpenAI's, such as `chatcmpl-...`, and the first request's in the queue."""
+    """An accepted request. `id` is OpenAI's, such as `chatcmpl-...`, and the id of the first request in the queue."""
 
     id: str
     request_ids: tuple[str, ...]
-    """One a prompt, in the order of the choices."""
+    """One per prompt, in the order of the choices."""
     created: int
     """Unix seconds."""
     model: str
@@ -36,11 +36,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None
     form: AnswerForm
     expires: int
-    """Seconds after `created` at which the queue gives the request up."""
+    """Seconds after `created` at which the request expires in the queue."""
     version: int = VERSION
 
     def chunk_head(self, kind: str) -> dict[str, Any]:
-        """What every chunk of the answer has: `kind` is OpenAI's `object`."""
+        """Return the fields that every chunk of the answer has. `kind` is OpenAI's `object`."""
         head: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return head if self.form.service_tier is None else {**head, "service_tier": self.form.service_tier}
 
@@ -49,13 +49,15 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Envelope)
 _ID: Final = re.compile(r"((chatcmpl|cmpl)-|resp_|msg_)[0-9a-f]{32}")
 _KEPT_BEYOND: Final = 3600
-"""Seconds that an envelope outlives its stream, so that a late reader is told what has become of it."""
+"""Seconds that an envelope outlives its stream, so that a late reader learns why the stream is gone."""
 
 
 class EnvelopeStore:
-    """Args:
-    client: from the broker's `connections.connect_async`.
-    result_ttl: how long the queue keeps a stream after its last entry, seconds.
+    """Stores envelopes in Redis.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        result_ttl: seconds that the queue keeps a stream after its last entry.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", result_ttl: int) -> None:
@@ -63,33 +65,33 @@ class EnvelopeStore:
         self.result_ttl: Final = result_ttl
 
     async def put(self, envelope: Envelope) -> None:
-        """Keep it until the request has expired, its stream too, and an hour more."""
+        """Store it until an hour after both the request and its stream have expired."""
         await self._client.set(envelope_key(envelope.id), _ENCODER.encode(envelope), ex=self.life(envelope), nx=True)
 
     def life(self, envelope: Envelope) -> int:
-        """Seconds that it is kept from now on, where nothing else is said."""
+        """Return the default life of the envelope, in seconds from now."""
         return envelope.expires + self.kept_beyond
 
     @property
     def kept_beyond(self) -> int:
-        """Seconds that an envelope is kept from when its request has expired."""
+        """Seconds that an envelope is kept after its request has expired."""
         return self.result_ttl + _KEPT_BEYOND
 
     async def get(self, answer_id: str, key: ApiKey) -> Envelope:
-        """The envelope of an answer that this key may read.
+        """Return the envelope of an answer that this key may read.
 
-        Raises ApiError 404 where there is none, or it is another's, and 503 where only a newer replica can read it.
+        Raises ApiError 404 if there is none or another key owns it, and 503 if only a newer replica can read it.
         """
         envelope = await self.find(answer_id)
         if envelope is None or envelope.key != key.name or envelope.tenant != key.tenant:
-            raise not_found(f"no answer {answer_id[:80]!r} is kept")
+            raise not_found(f"no answer {answer_id[:80]!r}: it has expired, or this key does not own it")
         check_release(envelope)
         return envelope
 
     async def find(self, answer_id: str) -> Envelope | None:
-        """The envelope of any key: for administrators, who see that the answer is there and not what it says.
+        """Return the envelope whichever key owns it. Administrators see that an answer exists, not what it says.
 
-        Raises ApiError 503 where only a newer replica can read it.
+        Raises ApiError 503 if only a newer replica can read it.
         """
         packed = await self._client.get(envelope_key(answer_id)) if _ID.fullmatch(answer_id) else None
         if not isinstance(packed, bytes):
@@ -101,7 +103,7 @@ class EnvelopeStore:
 
 
 def check_release(envelope: Envelope) -> None:
-    """Raises ApiError 503 where only a newer replica can write the answer."""
+    """Raise ApiError 503 if only a newer replica can write the answer."""
     form = envelope.form
     if envelope.version != VERSION or (
         isinstance(form, ChatForm | MessageForm | ResponseForm) and not _knows_parsers(form)
@@ -114,5 +116,5 @@ def _knows_parsers(form: ChatForm | MessageForm | ResponseForm) -> bool:
 
 
 def _other_release() -> ApiError:
-    message = "this answer was begun by a gateway of another release: try again, another replica may have it"
+    message = "a gateway of another release accepted this request: try again to reach another replica"
     return ApiError(503, "server_error", "other_release", message, headers={"retry-after": "1"})

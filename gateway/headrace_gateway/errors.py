@@ -1,4 +1,4 @@
-"""Every error that this package raises, in one tree. ApiError is the one that becomes an HTTP answer."""
+"""Every error that this package raises, in one tree. ApiError becomes an HTTP response."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ class GatewaySettingsError(HeadraceGatewayError, ValueError):
 
 
 class ApiError(HeadraceGatewayError):
-    """What a client is told in OpenAI's error body.
+    """An error that the client receives in OpenAI's error body.
 
     Args:
         status: HTTP status.
         kind: OpenAI's `type`, such as `invalid_request_error`.
         code: a fixed word for programs, such as `model_not_found`.
         message: the sentence for people.
-        param: path of the field that is wrong, such as `messages[2].content`.
-        headers: further headers of the answer, such as Retry-After.
+        param: path of the invalid field, such as `messages[2].content`.
+        headers: further response headers, such as Retry-After.
     """
 
     def __init__(
@@ -44,29 +44,29 @@ class ApiError(HeadraceGatewayError):
         self.headers: Final = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's shape: all four keys are always there."""
+        """Return the error in OpenAI's format. All four keys are always present."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def invalid(message: str, *, code: str = "invalid_request", param: str | None = None) -> ApiError:
-    """A fault of the request: status 400."""
+    """Return an error of the client: status 400."""
     return ApiError(400, "invalid_request_error", code, message, param=param)
 
 
 class UnknownParserError(HeadraceGatewayError, ValueError):
-    """No parser has this name, or two names do not go together."""
+    """No parser has this name, or the two parsers cannot be combined."""
 
 
 class ForcedChoiceError(HeadraceGatewayError, ValueError):
-    """The tools cannot be written as a grammar: they are too large, or none may be called."""
+    """The tools cannot be written as a grammar: it would be too large, or no tool may be called."""
 
 
 class BatchError(HeadraceGatewayError):
-    """A batch cannot go on. What has been written stays, and the same command goes on from there."""
+    """A batch cannot go on. What is written stays, and the same command resumes from there."""
 
 
 class InputRefusedError(BatchError):
-    """Lines of a batch's input are wrong, and nothing was sent. `problems` are the first of `num_problems`."""
+    """Lines of a batch's input are invalid, and nothing was sent. `problems` are the first of `num_problems`."""
 
     def __init__(self, name: str, problems: Sequence["LineProblem"], num_problems: int) -> None:
         more = f"\nand {num_problems - len(problems)} more" if num_problems > len(problems) else ""
@@ -78,7 +78,7 @@ class InputRefusedError(BatchError):
 
 @dataclass(frozen=True, slots=True)
 class LineProblem:
-    """Why a line of a batch's input is refused; the fields are those of a batch's `errors` at OpenAI."""
+    """Why a line of a batch's input is refused. The fields are those of OpenAI's batch `errors`."""
 
     line: int | None
     code: str | None

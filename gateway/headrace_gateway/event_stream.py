@@ -1,4 +1,4 @@
-"""The HTTP response that carries a stream: one send an event, and an end as soon as the client is gone."""
+"""The HTTP response that carries a stream: one send per event. It ends as soon as the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,26 +9,28 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, PlacedChunk
+from headrace_gateway.answer_reader import AnswerReader, ChunkAndCursor
 from headrace_gateway.errors import ApiError
 
 _CANCEL_AGAIN_SECONDS = 0.1
 _REPLAYED_AT_ONCE = 512
-"""Chunks of a long answer that are written before others get their turn."""
+"""Chunks of a long answer that are written before other tasks get a turn."""
 
 
 class EventStream(Response):
-    """Args:
-    reader: of the answer; closed with `resources`.
-    first: what was read before the status was decided.
-    framing: how its chunks are written.
-    keep_alive: seconds of silence after which a comment is sent.
+    """Streams the chunks of one answer.
+
+    Args:
+        reader: of the answer; closed with `resources`.
+        first: the chunks that were read before the status was known.
+        framing: how the chunks are written.
+        keep_alive: idle seconds after which a comment is sent.
     """
 
     def __init__(
         self,
         reader: AnswerReader,
-        first: list[PlacedChunk] | None,
+        first: list[ChunkAndCursor] | None,
         resources: AsyncExitStack,
         *,
         framing: sse.Framing,
@@ -74,7 +76,7 @@ class EventStream(Response):
                 return
             try:
                 chunks = await self._reader.take(self._keep_alive)
-            except ApiError as error:  # the stream is kept no more: it cannot be rejoined either
+            except ApiError as error:  # the stream has expired, so it cannot be rejoined
                 yield self._framing.error(error)
                 yield self._framing.end
                 return
@@ -88,7 +90,7 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel tasks until they are done: Python 3.11 can lose a cancellation that comes together with Redis's reply."""
+    """Cancel tasks until they are done. Python 3.11 can lose a cancellation that coincides with a reply of Redis."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
@@ -97,7 +99,7 @@ async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Callable[[], Awaitable[Response]]) -> Response:
-    """Do the work while the client is there; an empty response that nobody reads once it is gone."""
+    """Run `work` while the client is connected; return an empty response if it disconnects."""
     working = asyncio.ensure_future(work())
     leaving = asyncio.create_task(_wait_disconnect(receive))
     try:

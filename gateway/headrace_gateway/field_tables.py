@@ -1,7 +1,6 @@
-"""Which fields of a body are served, which are accepted without effect, and which are refused with what sentence.
+"""Which fields of a body are supported, which are accepted without effect, and which are refused with which reason.
 
-A field that stands in none of these tables is refused by its name: a field that is ignored in silence would change the
-answer in silence.
+A field that is in none of these tables is refused by name: to ignore it would change the answer without notice.
 """
 
 from typing import Final
@@ -32,7 +31,7 @@ SAMPLING: Final = {
     "stream_interval": "stream_interval",
     "vllm_xargs": "extra_args",
 }
-"""Sampling parameters by the API's name, and the queue's name of each; the queue's rules check their values."""
+"""Sampling parameters: the API's name -> the queue's name. The queue's rules check the values."""
 
 COMMON: Final = frozenset(
     {
@@ -56,7 +55,7 @@ RESPONSE: Final = frozenset(
         *("chat_template_kwargs", "return_tokens_as_token_ids"),
     }
 )
-"""Of the Responses API; it has the sampling parameters, too, but for those in RESPONSE_REFUSED."""
+"""Fields of the Responses API. It also has the sampling parameters, except for those in RESPONSE_REFUSED."""
 TOKENIZE_PROMPT: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 TOKENIZE_CHAT: Final = TOKENIZE_PROMPT - {"prompt"} | frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
@@ -69,27 +68,27 @@ MESSAGES: Final = COUNTED_MESSAGES | frozenset(
     {"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"}
 )
 MESSAGES_IGNORED: Final = {
-    "cache_control": "the prefix cache needs no marks",
+    "cache_control": "the prefix cache needs no breakpoints",
     "diagnostics": "the prefix cache reports no diagnostics",
     "metadata": "the tenant comes from the API key",
-    "service_tier": "there is one tier; the header X-Headrace-Priority chooses the priority",
+    "service_tier": "there is only one tier; the header X-Headrace-Priority chooses the priority",
 }
 MESSAGES_REFUSED: Final = {
-    "container": "the service runs no tools",
-    "inference_geo": "workers are where the operator starts them",
-    "mcp_servers": "the service runs no tools",
+    "container": "the service runs no server tools",
+    "inference_geo": "the operator decides where workers run",
+    "mcp_servers": "the service runs no server tools",
     "user_profile_id": "the tenant comes from the API key",
     "workspace_id": "the tenant comes from the API key",
 }
 
 IGNORED: Final = {
     "user": "the tenant comes from the API key",
-    "safety_identifier": "nothing is moderated here",
-    "prediction": "it changes no text",
-    "prompt_cache_retention": "the prefix cache keeps what fits",
-    "prompt_cache_options": "the prefix cache keeps what fits",
+    "safety_identifier": "the service does no moderation",
+    "prediction": "it does not change the output",
+    "prompt_cache_retention": "cached blocks stay until their memory is needed",
+    "prompt_cache_options": "cached blocks stay until their memory is needed",
 }
-"""Accepted without effect, and why that is harmless."""
+"""Accepted without effect: field -> why that is harmless."""
 
 _USE_TOOLS: Final = "use tools and tool_choice"
 _USE_STRUCTURED: Final = "use structured_outputs or response_format"
@@ -102,27 +101,27 @@ REFUSED: Final = {
     "guided_grammar": _USE_STRUCTURED,
     "guided_decoding_backend": _USE_STRUCTURED,
     "guided_whitespace_pattern": _USE_STRUCTURED,
-    "chat_template": "chats are rendered by the model's own template",
-    "documents": "put them into the messages",
-    "audio": "only text is served",
-    "moderation": "nothing is moderated here",
-    "web_search_options": "the service searches nothing: offer a tool",
+    "chat_template": "the worker uses the model's own template",
+    "documents": "put their text into the messages",
+    "audio": "only text is supported",
+    "moderation": "the service does no moderation",
+    "web_search_options": "the service does not search: offer a tool",
     "request_id": "use the header Idempotency-Key",
-    "cache_salt": "the prefix cache is kept apart by tenant already",
+    "cache_salt": "the prefix cache is already separate for each tenant",
     "truncate_prompt_tokens": "shorten the prompt before it is sent",
     "thinking_token_budget": "use max_tokens",
-    "use_beam_search": "beam search is not served",
-    "length_penalty": "beam search is not served",
-    "early_stopping": "beam search is not served",
-    "kv_transfer_params": "keys and values stay in their worker",
-    "logits_processors": "code is not taken from callers",
+    "use_beam_search": "beam search is not supported",
+    "length_penalty": "beam search is not supported",
+    "early_stopping": "beam search is not supported",
+    "kv_transfer_params": "the KV cache stays in its worker",
+    "logits_processors": "the service runs no code of callers",
     "prompt_embeds": "prompts are text or token ids",
     "max_new_tokens": "use max_tokens",
     "best_of_n": "use n",
     "extra_args": "use vllm_xargs",
     "detokenize": "the gateway answers in text",
 }
-"""Known from OpenAI or vLLM and not served, with what to do instead."""
+"""Known from OpenAI or vLLM, but not supported: field -> what to do instead."""
 
 _USE_INPUT: Final = "use input"
 _USE_MAX_OUTPUT: Final = "use max_output_tokens"
@@ -139,15 +138,15 @@ RESPONSE_REFUSED: Final = {
     "verbosity": "use text.verbosity",
     "reasoning_effort": "use reasoning.effort",
     "logprobs": "use top_logprobs, and include message.output_text.logprobs",
-    "n": "a response has one answer",
-    "prompt_logprobs": "the API has no place for them",
-    "return_token_ids": "the API has no place for them",
+    "n": "a response has one output",
+    "prompt_logprobs": "a response object has no field for them",
+    "return_token_ids": "a response object has no field for them",
     "conversation": "use previous_response_id",
-    "prompt": "prompts are not kept here: put the text into instructions",
-    "max_tool_calls": "no tools are called here",
+    "prompt": "the service stores no prompts: put the text into instructions",
+    "max_tool_calls": "the service runs no server tools",
     "background_options": "use the header X-Headrace-Expires",
-    "context_management": "nothing is left out of a context here",
-    "access_programs": "nothing is moderated here",
-    "image": "only text is served",
+    "context_management": "the service edits no contexts",
+    "access_programs": "the service does no moderation",
+    "image": "only text is supported",
 }
-"""The same of the Responses API."""
+"""The same for the Responses API."""

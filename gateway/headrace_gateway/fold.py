@@ -1,4 +1,4 @@
-"""The plain answer: the chunks of a stream joined."""
+"""Joins the chunks of a stream into the non-streaming answer."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -11,7 +11,7 @@ _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
 
 
 def fold(chunks: Iterable[Chunk], form: AnswerForm) -> Chunk:
-    """Join all chunks of an answer that succeeded; they must have been written with `include_usage`."""
+    """Join all chunks of a successful answer. They must have been written with `include_usage`."""
     if isinstance(form, MessageForm):
         return fold_message(chunks)
     joined = Fold(form)
@@ -21,7 +21,7 @@ def fold(chunks: Iterable[Chunk], form: AnswerForm) -> Chunk:
 
 
 class Fold:
-    """The plain answer, chunk by chunk: it keeps no chunk."""
+    """Builds the non-streaming answer chunk by chunk, without storing the chunks."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._form: Final = form
@@ -45,7 +45,7 @@ class Fold:
             self._answer["usage"] = chunk["usage"]
 
     def answer(self) -> Chunk:
-        """The whole answer, once all chunks are there."""
+        """Return the whole answer. Call it after the last chunk."""
         if isinstance(self._form, ResponseForm):
             return self._answer
         if self._is_chat:
@@ -98,7 +98,7 @@ def _finish_message(message: Chunk) -> None:
 
 
 def _joined(before: Chunk | None, more: Chunk) -> Chunk:
-    """Each list of the shape, one behind the other."""
+    """Concatenate the lists under each key."""
     if before is None:
         return {name: list(value) if value is not None else None for name, value in more.items()}
     for name, value in more.items():

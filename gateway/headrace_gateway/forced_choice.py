@@ -1,6 +1,6 @@
-"""Grammars for `tool_choice`: required and a named function leave nothing but calls, auto binds strict functions.
+"""Grammars for `tool_choice`: `required` and a named function permit calls only; `auto` constrains strict functions.
 
-The text is Lark for `structured_outputs={"grammar": ...}`. This module knows the syntax, the engine compiles it.
+The text is Lark for `structured_outputs={"grammar": ...}`. This module writes it, the engine compiles it.
 """
 
 import json
@@ -16,14 +16,14 @@ from headrace_gateway.parsers.reasoning import THINK
 
 MAX_PARALLEL_CALLS: Final = 16
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-# As Python's json writes it, which is how chat templates show calls to the models. White space that a grammar leaves
-# free is what small models repeat without end.
+# The separators of Python's json, which chat templates use to show calls to the model. Small models repeat white space
+# endlessly if a grammar permits any.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedChoice:
-    """A grammar, and the tool parser that reads back what it lets through."""
+    """A grammar, and the tool parser for the text that it permits."""
 
     grammar: str
     syntax: str
@@ -31,14 +31,14 @@ class ForcedChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Syntax:
-    """How a family writes a call. Only texts: a special token is no text to a grammar."""
+    """How a model family writes a call, as text only: a grammar cannot match special tokens."""
 
     before: str
-    """What begins the calls, and tells them from other text."""
+    """Text that starts the calls and distinguishes them from other text."""
     between: str
     after: str
     call: tuple[str, str, str]
-    """What stands before the name, between it and the arguments, and behind them."""
+    """Text before the name, between the name and the arguments, and after the arguments."""
 
 
 _SYNTAXES: Final = {
@@ -58,20 +58,20 @@ def forced_choice(
     prompt_tail: str | None = None,
     parallel: bool = True,
 ) -> ForcedChoice:
-    """Write the grammar that lets through calls of these functions only.
+    """Write a grammar that permits only calls of these functions.
 
     Args:
-        tools: those that may be called: one for a named choice.
-        tool_parser: of the model. Its own syntax is used where a grammar can tell it as text, else that of Hermes.
+        tools: those that may be called; one for a named choice.
+        tool_parser: of the model. Its own syntax is used if a grammar can write it as text, else that of Hermes.
         reasoning_parser: of the model. With `think`, reasoning may come before the calls.
-        prompt_tail: the prompt's end, if it is known: it tells whether reasoning has begun, or ended.
+        prompt_tail: the end of the prompt, if known. It shows whether reasoning has begun or ended.
         parallel: False: exactly one call; True: up to MAX_PARALLEL_CALLS.
 
     Raises:
-        ForcedChoiceError: there is no function, or the grammar is larger than the queue takes.
+        ForcedChoiceError: there is no function, or the grammar exceeds the queue's limit.
     """
     if not tools:
-        raise ForcedChoiceError("tools must hold at least one function that may be called")
+        raise ForcedChoiceError("tools must contain at least one function that may be called")
     name = tool_parser if tool_parser in _SYNTAXES else _GENERIC
     syntax = _SYNTAXES[name]
     opening, rules = _opening(syntax, reasoning_parser, prompt_tail)
@@ -82,12 +82,12 @@ def forced_choice(
 
 
 def strict_calls(tools: Sequence[ToolForm], *, tool_parser: str | None, parallel: bool = True) -> str | None:
-    """Write the grammar of `tool_choice` auto for strict functions: any text, but calls as the functions say.
+    """Write the grammar for strict functions with `tool_choice` auto: any text, and calls that follow the schemas.
 
-    Returns None where no function is strict, and where no text tells a call from other text.
+    Returns None if no function is strict, or if no text distinguishes a call from other text.
 
     Raises:
-        ForcedChoiceError: the grammar is larger than the queue takes.
+        ForcedChoiceError: the grammar exceeds the queue's limit.
     """
     if tool_parser != "hermes" or not any(tool.strict for tool in tools):
         return None
@@ -122,7 +122,7 @@ def _written(schema: Mapping[str, Any], name: str) -> str:
 
 
 def _without_prose(schema: Any) -> Any:
-    """Leave out what describes a schema and forbids nothing: it would take much of the room."""
+    """Drop the keywords that describe a schema but constrain nothing: they would use up the grammar's size limit."""
     if isinstance(schema, Mapping):
         return {
             key: value if key in ("enum", "const") else _without_prose(value)
@@ -137,7 +137,7 @@ def _checked(rules: Sequence[str]) -> str:
     size = len(grammar.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise ForcedChoiceError(
-            f"the functions that may be called take {size} bytes as a grammar, which may have at most "
+            f"the grammar of the functions that may be called has {size} bytes, the limit is "
             f"{MAX_GRAMMAR_BYTES}; allow fewer of them, or shorten their parameters"
         )
     return grammar
@@ -148,9 +148,9 @@ def _text(text: str) -> str:
 
 
 def _opening(syntax: _Syntax, parser: str | None, prompt_tail: str | None) -> tuple[str, list[str]]:
-    """Return what stands before the first call, and the rules for it.
+    """Return the text before the first call, and the rules for it.
 
-    A rule for any text must not begin as the calls do: it would take them as its text.
+    A rule for any text must not start as a call does, or it would match the call as its text.
     """
     before = _text(syntax.before)
     if parser != "think" or (prompt_tail or "").rstrip().endswith("</think>"):
@@ -162,13 +162,13 @@ def _opening(syntax: _Syntax, parser: str | None, prompt_tail: str | None) -> tu
         return f"(reasoning gap)? {before}", [tagged, _GAP]
     if not syntax.before:
         return "(reasoning gap)? ", [tagged.replace("<think>", "(<think>|[^<{])", 1), _GAP]
-    # This text may be reasoning that the prompt has opened, or an answer.
+    # This text may be reasoning that the prompt has opened, or content.
     first = "".join(sorted({"<", syntax.before[0]}))
     preface = f"preface[lazy]: /[^{first}](?s:.*){re.escape(syntax.before)}/"
     return f"((reasoning gap)? {before}| preface) ", [tagged, _GAP, preface]
 
 
 def _schema(tool: ToolForm) -> dict[str, Any]:
-    """Return what the arguments must satisfy. Of a strict function, keywords that the engine lacks are an error."""
+    """Return the schema of the arguments. In a strict function an unsupported keyword is an error."""
     schema = _NO_PARAMETERS if tool.parameters is None else {"type": "object", **tool.parameters}
     return {**schema, "x-guidance": {**_SPACING, "lenient": not tool.strict}}

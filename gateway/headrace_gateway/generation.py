@@ -1,4 +1,4 @@
-"""The endpoints that generate: create an answer, and read one again, from wherever a reader stopped."""
+"""The endpoints that generate: create an answer, and retrieve one, from any cursor."""
 
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +14,7 @@ from starlette.routing import Route
 from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, Place, PlacedChunk, open_reader
+from headrace_gateway.answer_reader import AnswerReader, ChunkAndCursor, Position, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
 from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm
@@ -67,7 +67,7 @@ async def _create(request: Request, kind: str) -> Response:
 async def submit(
     gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, prefix: str, queue_model: str
 ) -> Envelope:
-    """Keep the envelope, then put the requests into the queue: no answer can be lost between the two."""
+    """Store the envelope, then submit the requests: an answer in the queue always has its envelope."""
     answer_id = new_id(prefix)
     request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
     envelope = Envelope(
@@ -94,7 +94,7 @@ async def submit(
     await _keep(gateway, envelope, call)
     try:
         accepted = await _send(gateway, requests)
-    except _REFUSALS as error:  # after any other error the request may be in the queue all the same
+    except _REFUSALS as error:  # after any other error the request may still be in the queue
         await forget(gateway, answer_id)
         if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
             message = "the Idempotency-Key was used with another request: choose a new key"
@@ -105,14 +105,14 @@ async def submit(
     await forget(gateway, answer_id)
     if await gateway.envelopes.find(accepted[0]) is None:
         if await _is_gone(gateway, accepted[0]):
-            raise not_found("the answer of this Idempotency-Key was deleted, or is no longer kept: choose a new key")
+            raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")
         # The queue was full for the key's first request: its id stays bound to the key.
         await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
     return await gateway.envelopes.get(accepted[0], key)
 
 
 async def _is_gone(gateway: Gateway, answer_id: str) -> bool:
-    """Whether an answer without an envelope was deleted, or has ended so long ago that its stream is gone."""
+    """Return whether an answer without an envelope was deleted, or ended so long ago that its stream has expired."""
     if await gateway.responses.was_deleted(answer_id):
         return True
     stream, ended = stream_key(answer_id), ended_key(answer_id)
@@ -127,7 +127,7 @@ async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:
 
 
 async def forget(gateway: Gateway, answer_id: str) -> None:
-    """Keep nothing of an answer; its stream, which nobody can read then, goes by itself."""
+    """Delete what is stored of an answer. Without it nobody can read the stream, which expires by itself."""
     await gateway.redis.delete(envelope_key(answer_id), response_key(answer_id))
 
 
@@ -145,31 +145,31 @@ def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str,
     return request
 
 
-async def read_chat_again(request: Request) -> Response:
-    """`GET /v1/chat/completions/{id}`: the answer, or its stream from a cursor on."""
-    return await read_again(request, ChatForm)
+async def retrieve_chat(request: Request) -> Response:
+    """`GET /v1/chat/completions/{id}`: the answer, or its stream after a cursor."""
+    return await retrieve(request, ChatForm)
 
 
-async def read_completion_again(request: Request) -> Response:
+async def retrieve_completion(request: Request) -> Response:
     """`GET /v1/completions/{id}`."""
-    return await read_again(request, CompletionForm)
+    return await retrieve(request, CompletionForm)
 
 
 def require_redis(request: Request) -> None:
-    """Refuse at once: each command that waits for Redis would take its whole time-out, and be repeated."""
+    """Fail fast: each command would wait for its full time-out, and be retried."""
     if request.app.state.redis_watch.is_down:
         raise unavailable()
 
 
-async def read_again(
+async def retrieve(
     request: Request, kind: type[AnswerForm], framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming
 ) -> Response:
-    """The answer of this kind of form that is kept under the request's id, or its stream from a cursor on."""
+    """Return the answer with this id, if it has this kind of form, or its stream after a cursor."""
     require_redis(request)
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
     if not isinstance(envelope.form, kind):
-        raise not_found(f"no answer {envelope.id!r} of this kind is kept")
+        raise not_found(f"the answer {envelope.id!r} belongs to another endpoint")
     style = read_headers(request.headers, gateway.settings).resume
     last_event_id = request.headers.get("last-event-id")
     after = Cursor.parse(last_event_id, param="last-event-id") if last_event_id else None
@@ -181,7 +181,7 @@ async def read_again(
         wait = partial(plain, gateway, key, envelope, gateway.settings.hold_status)
         return await unless_disconnected(request.receive, wait)
     if len(envelope.request_ids) > 1:
-        message = "the stream of several prompts cannot be rejoined: read the whole answer without stream"
+        message = "the stream of several prompts cannot be rejoined: get the whole answer without stream"
         raise invalid(message, code="unsupported", param="stream")
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
@@ -198,9 +198,9 @@ def flag(request: Request, name: str) -> bool:
 
 @asynccontextmanager
 async def charged_reader(
-    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Place | None = None
+    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Position | None = None
 ) -> AsyncIterator[AnswerReader]:
-    """Read an answer; its tokens are charged to the key, also where the client leaves before the end."""
+    """Open a reader whose tokens are charged to the key, even if the client disconnects before the end."""
     async with open_reader(gateway.hub, envelope, after) as reader:
         try:
             yield reader
@@ -213,23 +213,23 @@ async def streamed(
     key: ApiKey,
     envelope: Envelope,
     framing: sse.Framing,
-    after: Place | None = None,
+    after: Position | None = None,
     *,
     arrived: float | None = None,
     at_once: bool = False,
 ) -> EventStream:
-    """Decide the status by the first entry: a refusal by a worker is then a status of its own.
+    """Wait for the first entry, so that a worker's refusal becomes the HTTP status.
 
     Args:
-        arrived: when the request came, by the monotonic clock; a header tells how long it then waited for a worker.
-        at_once: do not wait for the first entry: a refusal by a worker is then a chunk.
+        arrived: monotonic time at which the request arrived; a response header reports how long it waited for a worker.
+        at_once: do not wait for the first entry: a worker's refusal is then an event of the stream.
     """
     async with AsyncExitStack() as opened:
         reader = await opened.enter_async_context(charged_reader(gateway, key, envelope, after))
         opening = reader.opening()
         first = [] if at_once else await _first(reader, gateway.settings.hold_status)
         if after is None and not at_once and reader.error is not None and not reader.has_output:
-            raise reader.error  # nothing came before it
+            raise reader.error  # no output preceded it
         headers = {"x-headrace-id": envelope.id}
         if arrived is not None and reader.begun_at is not None:
             headers["x-headrace-queued-ms"] = str(round((reader.begun_at - arrived) * 1000))
@@ -243,10 +243,10 @@ async def streamed(
         )
 
 
-async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | None:
-    """The first chunks, up to some of a worker's output; None where none has come so far."""
+async def _first(reader: AnswerReader, seconds: float) -> list[ChunkAndCursor] | None:
+    """Return the first chunks, up to the first output of a worker; None if none has arrived in time."""
     deadline = time.monotonic() + seconds
-    found: list[PlacedChunk] = []
+    found: list[ChunkAndCursor] = []
     while not reader.has_ended:
         chunks = await reader.take(max(0.0, deadline - time.monotonic()))
         if chunks is None:
@@ -258,7 +258,7 @@ async def _first(reader: AnswerReader, seconds: float) -> list[PlacedChunk] | No
 
 
 async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float = _PLAIN_WAIT) -> Response:
-    """The whole answer; 202 where it is not there after so many seconds."""
+    """Return the whole answer; 202 if it is not complete within `seconds`."""
     form = envelope.form
     if isinstance(form, ChatForm | CompletionForm):
         form = msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
@@ -283,7 +283,7 @@ def _unfinished(envelope: Envelope) -> Response:
 
 routes: Final = [
     Route("/v1/chat/completions", create_chat, methods=["POST"]),
-    Route("/v1/chat/completions/{id}", read_chat_again, methods=["GET"]),
+    Route("/v1/chat/completions/{id}", retrieve_chat, methods=["GET"]),
     Route("/v1/completions", create_completion, methods=["POST"]),
-    Route("/v1/completions/{id}", read_completion_again, methods=["GET"]),
+    Route("/v1/completions/{id}", retrieve_completion, methods=["GET"]),
 ]

@@ -1,4 +1,4 @@
-"""The request headers that are the gateway's own: priority, life, rejoining, and OpenAI's Idempotency-Key."""
+"""The gateway's own request headers (priority, expiry, abandonment, resumption), and OpenAI's Idempotency-Key."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ ResumeStyle: TypeAlias = Literal["none", "id", "chunk"]
 
 @dataclass(frozen=True, slots=True)
 class CallHeaders:
-    """What the headers of a request say; times are seconds."""
+    """The values of these headers. Times are in seconds."""
 
     expires: float
     abandon_after: float | None
     priority: int | None = None
     idempotency_key: str | None = None
     resume: ResumeStyle = "none"
-    """Where a stream's cursors stand: in `id:` lines, or in the chunks, for SDKs that hide those lines."""
+    """Where the cursors of a stream are: in `id:` lines, or in the chunks for SDKs that hide those lines."""
 
 
 def read_headers(headers: Mapping[str, str], settings: GatewaySettings) -> CallHeaders:
-    """Raises ApiError 400 with everything that is wrong."""
+    """Parse the headers. Raises ApiError 400 that lists every problem."""
     problems = Problems()
     priority = _number(headers, "x-headrace-priority", 0, 9, problems)
     if priority is not None and priority != int(priority):

@@ -1,4 +1,4 @@
-"""The input of the Responses API: its items, checked, and the messages of a chat that they are."""
+"""The input of the Responses API: checks its items, and turns them into chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -22,7 +22,7 @@ Item = dict[str, Any]
 
 
 def read_items(given: Any, problems: Problems) -> list[Item]:
-    """Check `input` and return its items in one shape, without ids where the caller gave none."""
+    """Check `input` and return its items in one format, without ids if the caller gave none."""
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
     if not isinstance(given, list) or not given:
@@ -34,7 +34,7 @@ def read_items(given: Any, problems: Problems) -> list[Item]:
     for position, item in enumerate(read):
         identity = item.get("id") if item is not None else None
         if identity in seen:
-            message = f"input[{position}].id is the id of an earlier item: leave it out, or give another one"
+            message = f"input[{position}].id is the id of an earlier item: leave it out, or use another one"
             problems.add(f"input[{position}].id", message)
         elif identity is not None:
             seen.add(identity)
@@ -42,7 +42,7 @@ def read_items(given: Any, problems: Problems) -> list[Item]:
 
 
 def with_ids(items: Sequence[Item], response_id: str) -> tuple[Item, ...]:
-    """The items as a response's list tells them: each has an id, its own or one that is derived."""
+    """Return the items as a response lists them: each has an id, either its own or a derived one."""
     return tuple(
         {"id": item_id(_PREFIXES[item["type"]], response_id, f"i{place}"), **item} for place, item in enumerate(items)
     )
@@ -96,7 +96,7 @@ def _read_content(path: str, content: Any, role: str, problems: Problems) -> lis
         where = f"{path}[{number}]"
         if kind not in _TEXT_PARTS:
             told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-            problems.add(f"{where}.type", f"{where}.type is {told}, and only text is served", "unsupported")
+            problems.add(f"{where}.type", f"{where}.type is {told}, only text is supported", "unsupported")
             continue
         problems.unknown_fields(where, part, _PART_FIELDS)
         text = part.get("refusal" if kind == "refusal" else "text")
@@ -115,7 +115,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 def _read_reasoning(path: str, given: Mapping[str, Any], problems: Problems) -> Item:
     if given.get("encrypted_content"):
-        message = f"{path}.encrypted_content cannot be read here: reasoning is in content or summary"
+        message = f"{path}.encrypted_content is not supported: send the reasoning in content or summary"
         problems.add(f"{path}.encrypted_content", message, "unsupported")
     return {
         "summary": _reasoning_parts(f"{path}.summary", given.get("summary", []), "summary_text", problems),
@@ -151,7 +151,7 @@ def _string(path: str, name: str, given: Mapping[str, Any], problems: Problems) 
 
 
 def messages_of(items: Sequence[Item], *, knows_developer: bool) -> list[dict[str, Any]]:
-    """The messages of a chat: what an assistant thought, said and called in one turn is one message."""
+    """Return the chat messages. All that an assistant thought, said and called in one turn becomes one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "function_call_output":
@@ -170,7 +170,7 @@ def messages_of(items: Sequence[Item], *, knows_developer: bool) -> list[dict[st
 
 
 def _add_turn(messages: list[dict[str, Any]], item: Item) -> None:
-    """Add to the assistant's last message where the item comes behind what that has so far."""
+    """Add the item to the assistant's last message, if it may follow what that message has so far."""
     parts = ("reasoning_content", "content", "tool_calls")
     kinds = {"reasoning": 0, "message": 1, "function_call": 2}
     rank = kinds[item["type"]]

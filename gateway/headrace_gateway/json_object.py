@@ -1,4 +1,4 @@
-"""`read_object`: JSON from outside that must be an object."""
+"""`read_object`: parses JSON from outside that must be an object."""
 
 from typing import Any, Final
 
@@ -10,11 +10,11 @@ _DECODER: Final = msgspec.json.Decoder()
 
 
 def read_object(raw: bytes, name: str, code: str) -> dict[str, Any]:
-    """Raises ApiError 400 with this code, whose sentence calls it by this name."""
+    """Parse the object. Raises ApiError 400 with this code; `name` names the JSON in the message."""
     try:
         value = _DECODER.decode(raw)
     except RecursionError:
-        raise invalid(f"the {name} is nested too deep", code=code) from None
+        raise invalid(f"the {name} is nested too deeply", code=code) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise invalid(f"the {name} is not valid JSON: {error}", code=code) from None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A JSON answer, written as strictly as requests are read."""
+"""A JSON response, encoded as strictly as requests are decoded."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,7 +19,7 @@ class JsonResponse(Response):
 
 
 class _ErrorResponse(Response):
-    """An error in the shape of the API that was asked, which the request's path tells."""
+    """An error in the format of the API that the request's path belongs to."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__()

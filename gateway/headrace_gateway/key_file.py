@@ -1,4 +1,4 @@
-"""`KeyFile`: the API keys of a gateway, read again when the file changes.
+"""`KeyFile`: the API keys of a gateway, reloaded when the file changes.
 
     [[keys]]
     name = "website"
@@ -10,7 +10,7 @@
     tokens_per_minute = 100000
     admin = false
 
-Only `name` and `sha256` are required. The file holds hashes alone. Keys are random and long, so a fast hash is enough.
+Only `name` and `sha256` are required. The file contains only hashes. Keys are long and random, so a fast hash suffices.
 """
 
 import hashlib
@@ -54,13 +54,13 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyFile:
-    """Finds the owner of a key, by the newest version of the file that could be used.
+    """Finds the owner of a key in the last valid version of the file.
 
     Args:
-        when_read: told after each look at a new version whether it could be used.
+        when_read: called after each read of a new version with whether it is valid.
 
     Raises:
-        GatewaySettingsError: the file cannot be used at all.
+        GatewaySettingsError: the first version cannot be used.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class KeyFile:
         self._file: Final = WatchedFile("key file", path, read_keys, now=now, when_read=when_read)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The owner of the key; None for a key of nobody."""
+        """Return the owner of the key; None if the key is unknown."""
         digest = hashlib.sha256(presented).hexdigest()
         found: ApiKey | None = None
-        for known, key in self._file.content():  # all of them, so that the time tells nothing
+        for known, key in self._file.content():  # compare with all of them, so that the time reveals nothing
             if hmac.compare_digest(known, digest):
                 found = key
         return found
 
 
 def read_keys(path: Path) -> Sequence[tuple[str, ApiKey]]:
-    """Each hash and its owner. Raises GatewaySettingsError, which quotes nothing that could be a key."""
+    """Return each hash and its owner. Raises GatewaySettingsError, which quotes nothing that could be a key."""
     document, _ = read_toml("key file", path)
     try:
         entries = msgspec.convert(document, _File).keys
@@ -96,7 +96,7 @@ def read_keys(path: Path) -> Sequence[tuple[str, ApiKey]]:
 
 
 def _problems(entries: Sequence[_Entry]) -> list[str]:
-    problems: list[str] = [] if entries else ["it holds no [[keys]]"]
+    problems: list[str] = [] if entries else ["it has no [[keys]]"]
     names: set[str] = set()
     hashes: set[str] = set()
     for number, entry in enumerate(entries, 1):
@@ -108,7 +108,7 @@ def _problems(entries: Sequence[_Entry]) -> list[str]:
         if not entry.hashes or not all(map(_SHA256.fullmatch, entry.hashes)):
             problems.append(f"sha256 of {entry.name} must be 64 characters 0-9 a-f, or an array of such")
         elif hashes.intersection(entry.hashes) or len(set(entry.hashes)) < len(entry.hashes):
-            problems.append(f"sha256 of {entry.name} is there twice")
+            problems.append(f"sha256 of {entry.name} is used twice")
         problems += [f"{problem} (key {entry.name})" for problem in name_problems("tenant", entry.tenant or "none")]
         names.add(entry.name)
         hashes.update(entry.hashes)
@@ -128,7 +128,7 @@ def _key(entry: _Entry) -> ApiKey:
 
 
 def new_key(name: str, *, tenant: str | None = None) -> tuple[str, str]:
-    """Make a key: the key itself, and its entry for the file. Raises GatewaySettingsError for a bad name."""
+    """Make a key; return the key and its entry for the file. Raises GatewaySettingsError for an invalid name."""
     key = f"sk-headrace-{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(key.encode()).hexdigest()
     problems = _problems([_Entry(name, digest, tenant)])

@@ -1,22 +1,22 @@
-"""API keys: who calls, for which tenant, with which rights. The file holds only their hashes."""
+"""API keys: the caller, its tenant and its rights. The key file contains only their hashes."""
 
 import re
 from dataclasses import dataclass
 from typing import Final
 
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""Of what an operator names: keys, endpoints of webhooks."""
+"""The names that an operator gives to keys and to webhook endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One line of the key file, or the single caller of a gateway without keys."""
+    """An entry of the key file, or the only caller of a gateway without keys."""
 
     name: str
-    """Shown in logs and metrics; the key itself is not."""
+    """Appears in logs and metrics; the key itself does not."""
     tenant: str | None = None
     best_priority: int = 0
-    """Requests get this priority, or a worse one that they ask for; 0 is served first, 9 last."""
+    """Requests get this priority, or the worse one that they ask for; 0 is served first, 9 last."""
     models: frozenset[str] | None = None
     """Served names and adapters that it may use; None: all."""
     is_admin: bool = False
@@ -28,4 +28,4 @@ class ApiKey:
 
 
 ANYONE = ApiKey(name="anyone", is_admin=True)
-"""The caller of a gateway that has no key file, which listens on loopback only."""
+"""The caller of a gateway without a key file, which listens on loopback only."""

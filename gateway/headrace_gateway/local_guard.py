@@ -1,7 +1,7 @@
-"""`LocalGuard`: keeps other web sites away from a gateway that asks for no key.
+"""`LocalGuard`: protects a gateway without API keys from other web sites.
 
-Such a gateway listens on loopback, where every page that a browser on this machine shows can send requests. Two kinds
-of attack reach it there: a page of another site posts to it, or makes its own name resolve to 127.0.0.1.
+Such a gateway listens on loopback, which every page in a browser on this machine can reach. Two attacks are possible: a
+page of another origin posts to the gateway, or makes its own host name resolve to 127.0.0.1 (DNS rebinding).
 """
 
 import ipaddress
@@ -20,12 +20,12 @@ _HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?"
 
 
 class LocalGuard:
-    """ASGI middleware that answers 403 or 415 to what only another site's page sends.
+    """ASGI middleware that answers 403 or 415 to requests that only a page of another origin sends.
 
     Args:
-        app: what is guarded.
+        app: the protected application.
         allowed_origins: origins whose pages may call, such as `http://127.0.0.1:8001`; `*`: all. Their hosts are also
-            names by which the gateway may be called.
+            accepted in the Host header.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Iterable[str] = ()) -> None:
@@ -44,20 +44,20 @@ class LocalGuard:
 
     def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
-        # no browser leaves the Host header out
+        # every browser sends the Host header
         if host and host not in self._hosts and not _is_loopback(host):
             message = (
-                f"the gateway has no API keys and is called by names of this machine only, not by {host[:100]!r}; "
-                "start it with a key file, or allow the origin"
+                f"the gateway has no API keys and accepts only names of this machine as Host, not by {host[:100]!r}; "
+                "start it with --keys, or allow the origin with --allow-origin"
             )
             return ApiError(403, "permission_error", "host_not_allowed", message)
         if origin and origin not in self._origins and origin != f"http://{host}":
             message = (
-                f"the gateway has no API keys and answers to pages of its own only, not to those of {origin[:100]!r}; "
-                "start it with a key file, or allow the origin"
+                f"the gateway has no API keys and accepts only its own origin, not {origin[:100]!r}; "
+                "start it with --keys, or allow the origin with --allow-origin"
             )
             return ApiError(403, "permission_error", "origin_not_allowed", message)
-        # a page can post the other types to any site without being asked first
+        # a page can post the other types to any origin without a preflight request
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json" and not self._is_own_upload(path, kind, headers):
             message = f"Content-Type must be application/json, not {kind[:100]!r}"
@@ -65,14 +65,14 @@ class LocalGuard:
         return None
 
     def _is_own_upload(self, path: str, kind: str, headers: Headers) -> bool:
-        """Whether a form is an upload of no foreign page. Browsers tell where a page's request comes from."""
+        """Return whether a form is an upload from our own page or no page. Browsers report a request's origin."""
         is_upload = path == "/v1/files" and kind == "multipart/form-data"
         is_own = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
         return is_upload and (is_own or headers.get("origin", "").lower() in self._origins)
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine: `localhost` or an address of loopback, with any port."""
+    """Return whether a Host header names this machine: `localhost` or a loopback address, with any port."""
     found = _HOST.fullmatch(host)
     if not found:
         return False

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the shapes of OpenAI's two APIs."""
+"""Log-probabilities of tokens in the formats of OpenAI's two APIs."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -6,11 +6,11 @@ from typing import Any, Final
 from headrace_broker import Logprob
 
 LOWEST: Final = -9999.0
-"""JSON has no infinity."""
+"""Stands for minus infinity, which JSON lacks."""
 
 
 def token_text(candidate: Logprob, *, as_id: bool) -> str:
-    """The token's text; where it ends inside a character, its bytes, as OpenAI writes them: `bytes:\\xf0\\x9f`."""
+    """Return the token's text; if it ends inside a character, its bytes in OpenAI's notation: `bytes:\\xf0\\x9f`."""
     if as_id:
         return f"token_id:{candidate.token_id}"
     if not candidate.decoded_text and candidate.bytes:
@@ -19,11 +19,11 @@ def token_text(candidate: Logprob, *, as_id: bool) -> str:
 
 
 def chat_logprobs(tokens: Iterable[list[Logprob]], *, top: int, as_ids: bool) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice.
+    """Return the `logprobs` of a chat choice.
 
     Args:
-        tokens: one list a token, the token itself first.
-        top: alternatives to give a position.
+        tokens: one list per token, the token itself first.
+        top: alternatives per position.
     """
     content = [
         _chat_token(candidates[0], as_ids)
@@ -42,16 +42,16 @@ def _chat_token(candidate: Logprob, as_id: bool) -> dict[str, Any]:
 
 
 def most_likely(candidates: list[Logprob], top: int) -> list[Logprob]:
-    """Those of the `top` first ranks; the token itself stands in the list twice where it is one of them."""
+    """Return those with the first `top` ranks. A token among them is in the list twice."""
     ranked = {candidate.token_id: candidate for candidate in candidates if candidate.rank <= top}
     return sorted(ranked.values(), key=lambda candidate: candidate.rank)
 
 
 class CompletionLogprobs:
-    """The `logprobs` of a completion's choices, whose offsets count the characters of each choice's text.
+    """The `logprobs` of a completion's choices. Offsets count the characters of each choice's text.
 
     Args:
-        top: alternatives to give a position; the token itself is always among them.
+        top: alternatives per position; the token itself is always among them.
     """
 
     def __init__(self, *, top: int, as_ids: bool) -> None:
@@ -60,11 +60,11 @@ class CompletionLogprobs:
         self._offset = 0
 
     def add(self, tokens: Iterable[list[Logprob] | None], *, first_text: str = "") -> dict[str, Any]:
-        """The shape of the next tokens.
+        """Return the log-probabilities of the next tokens.
 
         Args:
-            tokens: one list a token, the token itself first; None for a prompt's first token.
-            first_text: the text of that first token, which no list tells.
+            tokens: one list per token, the token itself first; None for a prompt's first token.
+            first_text: the text of that first token, which no list contains.
         """
         shape: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for candidates in tokens:
@@ -91,7 +91,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs_shape(tokens: Iterable[list[Logprob] | None]) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` as vLLM answers: a map from token ids a position."""
+    """Return `prompt_logprobs` in vLLM's format: a map from token id to log-probability for each position."""
     return [
         None
         if candidates is None

@@ -1,21 +1,21 @@
-"""The messages of a chat: OpenAI's roles and content parts as the queue takes them."""
+"""The messages of a chat: translates OpenAI's roles and content parts for the queue."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headrace_gateway.problems import Problems, shown
+from headrace_gateway.problems import Problems, named, shown
 
 ROLES: Final = ("developer", "system", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 _WITHOUT_EFFECT: Final = ("refusal", "annotations", "audio", "function_call")
-"""Fields that answers of the API have, and that callers send back."""
+"""Fields that the API's answers have, and that callers therefore send back."""
 
 
 def read_messages(messages: Any, problems: Problems, *, knows_developer: bool) -> list[dict[str, Any]]:
-    """Check roles and contents; the queue's own rules check the rest.
+    """Check roles and contents. The queue's own rules check the rest.
 
     Args:
-        knows_developer: the chat template has the role `developer`; else it is `system`.
+        knows_developer: the chat template supports the role `developer`; otherwise it becomes `system`.
     """
     if not isinstance(messages, list) or not messages:
         told = "an empty array" if messages == [] else shown(messages)
@@ -33,13 +33,13 @@ def _read(position: int, message: Any, problems: Problems, knows_developer: bool
     role = given.get("role")
     if role not in ROLES:
         hint = ": use the role tool" if role == "function" else ""
-        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {_named(role)}{hint}")
+        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {named(role)}{hint}")
         return {}
     for name in given:
         if name in _WITHOUT_EFFECT and not given[name]:
             continue
         if name not in _FIELDS and not (role == "assistant" and name in ("refusal", "annotations")):
-            problems.unsupported(f"{path}.{name[:64]}", f"{path} holds the unknown field {name[:64]!r}")
+            problems.unsupported(f"{path}.{name[:64]}", f"{path} has the unknown field {name[:64]!r}")
     read = {name: given[name] for name in _FIELDS if name in given}
     read["role"] = "system" if role == "developer" and not knows_developer else role
     if isinstance(given.get("content"), list):
@@ -51,11 +51,11 @@ def _read(position: int, message: Any, problems: Problems, knows_developer: bool
         if role == "assistant" and isinstance(given.get("refusal"), str):
             read["content"] = given["refusal"]
         else:
-            problems.add(f"{path}.content", f"{path}.content must be there")
+            problems.add(f"{path}.content", f"{path}.content is required")
     if "tool_calls" in read and role != "assistant":
-        problems.add(f"{path}.tool_calls", f"{path}.tool_calls goes with the role assistant only")
+        problems.add(f"{path}.tool_calls", f"{path}.tool_calls is allowed only in a message with the role assistant")
     if role == "tool" and "tool_call_id" not in read:
-        problems.add(f"{path}.tool_call_id", f"{path}.tool_call_id must be there: it says which call this answers")
+        problems.add(f"{path}.tool_call_id", f"{path}.tool_call_id is required: it names the answered call")
     return read
 
 
@@ -66,14 +66,10 @@ def _joined(path: str, parts: list[Any], problems: Problems) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal"):
             where = f"{path}.content[{number}].type"
-            problems.add(where, f"{where} is {_named(kind)}, and only text is served", "unsupported")
+            problems.add(where, f"{where} is {named(kind)}, only text is supported", "unsupported")
         elif not isinstance(text, str):
             where = f"{path}.content[{number}].{'refusal' if kind == 'refusal' else 'text'}"
             problems.add(where, f"{where} must be a string, not {shown(text)}")
         else:
             texts.append(text)
     return "".join(texts)
-
-
-def _named(value: Any) -> str:
-    return repr(value[:40]) if isinstance(value, str) else shown(value)

@@ -1,4 +1,4 @@
-"""The plain message of Anthropic's API: the events of a stream joined."""
+"""Joins the events of a stream into the non-streaming message of Anthropic's API."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ Event = dict[str, Any]
 
 
 def fold_message(events: Iterable[Event]) -> Event:
-    """Join all events of a message that succeeded."""
+    """Join all events of a successful message."""
     message: Event = {}
     inputs: dict[int, str] = {}
     for event in events:
@@ -38,7 +38,7 @@ def _add(block: Event, index: int, delta: Event, inputs: dict[int, str]) -> None
 
 
 def input_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; what is no JSON object, such as one that was cut, under a name that Anthropic uses."""
+    """Return the arguments of a call. If they are not a JSON object, as when cut off, wrap them as Anthropic does."""
     if not text.strip():
         return {}
     try:

@@ -1,8 +1,8 @@
-"""From the entries of a request's stream to the events of Anthropic's Messages API: a pure function, entry by entry.
+"""Turns the entries of a request's stream into the events of Anthropic's Messages API. It is a pure function.
 
     message_start (content_block_start content_block_delta* content_block_stop)* message_delta message_stop
 
-The same envelope and entries give the same events at every replica, however the entries were read.
+The same envelope and entries give the same events at every replica, whatever the batches in which they are read.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,14 @@ from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, 
 
 Event = dict[str, Any]
 _CALLER: Final = {"type": "direct"}
-"""The model itself calls a tool, not a program that it wrote."""
+"""The model calls the tool directly, not from a program that it wrote."""
 
 
 class MessageStream:
-    """Args:
-    envelope: of one request, with a MessageForm.
+    """Writes the events of one message.
+
+    Args:
+        envelope: of one request, with a MessageForm.
     """
 
     def __init__(self, envelope: Envelope) -> None:
@@ -35,20 +37,20 @@ class MessageStream:
         self._text: ChoiceText | None = None
         self._start: StartEvent | None = None
         self._index = -1
-        """Of the last block that was begun."""
+        """Index of the last block that was opened."""
         self._open: str | None = None
-        """Type of that block, while it is open."""
+        """Type of that block while it is open."""
         self._has_calls = False
         self._num_tokens = 0
         self._stop: tuple[str, str | None] = ("end_turn", None)
         self.has_ended = False
         self.error: ApiError | None = None
-        """Why the request brought no, or not the whole, answer."""
+        """Why the answer is missing or incomplete; None if it is neither."""
 
     def step(self, _request_id: str, event: StreamEvent) -> list[Event]:
-        """The events that an entry brings."""
+        """Return the events that an entry adds."""
         if isinstance(event, StartEvent):
-            self._start = self._start or event  # another worker goes on where the first one stopped
+            self._start = self._start or event  # another worker resumed the request
             return []
         if isinstance(event, ChunkEvent):
             return [*self._begin(), *self._blocks(event)]
@@ -123,7 +125,7 @@ class MessageStream:
             yield {"type": "content_block_stop", "index": self._index}
 
     def _stopped(self, event: ChunkEvent) -> tuple[str, str | None]:
-        """`stop_reason` and `stop_sequence`."""
+        """Return `stop_reason` and `stop_sequence`."""
         if event.finish_reason == "length":
             is_asked = event.offset >= self._form.max_tokens
             return ("max_tokens" if is_asked else "model_context_window_exceeded"), None
@@ -164,7 +166,7 @@ class MessageStream:
 
 
 def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Event:
-    """`input_tokens` counts no cached ones."""
+    """Return the usage; `input_tokens` excludes cached tokens."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""The models that requests may name: the registry of the queue, read at most once a second."""
+"""The models that requests may name. The queue's registry is read at most once a second."""
 
 import time
 from collections.abc import Callable
@@ -10,24 +10,24 @@ from headrace_gateway.shared_read import SharedRead
 
 
 class ModelCatalog:
-    """Registered models by served name; adapters are found by their own names."""
+    """Registered models by served name. Adapters are found by their own names."""
 
     def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
         self._models = SharedRead(client.models, now)
 
     async def all(self) -> dict[str, RegisteredModel]:
-        """Raises QueueUnavailableError where Redis cannot be asked."""
+        """Return all models. Raises QueueUnavailableError if Redis is unavailable."""
         return await self._models.get()
 
     async def only(self, key: ApiKey) -> RegisteredModel | None:
-        """The model that a request means which names none; None where the key may use several, or none."""
+        """Return the model for a request that names none; None if the key may use several models, or none."""
         usable = [model for name, model in (await self.all()).items() if key.may_use(name)]
         return usable[0] if len(usable) == 1 else None
 
     async def find(self, name: object, key: ApiKey) -> tuple[RegisteredModel, str | None]:
-        """The model that a request's `model` stands for, and the adapter where it is one's name.
+        """Return the model that a request's `model` refers to, and the adapter if it is the name of one.
 
-        Raises ApiError 404 for a name that the key may not use, as for one that nobody serves.
+        Raises ApiError 404 for a model that the key may not use, just as for one that does not exist.
         """
         if not isinstance(name, str) or not name:
             raise ApiError(400, "invalid_request_error", "invalid_request", "model must be a string", param="model")

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what may be named as `model`, adapters too."""
+"""`GET /v1/models`: the values that `model` may have, adapters included."""
 
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def find_model(request: Request) -> Response:
-    """`GET /v1/models/{id}`; the id of a model may hold slashes."""
+    """`GET /v1/models/{id}`. A model's id may contain slashes."""
     wanted = request.path_params["id"]
     for model in await _listed(request):
         if model["id"] == wanted:

@@ -1,4 +1,4 @@
-"""Lists of stored objects, as OpenAI pages them."""
+"""Lists of stored objects with OpenAI's pagination."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from headrace_gateway.errors import invalid
 
 
 def read_limit(text: str | None, default: int, most: int) -> int:
-    """`limit` of a query. Raises ApiError 400."""
+    """Parse `limit` of a query. Raises ApiError 400."""
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
@@ -16,6 +16,6 @@ def read_limit(text: str | None, default: int, most: int) -> int:
 
 
 def object_list(shapes: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of a list."""
+    """Return one page of a list."""
     ids = [shape["id"] for shape in shapes] or [None]
     return {"object": "list", "data": list(shapes), "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}

@@ -1,6 +1,6 @@
-"""`/headrace/...`: what the page and operators ask for: queues, single requests and dead letters.
+"""`/headrace/...`: the endpoints of the page and of operators for queues, single requests and dead letters.
 
-No answer holds text of a prompt or of an output.
+No response contains text of a prompt or of an output.
 """
 
 import time
@@ -27,13 +27,13 @@ _OF_ADMINS: Final = frozenset({"by_tenant", "worker"})
 
 
 class LetterSelection(msgspec.Struct, forbid_unknown_fields=True):
-    """The dead letters that an administrator chose."""
+    """The dead letters that an administrator has selected."""
 
     letter_ids: tuple[str, ...]
 
 
 async def overview(request: Request) -> Response:
-    """The models that the key may use, with the levels of their queues; tenants and workers for an admin key."""
+    """Return the key's models with the state of their queues; for an admin key also tenants and workers."""
     key = key_of(request)
     queues = [queue for queue in await gateway_of(request).queues.all() if key.may_use(queue["model"])]
     hidden = frozenset() if key.is_admin else _OF_ADMINS
@@ -42,7 +42,7 @@ async def overview(request: Request) -> Response:
 
 
 async def request_status(request: Request) -> Response:
-    """Where a request is: each prompt of it is one request of the queue."""
+    """Return the state of a request: each of its prompts is one request of the queue."""
     request_id = request.path_params["id"]
     envelope = await _owned(request, request_id)
     client = gateway_of(request).client
@@ -58,7 +58,7 @@ _STATUS: Final = ("state", "attempt", "tokens", "finish_reason")
 
 
 async def cancel(request: Request) -> Response:
-    """End a request wherever it is; `cancelled` is false where all of it had ended before."""
+    """Cancel a request in any state. `cancelled` is false if all of it had already ended."""
     request_id = request.path_params["id"]
     envelope = await _owned(request, request_id)
     client = gateway_of(request).client
@@ -67,7 +67,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def list_dead_letters(request: Request) -> Response:
-    """The newest first. `limit` is 1 to 1000."""
+    """Return dead letters, newest first. `limit` is 1 to 1000."""
     _require_admin(request)
     text = request.query_params.get("limit", str(_LETTERS_SHOWN))
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= _LETTERS_KEPT):
@@ -77,7 +77,7 @@ async def list_dead_letters(request: Request) -> Response:
 
 
 async def requeue_dead_letters(request: Request) -> Response:
-    """Send the chosen messages again; copies of messages that are alive stay where they are."""
+    """Put the selected messages back into the queue. A message whose request is still alive is not moved."""
     _require_admin(request)
     chosen = await _chosen(request)
     sent = await gateway_of(request).client.requeue_dead_letters(chosen)
@@ -85,7 +85,7 @@ async def requeue_dead_letters(request: Request) -> Response:
 
 
 async def purge_dead_letters(request: Request) -> Response:
-    """Delete the chosen messages for good."""
+    """Delete the selected messages permanently."""
     _require_admin(request)
     chosen = await _chosen(request)
     count = await gateway_of(request).client.purge_dead_letters(chosen)
@@ -93,27 +93,27 @@ async def purge_dead_letters(request: Request) -> Response:
 
 
 def summary(letter: DeadLetter) -> dict[str, Any]:
-    """What is known of a dead letter beside its message."""
+    """Return what is known of a dead letter, without its message."""
     tenant, enqueued_at = letter.headers.get("tenant"), letter.headers.get("enqueued_at")
     return {
         **letter.summary(),
-        # anybody may have written the message, and any value into its headers
+        # the message is untrusted, and so is every header
         "tenant": None if tenant is None or name_problems("tenant", tenant) else tenant,
         "enqueued_at": enqueued_at if isinstance(enqueued_at, float) else None,
     }
 
 
 async def _owned(request: Request, request_id: str) -> Envelope | None:
-    """The envelope of a request of this key's; None for an admin key where another producer has sent the request.
+    """Return the envelope of a request of this key; None if an admin key asks for a request of another producer.
 
-    Raises 404 for all others, as if there were none.
+    Raises ApiError 404 for any other request, as if it did not exist.
     """
     key, gateway = key_of(request), gateway_of(request)
     if not key.is_admin:
         return await gateway.envelopes.get(request_id, key)
     envelope = await gateway.envelopes.find(request_id)
     if envelope is None and await gateway.client.is_known(request_id) is False:
-        raise not_found(f"no request {request_id[:80]!r} is known")
+        raise not_found(f"no request {request_id[:80]!r}: it has expired, or this key does not own it")
     return envelope
 
 
@@ -127,7 +127,7 @@ async def _chosen(request: Request) -> list[DeadLetter]:
 
 
 def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[DeadLetter]:
-    """These dead letters. Raises 404 where one is no longer there, and names it."""
+    """Return these dead letters. Raises ApiError 404 that names the missing ones."""
     by_id = {letter.letter_id: letter for letter in letters}
     missing = [one[:40] for one in letter_ids if one not in by_id]
     if missing:
@@ -137,7 +137,7 @@ def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[D
 
 def _require_admin(request: Request) -> None:
     if not key_of(request).is_admin:
-        message = f"the key {key_of(request).name!r} is no admin key; dead letters are for admin keys"
+        message = f"the key {key_of(request).name!r} is not an admin key, which dead letters require"
         raise ApiError(403, "permission_error", "admin_key_required", message)
 
 

@@ -1,4 +1,4 @@
-"""The page's files, as the gateway serves them: from memory, with headers that let a browser load nothing else."""
+"""Serves the files of the page from memory, with headers that let the browser load nothing else."""
 
 import re
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ _ORIGIN: Final = re.compile(r"https?://[a-z0-9.:\[\]-]+", re.IGNORECASE)
 
 
 def content_security_policy(allowed_origins: Iterable[str]) -> str:
-    """The page may call this gateway, and the origins that may call it: replicas have the same settings."""
+    """Allow the page to call this gateway, and the allowed origins, since replicas have the same settings."""
     allowed = [origin for origin in allowed_origins if _ORIGIN.fullmatch(origin)]
     others = ["http:", "https:"] if "*" in allowed_origins else allowed
     return "; ".join(
@@ -48,7 +48,7 @@ def content_security_policy(allowed_origins: Iterable[str]) -> str:
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
-            # the browser refuses innerHTML and its like
+            # the browser refuses innerHTML and the like
             "require-trusted-types-for 'script'",
             "trusted-types 'none'",
         )
@@ -66,11 +66,11 @@ async def _file(request: Request) -> Response:
 def _answer(request: Request, name: str) -> Response:
     content = _FILES.get(name)
     if content is None:
-        raise not_found(f"the page has no file {name[:100]!r}")
+        raise not_found(f"no page file {name[:100]!r}")
     policy = content_security_policy(gateway_of(request).settings.allowed_origins)
     headers = {**_HEADERS, "Content-Security-Policy": policy}
     return Response(content, media_type=_TYPES["." + name.rpartition(".")[2]], headers=headers)
 
 
 routes: Final = [Route("/", _page), Route("/page/{name}", _file)]
-"""They need no key: nothing in them is secret."""
+"""They need no key, as they contain no secrets."""

@@ -1,4 +1,4 @@
-"""`/health` and `/ready`: for what starts, stops and balances replicas. They need no key."""
+"""`/health` and `/ready`: probes for orchestrators and load balancers. They need no key."""
 
 from typing import Final
 
@@ -10,12 +10,12 @@ from headrace_gateway.json_response import JsonResponse
 
 
 async def health(_request: Request) -> Response:
-    """The process lives."""
+    """Answer 200: the process is alive."""
     return JsonResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """Requests can be served: 503 while Redis does not answer."""
+    """Answer 200 if requests can be served, 503 while Redis is unavailable."""
     problem = request.app.state.redis_watch.not_ready()
     if problem is None:
         return JsonResponse({"status": "ok"})

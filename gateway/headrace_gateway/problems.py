@@ -1,4 +1,4 @@
-"""Collect everything that is wrong with a request, so that one answer names it all."""
+"""Collects all problems of a request, so that one error reports them together."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -9,12 +9,12 @@ from headrace_gateway.errors import ApiError
 
 _SHOWN: Final = 8
 _MOST: Final = 64
-"""A body of megabytes may hold a million mistakes; nobody reads them all."""
+"""A body of megabytes may have a million mistakes, and nobody reads that many."""
 _PLACE: Final = re.compile(r"(?:message|position) (\d+)")
 
 
 class Problems:
-    """What was found so far. `raise_any` raises one ApiError, with the first problem's field and code."""
+    """The problems found so far. `raise_any` raises one ApiError with the field and the code of the first."""
 
     def __init__(self) -> None:
         self._found: Final[list[tuple[str | None, str, str]]] = []
@@ -23,7 +23,7 @@ class Problems:
         return bool(self._found)
 
     def add(self, param: str | None, message: str, code: str = "invalid_request") -> None:
-        """Add one; raises ApiError where there are too many to go on."""
+        """Add a problem. Raises ApiError at once if there are too many."""
         self._found.append((param, message, code))
         if len(self._found) >= _MOST:
             self.raise_any()
@@ -32,18 +32,18 @@ class Problems:
         self.add(param, message, "unsupported_parameter")
 
     def unknown_fields(self, path: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-        """Refuse what an object holds besides its known fields, by name."""
+        """Refuse the unknown fields of an object by name."""
         for name in given:
             if name not in known:
-                self.unsupported(f"{path}.{name[:64]}", f"{path} holds the unknown field {name[:64]!r}")
+                self.unsupported(f"{path}.{name[:64]}", f"{path} has the unknown field {name[:64]!r}")
 
     def of_queue(self, problems: Iterable[str], names: Mapping[str, str], *, messages: str = "messages") -> None:
-        """Add what the queue's own rules found, except about fields that are known to be wrong.
+        """Add the problems that the queue's own rules found, except for fields that already have one.
 
         Args:
-            problems: sentences that begin with the queue's name of a field.
-            names: the API's names of these fields.
-            messages: the field that the messages come from; another one than `messages` counts them otherwise.
+            problems: sentences that start with the queue's name of a field.
+            names: the queue's name of each field -> the API's name.
+            messages: the field that the messages were made from. Any other than `messages` has other indexes.
         """
         told = {re.split(r"[.\[]", param)[0] for param, _, _ in self._found if param is not None}
         for problem in problems:
@@ -58,7 +58,7 @@ class Problems:
                 self.add(param, problem)
 
     def raise_any(self) -> None:
-        """Raise ApiError 400 where anything was added."""
+        """Raise ApiError 400 if there are problems."""
         if not self._found:
             return
         param, _, code = self._found[0]
@@ -69,7 +69,7 @@ class Problems:
 
 
 def shown(value: Any) -> str:
-    """A value as an error may show it: numbers as they are, of a text its length alone."""
+    """Describe a value for an error: numbers as they are, a text by its length only."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -79,3 +79,8 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         return f"a string of {len(value)} characters"
     return "an array" if isinstance(value, list) else "an object"
+
+
+def named(value: Any) -> str:
+    """Quote the beginning of a string, such as the name of a role or type; `shown` for any other value."""
+    return repr(value[:40]) if isinstance(value, str) else shown(value)

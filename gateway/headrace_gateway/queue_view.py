@@ -1,4 +1,4 @@
-"""`QueueView`: the levels of all queues as plain data, read from Redis at most once a second for all who ask."""
+"""`QueueView`: the state of all queues as plain data. All callers share one read of Redis a second."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,19 +10,19 @@ from headrace_gateway.shared_read import SharedRead
 
 
 class QueueView:
-    """Every replica reads for itself."""
+    """Each replica reads for itself."""
 
     def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
         self._client: Final = client
         self._queues = SharedRead(self._read, now)
 
     async def all(self) -> list[dict[str, Any]]:
-        """One entry a model, by name. Raises QueueUnavailableError where Redis cannot be asked."""
+        """Return one entry per model, sorted by name. Raises QueueUnavailableError if Redis is unavailable."""
         return await self._queues.get()
 
     async def _read(self) -> list[dict[str, Any]]:
         models = await self._client.models()
-        names = sorted(name for name in models if not name_problems("model", name))  # anybody can write there
+        names = sorted(name for name in models if not name_problems("model", name))  # any producer can write it
         levels = await self._client.queue_levels(names)
         legible = [name for name, level in levels.items() if level.problem is None]
         tenants = await self._client.queue_tenants(legible)

@@ -1,8 +1,8 @@
 """`RateLimits`: requests and tokens a minute of each API key, shared by all replicas through Redis.
 
-Both are token buckets that hold what a minute brings. A request takes one from the first when it is admitted. Its
-tokens are known later: they are charged when they have been read, so the second bucket may fall below zero, and
-admits nothing until it has been refilled. An answer is charged once, however often and wherever it is read.
+Both are token buckets with a capacity of one minute. An admitted request takes one from the first bucket. Its tokens
+are charged to the second one after they were read, so that bucket may go below zero, and then admits nothing until it
+has refilled. An answer is charged once, however often and wherever it is read.
 """
 
 import logging
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class RateLimits:
-    """Keys without bounds cost no call of Redis."""
+    """Keys without limits need no call to Redis."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._admit: Final = client.register_script(_ADMIT.text)
         self._charge: Final = client.register_script(_CHARGE.text)
 
     async def admit(self, key: ApiKey) -> dict[str, str]:
-        """Take one request and return the headers that tell what is left.
+        """Take one request from the bucket, and return the headers that report what is left.
 
-        Raises ApiError 429 where a bound is reached, 503 where Redis is away.
+        Raises ApiError 429 if a limit is reached, 503 if Redis is unavailable.
         """
         requests, tokens = key.requests_per_minute, key.tokens_per_minute
         if requests is None and tokens is None:
@@ -53,9 +53,9 @@ class RateLimits:
         return headers
 
     async def charge(self, key: ApiKey, answer_id: str, tokens: int) -> None:
-        """Charge an answer of which so many tokens, prompt and output, are known by now.
+        """Charge the prompt and output tokens of an answer that are known so far.
 
-        It may be called again with more, and by several readers. Tokens go uncharged where Redis is away.
+        Repeated calls, also by several readers, charge only the increase. Nothing is charged while Redis is away.
         """
         if key.tokens_per_minute is None or tokens <= 0:
             return
@@ -70,7 +70,7 @@ def _refused(key: ApiKey, left: dict[str, float], wait: float, headers: dict[str
     is_requests = key.requests_per_minute is not None and left["requests"] < 1
     what, bound = ("requests", key.requests_per_minute) if is_requests else ("tokens", key.tokens_per_minute)
     seconds = max(1, math.ceil(wait))
-    message = f"the key {key.name} may use {bound} {what} a minute and has used them; try again in {seconds} s"
+    message = f"the key {key.name} has used its {bound} {what} of this minute; try again in {seconds} s"
     headers = {**headers, "retry-after": str(seconds)}
     return ApiError(429, "rate_limit_error", "rate_limit_exceeded", message, headers=headers)
 
@@ -86,7 +86,7 @@ def _headers(bounds: dict[str, int | None], left: dict[str, float]) -> dict[str,
 
 
 def duration(seconds: float) -> str:
-    """A time as OpenAI's headers write it: `12ms`, `1.5s`, `6m0s`."""
+    """Format a duration as in OpenAI's headers: `12ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(max(0.0, seconds) * 1000)}ms"
     if seconds < 60:

@@ -9,13 +9,13 @@ from headrace_broker.key_schema import KeySchema, Writer, span
 from headrace_broker.keys import IDEMPOTENCY_SECONDS
 
 CHARGED_SECONDS: Final = 90_000
-"""An answer can be read for no longer: the longest life of a request, and an hour."""
+"""After this an answer cannot be read: the longest life of a request, and an hour."""
 BATCH_SECONDS: Final = 38 * 86_400
-"""The longest window, and a month more."""
+"""The longest window plus a month."""
 
 KEYS: Final = KeySchema()
 _GATEWAY: Final[tuple[Writer, ...]] = ("gateway",)
-_REQUEST: Final = "an hour longer than the request's stream may"
+_REQUEST: Final = "the request's `expires`, plus `HEADRACE_RESULT_TTL_SECONDS`, plus an hour"
 
 REDIS_ID_KEY: Final = KEYS.fixed(
     *("redis_id", "headrace:gw:redis-id", "string", _GATEWAY, "for ever"),
@@ -25,43 +25,43 @@ REDIS_ID_KEY: Final = KEYS.fixed(
 
 @KEYS.built("zset", _GATEWAY, "while there is work")
 def due_key(work: str) -> str:
-    """Items of one kind of work, by when each is due: milliseconds of Redis's clock."""
+    """Items of one kind of work that replicas share, by due time in milliseconds of Redis's clock."""
     return f"headrace:gw:work:{work}"
 
 
 @KEYS.built("hash", _GATEWAY, "as the items")
 def tokens_key(work: str) -> str:
-    """By item: the token of the replica that holds it; the field '' has the last token."""
+    """By item: the token of its claim; the field '' has the last token."""
     return f"headrace:gw:work:{work}:token"
 
 
 @KEYS.built("string", _GATEWAY, _REQUEST)
 def envelope_key(answer_id: str) -> str:
-    """Owner and form of an answer, msgpack: by it any replica writes the answer."""
+    """The envelope, msgpack: owner and form of an answer, with which any replica can write it."""
     return f"headrace:gw:req:{answer_id}"
 
 
 @KEYS.built("hash", _GATEWAY, f"{_REQUEST}; from its end on `--store-life`")
 def response_key(response_id: str) -> str:
-    """A stored response: `input`, its input items, and `state`, how it ended, both JSON."""
+    """A stored response, both fields JSON: `input`, its input items, and `state`, how it ended."""
     return f"headrace:gw:response:{response_id}"
 
 
 @KEYS.built("string", _GATEWAY, span(IDEMPOTENCY_SECONDS))
 def deleted_key(response_id: str) -> str:
-    """Says that the response was deleted: a repeat with its Idempotency-Key is refused."""
+    """`1`: the response was deleted, so a repeat with its Idempotency-Key is refused."""
     return f"headrace:gw:deleted:{response_id}"
 
 
 @KEYS.built("hash", _GATEWAY, "a minute after both buckets are full")
 def rate_key(api_key: str) -> str:
-    """`requests` and `tokens` of an API key: level of the bucket and unix seconds."""
+    """`requests` and `tokens` of an API key: level of the token bucket and unix seconds."""
     return f"headrace:gw:rate:{api_key}"
 
 
 @KEYS.built("string", _GATEWAY, span(CHARGED_SECONDS))
 def charged_key(answer_id: str) -> str:
-    """Tokens charged for an answer so far."""
+    """Tokens charged so far for an answer."""
     return f"headrace:gw:charged:{answer_id}"
 
 
@@ -79,7 +79,7 @@ def batches_key(owner: str) -> str:
 
 @KEYS.built("hash", _GATEWAY, "the event's life; an hour after its last delivery")
 def event_key(event_id: str) -> str:
-    """An event of a webhook: the field '' is the event, the others are endpoints with failed attempts or `done`."""
+    """An event of a webhook: the field '' is the event, the others are endpoints, with failed attempts or `done`."""
     return f"headrace:gw:webhook:event:{event_id}"
 
 

@@ -1,4 +1,4 @@
-"""`RedisWatch`: whether Redis answers, asked once a second, so that probes cost nothing and wait for nothing."""
+"""`RedisWatch`: checks once a second whether Redis answers, so that probes need not wait for it."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 _INTERVAL_SECONDS: Final = 1.0
-_PATIENCE_SECONDS: Final = 2.0
+_TIMEOUT_SECONDS: Final = 2.0
 _STUCK_SECONDS: Final = 60.0
 _RESTART_SECONDS: Final = 3.0
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisWatch:
-    """Its two answers may be read by other threads."""
+    """Other threads may read its probes."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics: Final = metrics
@@ -32,39 +32,39 @@ class RedisWatch:
         self._down_since: float | None = None
 
     def not_ready(self) -> str | None:
-        """Why requests cannot be served, None where they can."""
+        """Why requests cannot be served; None if they can."""
         return None if self._is_up else "Redis does not answer"
 
     @property
     def is_down(self) -> bool:
-        """Whether Redis has not answered for longer than a restart takes: commands have patience with that."""
+        """Whether Redis has been silent for longer than a restart takes, which commands wait for."""
         return self._down_since is not None and time.monotonic() - self._down_since > _RESTART_SECONDS
 
     def not_alive(self) -> str | None:
-        """Why the process should be restarted, None where it should not: its event loop does not turn."""
+        """Why the process should be restarted: its event loop is blocked. None if it should not be."""
         silent = time.monotonic() - self._looked_at
-        return f"the event loop has not turned for {silent:.0f} s" if silent > _STUCK_SECONDS else None
+        return f"the event loop has been blocked for {silent:.0f} s" if silent > _STUCK_SECONDS else None
 
     @asynccontextmanager
     async def watching(self, client: "redis.asyncio.Redis") -> AsyncIterator[None]:
-        """Look once, then go on looking while the block runs."""
-        await self._look(client)
-        looking = asyncio.create_task(self._keep_looking(client))
+        """Check once, then periodically while the block runs."""
+        await self._check(client)
+        checking = asyncio.create_task(self._check_periodically(client))
         try:
             yield
         finally:
-            looking.cancel()
+            checking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await looking
+                await checking
 
-    async def _keep_looking(self, client: "redis.asyncio.Redis") -> None:
+    async def _check_periodically(self, client: "redis.asyncio.Redis") -> None:
         while True:
             await asyncio.sleep(_INTERVAL_SECONDS)
-            await self._look(client)
+            await self._check(client)
 
-    async def _look(self, client: "redis.asyncio.Redis") -> None:
+    async def _check(self, client: "redis.asyncio.Redis") -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(_TIMEOUT_SECONDS):
                 await client.ping()
         except (*REDIS_ERRORS, TimeoutError) as error:
             self._found(False, type(error).__name__)
@@ -75,9 +75,9 @@ class RedisWatch:
     def _found(self, is_up: bool, why: str) -> None:
         if is_up != self._is_up:
             if is_up:
-                logger.info("Redis answers")
+                logger.info("Redis connected")
             else:
-                logger.warning("Redis does not answer: %s", why)
+                logger.warning("Redis unavailable: %s", why)
             self._down_since = None if is_up else time.monotonic()
         self._is_up = is_up
         self._metrics.redis_answers(up=is_up)

@@ -1,6 +1,6 @@
-"""`RequestLog`: what wraps every HTTP request: its ids, its times, its metrics, one line in the log, and a last resort.
+"""`RequestLog`: the outermost middleware. It sets ids and times, records metrics, logs one line, and catches errors.
 
-It is the outermost part, so answers of the other parts carry these headers too.
+Since it is outermost, the responses of all other middleware carry its headers, too.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 def endpoint_of(path: str) -> Endpoint:
-    """The label of a path; a closed set, whatever is asked for."""
+    """Return the metric label of a path: one of a closed set."""
     if path == "/":
         return "page"
     return next((endpoint for prefix, endpoint in _PREFIXES if path.startswith(prefix)), "other")
 
 
 class RequestLog:
-    """ASGI middleware."""
+    """The middleware."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app: Final = app
@@ -61,18 +61,18 @@ class RequestLog:
         try:
             await self._app(scope, receive, exchange.send)
         except asyncio.CancelledError:
-            # The server stops and waits no longer. A stream is cut without its end, so that its client rejoins it.
+            # Shutdown cancels what is still open. A stream is cut without its end, so that its client rejoins it.
             logger.info("request cut off by shutdown: id=%s", exchange.request_id)
             if exchange.status is None:
-                message = "the gateway is stopping; try again"
+                message = "the gateway is shutting down; try again"
                 headers = {"retry-after": "1", "connection": "close"}
                 failure = ApiError(503, "server_error", "stopping", message, headers=headers)
                 await self._fail(failure, exchange, scope, receive)
-        except Exception as error:  # noqa: BLE001  # every request is answered, and the server goes on
-            # the text of an error may quote a request, and the server would log it
+        except Exception as error:  # noqa: BLE001  # every request gets a response, and the server keeps running
+            # the text of an error may quote the request, and the server would log it
             logger.error("request failed: id=%s\n%s", exchange.request_id, frames(error))
             if exchange.status is None:
-                message = f"the gateway failed; its log says more about request {exchange.request_id}"
+                message = f"internal error; see the gateway's log for request {exchange.request_id}"
                 failure = ApiError(500, "server_error", "internal_error", message)
                 await self._fail(failure, exchange, scope, receive)
         finally:
@@ -84,7 +84,7 @@ class RequestLog:
 
 
 class _Exchange:
-    """One request and its answer."""
+    """One request and its response."""
 
     def __init__(self, scope: Scope, send: Send, metrics: GatewayMetrics) -> None:
         self._scope: Final = scope
@@ -113,7 +113,7 @@ class _Exchange:
         headers = MutableHeaders(scope=message)
         headers["x-request-id"] = self.request_id
         if self._endpoint == "messages":
-            headers["request-id"] = self.request_id  # where Anthropic's SDKs look
+            headers["request-id"] = self.request_id  # Anthropic's SDKs read this one
         headers["openai-processing-ms"] = str(round((time.monotonic() - self._began) * 1000))
         client_id = Headers(scope=self._scope).get("x-request-id", "")
         if _CLIENT_ID.fullmatch(client_id):
@@ -131,7 +131,7 @@ class _Exchange:
         refusal = self._state.get("refusal")
         if refusal is not None:
             self._metrics.refused(refusal)
-        is_poll = self._scope["path"] == "/headrace/overview" and self.status == 200  # once a second from each page
+        is_poll = self._scope["path"] == "/headrace/overview" and self.status == 200  # one a second from each page
         if self._endpoint == "probes" or is_poll:
             return
         key = self._state.get("key")

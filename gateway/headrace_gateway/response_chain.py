@@ -1,4 +1,4 @@
-"""Items that a request names instead of sending them: by `previous_response_id`, and by `item_reference`."""
+"""Items that a request refers to instead of sending: by `previous_response_id`, and by `item_reference`."""
 
 import re
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ _ENCODE: Final = msgspec.json.Encoder().encode
 
 
 async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Item]:
-    """The items of the chain that ends with this response, the oldest first.
+    """Return the items of the chain that ends with this response, oldest first.
 
-    Raises ApiError 400 where a link is not kept, is another key's, or is not finished, and where there are too many.
+    Raises ApiError 400 if a response is missing, is another key's or is not finished, and if there are too many.
     """
     links: list[list[Item]] = []
     size = _Size(f"the responses that {_PARAM} continues")
@@ -41,14 +41,14 @@ async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Ite
 
 
 async def with_references(gateway: Gateway, key: ApiKey, given: Any) -> Any:
-    """`input` with the items that its references name; what is no reference is left to be checked.
+    """Return `input` with the items that its references name. Anything else is returned unchecked.
 
-    Raises ApiError 400 where an item is not kept, and where they or their responses are too many or too large.
+    Raises ApiError 400 if an item is not stored, and if the items or their responses are too many or too large.
     """
     if not isinstance(given, list):
         return given
     known: dict[str, dict[str, Item]] = {}
-    read, named_size = _Size("the responses whose items input names"), _Size("the items that input names")
+    read, named_size = _Size("the responses whose items input refers to"), _Size("the items that input refers to")
     found = []
     for position, item in enumerate(given):
         if not isinstance(item, dict) or item.get("type") != "item_reference":
@@ -59,22 +59,22 @@ async def with_references(gateway: Gateway, key: ApiKey, given: Any) -> Any:
         response_id = f"resp_{match[1]}" if match is not None else ""
         if response_id and response_id not in known:
             if len(known) == MAX_LINKS:
-                raise invalid(f"input must name items of at most {MAX_LINKS} responses", param=path)
+                raise invalid(f"input must refer to items of at most {MAX_LINKS} responses", param=path)
             known[response_id] = await _items_by_id(gateway, key, response_id)
             read.add(list(known[response_id].values()), path)
         named = known.get(response_id, {}).get(str(item.get("id")))
         if named is None:
             raise invalid("no item with this id is stored: send the item itself", code="item_not_found", param=path)
-        named_size.add(named, path)  # each time: the messages of a chat hold the text as often
+        named_size.add(named, path)  # every time: the chat's messages repeat the text
         found.append(named)
     return found
 
 
 class _Size:
-    """The bytes of what was read so far, as JSON.
+    """The bytes of what was read so far, encoded as JSON.
 
     Args:
-        what: is counted, for the error.
+        what: the subject of the error.
     """
 
     def __init__(self, what: str) -> None:
@@ -82,10 +82,10 @@ class _Size:
         self._bytes = 0
 
     def add(self, items: list[Item] | Item, param: str) -> None:
-        """Raises ApiError 400 where it is too much."""
+        """Add items. Raises ApiError 400 if the total is too large."""
         self._bytes += len(_ENCODE(items))
         if self._bytes > MAX_BYTES:
-            raise invalid(f"{self._what} must have at most {MAX_BYTES} bytes: begin anew", param=param)
+            raise invalid(f"{self._what} must have at most {MAX_BYTES} bytes: start a new conversation", param=param)
 
 
 async def _items_by_id(gateway: Gateway, key: ApiKey, response_id: str) -> dict[str, Item]:
@@ -116,7 +116,7 @@ async def _envelope(gateway: Gateway, key: ApiKey, response_id: str) -> Envelope
 
 
 async def _items(gateway: Gateway, envelope: Envelope) -> list[Item]:
-    """The input and the output of one response."""
+    """Return the input and the output of one response."""
     items = await gateway.responses.input_items(envelope.id)
     if items is None:
         raise _not_found(envelope.id)
@@ -126,12 +126,12 @@ async def _items(gateway: Gateway, envelope: Envelope) -> list[Item]:
         if stream is None:
             raise _not_found(envelope.id)
         if not stream.has_ended:
-            message = f"the response {envelope.id!r} is not finished: wait for its end, or cancel it"
+            message = f"the response {envelope.id!r} is not finished: wait until it ends, or cancel it"
             raise invalid(message, code="previous_response_not_finished", param=_PARAM)
         state = stream.state()
     return [*items, *state["output"]]
 
 
 def _not_found(response_id: str) -> ApiError:
-    message = f"no response {response_id[:80]!r} is stored"
+    message = f"no response {response_id[:80]!r} is stored for this key"
     return invalid(message, code="previous_response_not_found", param=_PARAM)

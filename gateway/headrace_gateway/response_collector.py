@@ -1,8 +1,8 @@
-"""`ResponseCollector`: stores how each response ended before its stream expires, whoever accepted or reads it.
+"""`ResponseCollector`: stores how each response ended before its stream expires.
 
-Every replica runs one. They share the open responses as claims, so each is looked at by one replica at a time, and by
-another one once that is gone. A look costs one command and touches no listener: a request that nobody reads is still
-abandoned. Only a stream that has ended is read whole.
+Every replica runs one. They share the open responses as claims, so one replica at a time checks a response, and another
+takes over if it dies. A check costs one command and does not renew the subscriber heartbeat, so a request that nobody
+reads is still abandoned. The whole stream is read only after it has ended.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ from headrace_gateway.answer_reader import LATE_SECONDS
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release, envelope_key
+from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release
 from headrace_gateway.errors import ApiError
+from headrace_gateway.redis_keys import envelope_key
 from headrace_gateway.response_replay import replay
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.response_stream import ResponseStream
@@ -32,26 +33,28 @@ if TYPE_CHECKING:
 _AT_ONCE: Final = 128
 """Responses that one replica holds at a time."""
 _LOOKS_PER_SECOND: Final = 500
-"""Of all replicas together, so that thousands of open responses cost Redis little."""
+"""Checks a second of all replicas together, so that thousands of open responses cost Redis little."""
 _SHORTEST_SECONDS: Final = 1.0
 _FAULT_SECONDS: Final = 30.0
-"""After which a response that could not be stored is tried again."""
+"""Seconds until a response that could not be stored is tried again."""
 _DEFECT_SECONDS: Final = 300.0
-"""After which one that an unforeseen error kept from being stored is tried again."""
+"""The same after an unexpected error."""
 
 logger = logging.getLogger(__name__)
 
 
 class Announce(Protocol):
-    """Tells receivers of webhooks that a response has ended; a repeat changes nothing."""
+    """Notifies webhooks that a response has ended. Repeating it has no effect."""
 
     async def __call__(self, event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None: ...
 
 
 class ResponseCollector:
-    """Args:
-    client: from the broker's `connections.connect_async`.
-    longest: the longest time between two looks at a response, seconds; a part of the life of streams.
+    """Stores the end of responses.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        longest: longest time between two checks of a response, in seconds; a fraction of the life of streams.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class ResponseCollector:
                 await asyncio.sleep(_SHORTEST_SECONDS)
 
     async def collect(self) -> int:
-        """Look at the responses that are due, store those that have ended, and return how many were due."""
+        """Check the responses that are due, store those that have ended, and return how many were due."""
         claims = await self._claims.take(_AT_ONCE)
         num_open = await self._client.zcard(self._claims.due_key)
         self._metrics.responses_open(num_open)
@@ -101,7 +104,7 @@ class ResponseCollector:
         left = list(ready)
         while left:
             if time.monotonic() - kept_at > self._claims.seconds / 3:
-                lost = await self._claims.keep(left)
+                lost = await self._claims.renew(left)
                 left = [claim for claim in left if claim not in lost]
                 kept_at = time.monotonic()
                 continue
@@ -109,7 +112,7 @@ class ResponseCollector:
         return len(claims)
 
     async def _ready(self, claims: list[Claim]) -> Iterable[Claim]:
-        """Those that have ended, or that no worker will begin, as far as one round trip tells."""
+        """Return those that have ended or will never be started, as far as one round trip shows."""
         async with self._client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.xrevrange(stream_key(claim.item), count=1)
@@ -127,18 +130,18 @@ class ResponseCollector:
         try:
             if not await self._finish(claim):
                 await self._claims.put_back(claim, after=interval)
-        except (ApiError, HeadraceBrokerError) as error:  # of another release, or an entry that cannot be read
+        except (ApiError, HeadraceBrokerError) as error:  # another release accepted it, or an entry cannot be read
             logger.warning("response not stored: id=%s (%s)", claim.item, type(error).__name__)
             await self._claims.put_back(claim, after=_FAULT_SECONDS)
         except REDIS_ERRORS:
             raise
-        except Exception as error:  # noqa: BLE001  # one answer must not keep others from being stored
+        except Exception as error:  # noqa: BLE001  # one response must not keep the others from being stored
             check_cancelled()
             logger.error("response not stored: id=%s\n%s", claim.item, frames(error))
             await self._claims.put_back(claim, after=_DEFECT_SECONDS)
 
     async def _finish(self, claim: Claim) -> bool:
-        """Store and announce the end; False where the response has not ended."""
+        """Store and announce the end. Return False if the response has not ended."""
         envelope = await self._envelopes.find(claim.item)
         if envelope is None:  # deleted
             return await self._claims.finish(claim)
@@ -148,8 +151,8 @@ class ResponseCollector:
             return False
         status = await self._responses.finish(claim, stream.state())
         if status is None:
-            return True  # another replica has it
-        await self._tell(envelope, status)
+            return True  # another replica has taken it over
+        await self._announce_end(envelope, status)
         if await self._claims.finish(claim):
             self._metrics.response_stored(status)
         return True
@@ -158,11 +161,11 @@ class ResponseCollector:
         stream = await replay(self._client, envelope)
         if stream is None:
             stream = ResponseStream(envelope)
-            stream.fail("not_stored_in_time", "the stream of the response expired before its end was stored")
+            stream.fail("not_stored_in_time", "the response's stream expired before its end was stored")
             logger.warning("response expired before it was stored: id=%s", envelope.id)
         return stream if stream.has_ended else None
 
-    async def _tell(self, envelope: Envelope, status: str) -> None:
+    async def _announce_end(self, envelope: Envelope, status: str) -> None:
         assert isinstance(envelope.form, ResponseForm)
         if not envelope.form.background:
             return

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: what its body may say, and the request that comes of it."""
+"""`POST /v1/responses`: check its body and make the request from it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -20,11 +20,11 @@ _TEXT_FORMATS: Final = ("text", "json_object", "json_schema")
 def read_response(
     body: Mapping[str, Any], *, model: RegisteredModel | None, lora: str | None, history: Sequence[Item] = ()
 ) -> Call:
-    """Check the body. Raises ApiError with everything that is wrong.
+    """Check the body. Raises ApiError that lists every problem.
 
     Args:
-        model: what is registered under the name; None where nothing is known of it.
-        lora: the adapter that the body's model stands for.
+        model: the registered model; None if the registry has no entry for it.
+        lora: the adapter that the body's `model` names.
         history: the items of the responses that this one continues.
     """
     given = call_fields.without_nulls(body)
@@ -44,13 +44,13 @@ def read_response(
     tools = _read_tools(given, problems)
     has_format = isinstance(given.get("text"), Mapping) and "format" in given["text"]
     if has_format and "structured_outputs" in sampling and tools.shown:
-        problems.add("text.format", "text.format does not go with tools: a call could not be written")
+        problems.add("text.format", "text.format excludes tools: its grammar permits no call")
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
     effort = chat_fields.effort_variables(reasoning["effort"], model, problems, name="reasoning.effort")
     variables = {**effort, **chat_fields.template_variables(given, model, problems)}
     tool_parser, reasoning_parser = chat_fields.parsers_of(model)
     if "structured_outputs" in sampling and not tools.shown:
-        reasoning_parser = None  # the output is what the grammar says, from its first character on
+        reasoning_parser = None  # the grammar covers the output from its first character, so there is no reasoning
     forced = chat_fields.bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
     if chat_fields.reads_special_tokens(model, tools, reasoning_parser):
         sampling.setdefault("skip_special_tokens", False)
@@ -91,14 +91,14 @@ def _read_stream(given: Mapping[str, Any], problems: Problems) -> bool:
     if not isinstance(options, Mapping):
         problems.add("stream_options", f"stream_options must be an object, not {shown(options)}")
     elif "stream_options" in given and not stream:
-        problems.add("stream_options", "stream_options goes with stream: true only")
+        problems.add("stream_options", "stream_options requires stream: true")
     else:
         problems.unknown_fields("stream_options", options, ("include_obfuscation",))
     return stream
 
 
 def _read_text(given: Mapping[str, Any], sampling: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """The object's `text`; sets the structured output that it asks for."""
+    """Return the object's `text`, and set the structured output that it asks for."""
     text = given.get("text", {})
     if not isinstance(text, Mapping):
         problems.add("text", f"text must be an object, not {shown(text)}")
@@ -106,7 +106,7 @@ def _read_text(given: Mapping[str, Any], sampling: dict[str, Any], problems: Pro
     text = call_fields.without_nulls(text)
     problems.unknown_fields("text", text, ("format", "verbosity"))
     if text.get("verbosity", "medium") != "medium":
-        problems.unsupported("text.verbosity", "text.verbosity must be medium or absent: say it in the instructions")
+        problems.unsupported("text.verbosity", "text.verbosity must be medium or absent: ask in the instructions")
     form = text.get("format", {"type": "text"})
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind not in _TEXT_FORMATS:
@@ -144,7 +144,7 @@ def _json_schema(form: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _read_reasoning(given: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """The object's `reasoning`."""
+    """Return the object's `reasoning`."""
     reasoning = given.get("reasoning", {})
     if not isinstance(reasoning, Mapping):
         problems.add("reasoning", f"reasoning must be an object, not {shown(reasoning)}")
@@ -167,7 +167,7 @@ def _read_logprobs(given: Mapping[str, Any], problems: Problems) -> int | None:
 
 
 def _read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
-    """Check tools and their choice, which the Responses API writes without a `function` of their own."""
+    """Check tools and their choice. In the Responses API a tool has no `function` object."""
     nested = {name: given[name] for name in ("tools",) if name in given}
     if isinstance(nested.get("tools"), list):
         nested["tools"] = [_nested(tool) for tool in nested["tools"]]
@@ -217,7 +217,7 @@ def _config(
     tier: str | None,
     metadata: dict[str, str] | None,
 ) -> dict[str, Any]:
-    """Fields of the object that the request decides; OpenAI's defaults where it says nothing."""
+    """Return the object's fields that the request determines, with OpenAI's defaults."""
     return {
         "previous_response_id": given.get("previous_response_id"),
         "instructions": given.get("instructions"),
@@ -245,7 +245,7 @@ def _config(
 
 
 def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
-    """Refuse what the envelope cannot hold, before anything is stored."""
+    """Refuse what the envelope cannot store, before anything is stored."""
     for name in ("user", "safety_identifier"):
         if not isinstance(config[name], str | None):
             problems.add(name, f"{name} must be a string, not {shown(config[name])}")
@@ -260,7 +260,7 @@ def _tool_shape(tool: Any) -> Any:
 
 
 def _check(request: SubmitRequest, given: Mapping[str, Any], problems: Problems) -> None:
-    """The queue's own rules, before anything is sent."""
+    """Apply the queue's own rules before anything is sent."""
     names = {ours: name for name, ours in field_tables.SAMPLING.items()}
     names |= {"tools": "tools", "chat_template_kwargs": "chat_template_kwargs", "max_tokens": "max_output_tokens"}
     if "structured_outputs" not in given:

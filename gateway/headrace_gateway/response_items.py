@@ -1,4 +1,4 @@
-"""The items of a response's output while they are written, and the events that tell of them."""
+"""The output items of a response while they are written, and their events."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Final
@@ -9,7 +9,7 @@ Chunk = dict[str, Any]
 
 
 class Item(ABC):
-    """One item that is open. Subclasses give the events of its kind; `output_index` and `item_id` are added here."""
+    """An open item. Subclasses make the events of their kind; this class adds `output_index` and `item_id`."""
 
     prefix = ""
 
@@ -18,17 +18,17 @@ class Item(ABC):
         self.id: Final = item_id(self.prefix, response_id, place)
 
     def opened(self) -> list[Chunk]:
-        """The events that begin the item."""
+        """Return the events that open the item."""
         added = {"type": "response.output_item.added", "output_index": self.place, "item": self._shape("in_progress")}
         return [added, *self._part_opened()]
 
     def closed(self, status: str) -> list[Chunk]:
-        """The events that end it; `status` is completed or incomplete."""
+        """Return the events that close it. `status` is completed or incomplete."""
         done = {"type": "response.output_item.done", "output_index": self.place, "item": self._shape(status)}
         return [*self._part_closed(), done]
 
     def shape(self) -> Chunk:
-        """The item as far as it is written."""
+        """Return the item as written so far."""
         return self._shape("in_progress")
 
     def _event(self, kind: str, **fields: Any) -> Chunk:
@@ -36,14 +36,14 @@ class Item(ABC):
 
     @abstractmethod
     def _shape(self, status: str) -> Chunk:
-        """The item as it stands, with this status."""
+        """Return the item as written so far, with this status."""
 
     def _part_opened(self) -> list[Chunk]:
         return []
 
     @abstractmethod
     def _part_closed(self) -> list[Chunk]:
-        """The events that end its part."""
+        """Return the events that close its part."""
 
 
 class MessageItem(Item):
@@ -57,7 +57,7 @@ class MessageItem(Item):
         self._logprobs: Final[list[Chunk]] = []
 
     def add(self, text: str, logprobs: list[Chunk]) -> Chunk:
-        """The event of more text."""
+        """Return the event for more text."""
         self._texts.append(text)
         self._logprobs.extend(logprobs)
         return self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
@@ -82,7 +82,7 @@ class MessageItem(Item):
 
 
 class ReasoningItem(Item):
-    """Text that the model thought before it answered: as content, or as the summary that was asked for."""
+    """Text that the model produced as reasoning: written as content, or as a summary."""
 
     prefix = "rs"
 
@@ -92,7 +92,7 @@ class ReasoningItem(Item):
         self._texts: Final[list[str]] = []
 
     def add(self, text: str) -> Chunk:
-        """The event of more text."""
+        """Return the event for more text."""
         self._texts.append(text)
         if self._is_summary:
             return self._event("reasoning_summary_text.delta", summary_index=0, delta=text)
@@ -127,7 +127,7 @@ class ReasoningItem(Item):
 
 
 class CallItem(Item):
-    """A call of a function."""
+    """A function call."""
 
     prefix = "fc"
 
@@ -138,7 +138,7 @@ class CallItem(Item):
         self._arguments: Final[list[str]] = []
 
     def add(self, arguments: str) -> Chunk:
-        """The event of more of its arguments."""
+        """Return the event for more arguments."""
         self._arguments.append(arguments)
         return self._event("function_call_arguments.delta", delta=arguments)
 

@@ -1,4 +1,4 @@
-"""What a response is now, read from the stream of its request in one go: nobody is told that somebody listens."""
+"""Reads a response's state from the whole stream at once, without a subscriber heartbeat."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 _AT_ONCE: Final = 512
-"""Entries that are read before others get their turn."""
+"""Entries that are read before other tasks get a turn."""
 
 
 async def replay(client: "redis.asyncio.Redis", envelope: Envelope) -> ResponseStream | None:
-    """The writer of the events, behind all entries that are there so far; None where the stream is kept no more."""
+    """Return the event writer after all entries so far; None if the stream has expired."""
     stream = ResponseStream(envelope)
     has_entries = False
     async for event in _entries(client, envelope.id):

@@ -1,7 +1,7 @@
-"""`ResponseStore`: what the Responses API keeps beyond a stream: the input when a request is accepted, its end later.
+"""`ResponseStore`: stores for the Responses API what must outlive a stream: a request's input, and later its end.
 
-What the request decided is in its envelope, which lives as long. `state` has the fields of the object that
-`ResponseStream.state` tells.
+The envelope has what the request determines, and is kept as long. `state` has the fields of the object that
+`ResponseStream.state` returns.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 MAX_STORED_BYTES: Final = 4 * 2**20
-"""Of the input of one response, and of its output."""
+"""Of the input of one response, and also of its output."""
 _TOO_LARGE: Final = "too_large"
 _PUT: Final = script("response_put")
 _FINISH: Final = script("response_finish")
@@ -32,10 +32,12 @@ Items = list[dict[str, Any]]
 
 
 class ResponseStore:
-    """Args:
-    client: from the broker's `connections.connect_async`.
-    claims: the work of `ResponseCollector`.
-    life: seconds that an object is kept after its end.
+    """Stored responses.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        claims: the work of `ResponseCollector`.
+        life: seconds that an object is stored after its end.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", envelopes: EnvelopeStore, claims: Claims, life: float) -> None:
@@ -47,11 +49,11 @@ class ResponseStore:
         self._finish: Final = client.register_script(_FINISH.text)
 
     async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
-        """Keep the envelope, the input of a request that is to be stored, and have its end collected.
+        """Store the envelope and the input of a request, and schedule the collection of its end.
 
-        The claim comes last: a collector takes one without an envelope for that of a deleted response.
+        The claim comes last: a collector that finds no envelope takes the response for deleted.
 
-        Raises ApiError 400 where it is too large.
+        Raises ApiError 400 if the input is too large.
         """
         assert isinstance(envelope.form, ResponseForm)
         has_ended = False
@@ -68,7 +70,7 @@ class ResponseStore:
             await self._claims.add(envelope.id, after=1.0)
 
     async def delete(self, response_id: str) -> None:
-        """Delete all of it at once, and remember that for as long as an Idempotency-Key is bound to it."""
+        """Delete all of it at once. A marker stays for as long as an Idempotency-Key is bound to it."""
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.delete(envelope_key(response_id), response_key(response_id))
             pipe.set(deleted_key(response_id), "1", ex=IDEMPOTENCY_SECONDS)
@@ -78,18 +80,18 @@ class ResponseStore:
         return bool(await self._client.exists(deleted_key(response_id)))
 
     async def input_items(self, response_id: str) -> Items | None:
-        """The items of the input; None where none are kept."""
+        """Return the input items; None if none are stored."""
         packed = await self._client.hget(response_key(response_id), "input")
         return None if packed is None else _DECODE(packed)
 
     async def has_ended(self, response_id: str) -> bool:
-        """Whether the end is stored."""
+        """Return whether the end is stored."""
         return bool(await self._client.hexists(response_key(response_id), "state"))
 
     async def state(self, response_id: str) -> dict[str, Any] | None:
-        """What the response has become; None where its end is not stored.
+        """Return how the response ended; None if its end is not stored.
 
-        Raises ApiError 404 where it was too large to be stored.
+        Raises ApiError 404 if it was too large to be stored.
         """
         packed = await self._client.hget(response_key(response_id), "state")
         state: dict[str, Any] | None = None if packed is None else _DECODE(packed)
@@ -99,7 +101,7 @@ class ResponseStore:
         return state
 
     async def finish(self, claim: Claim, state: dict[str, Any]) -> str | None:
-        """Store the end, once, and return the status that it has now; None where the claim is lost."""
+        """Store the end once, and return the status that is stored; None if the claim is lost."""
         packed = _ENCODE(state)
         if len(packed) > MAX_STORED_BYTES:
             packed = _ENCODE({_TOO_LARGE: len(packed), "status": state["status"]})
@@ -108,6 +110,6 @@ class ResponseStore:
         )
         lives = self._life, self._envelopes.result_ttl
         found: int | bytes = await self._finish(keys=keys, args=[*claim, packed, *lives])
-        if isinstance(found, bytes):  # a replica died before it had told of the end
+        if isinstance(found, bytes):  # a replica died before it announced the end
             return str(_DECODE(found).get("status", state["status"]))
         return str(state["status"]) if found else None

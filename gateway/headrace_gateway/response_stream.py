@@ -1,8 +1,8 @@
-"""From the entries of a request's stream to the events of the Responses API: a pure function, entry by entry.
+"""Turns the entries of a request's stream into the events of the Responses API. It is a pure function.
 
-The events in their order: response.created, response.queued in the background, response.in_progress when a worker
-begins, then the items one behind the other, and response.completed, .incomplete or .failed. The same envelope and
-entries give the same events with the same numbers at every replica.
+The order: response.created; response.queued for a background response; response.in_progress when a worker begins; the
+items one after the other; and response.completed, .incomplete or .failed. The same envelope and entries give the same
+events with the same numbers at every replica.
 """
 
 from collections.abc import Iterable
@@ -21,12 +21,14 @@ from headrace_gateway.response_items import CallItem, Item, MessageItem, Reasoni
 
 Chunk = dict[str, Any]
 _ERROR_CODES: Final = {429: "rate_limit_exceeded", 400: "invalid_prompt", 404: "invalid_prompt"}
-"""OpenAI's code of a failed response by the HTTP status that its error would have; others are `server_error`."""
+"""OpenAI's code of a failed response, by the HTTP status of its error; for any other status `server_error`."""
 
 
 class ResponseStream:
-    """Args:
-    envelope: of one request, with a ResponseForm.
+    """Writes the events of one response.
+
+    Args:
+        envelope: of one request, with a ResponseForm.
     """
 
     def __init__(self, envelope: Envelope) -> None:
@@ -42,19 +44,19 @@ class ResponseStream:
         self._output: Final[list[Chunk]] = []
         self._open: Item | None = None
         self._waiting_logprobs: list[Chunk] = []
-        """Of tokens whose text is kept back."""
+        """Log-probabilities of tokens whose text is held back."""
         self._usage: Chunk | None = None
         self.has_ended = False
         self.error: ApiError | None = None
-        """Why the request brought no, or not the whole, answer."""
+        """Why the answer is missing or incomplete; None if it is neither."""
 
     def opening(self) -> list[Chunk]:
-        """The events before the first entry."""
+        """Return the events that precede the first entry."""
         events = [self._snapshot("created")]
         return [*events, self._snapshot("queued")] if self._form.background else events
 
     def step(self, _request_id: str, event: StreamEvent) -> list[Chunk]:
-        """The events that an entry brings."""
+        """Return the events that an entry adds."""
         if isinstance(event, StartEvent):
             return self._start(event)
         if isinstance(event, ChunkEvent):
@@ -62,7 +64,7 @@ class ResponseStream:
         return self._end(event)
 
     def state(self) -> Chunk:
-        """What the request does not decide: the fields of the object that change while it is written."""
+        """Return the fields of the object that change while it is written, which the request does not determine."""
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             "status": self._status,
@@ -93,7 +95,7 @@ class ResponseStream:
 
     def _start(self, event: StartEvent) -> list[Chunk]:
         if self._has_started:
-            return []  # another worker goes on where the first one stopped
+            return []  # another worker resumed the request
         self._has_started = True
         self._prompt_tail = event.prompt_tail
         self._status = "in_progress"
@@ -109,7 +111,7 @@ class ResponseStream:
             events += self._item_events(each, logprobs)
             if isinstance(each, Content):
                 logprobs = []
-        # those of tokens of reasoning and of calls have no place in the API
+        # the API has no field for those of reasoning and call tokens
         may_wait = isinstance(self._open, MessageItem) or (not read and self._open is None)
         self._waiting_logprobs = logprobs if may_wait else []
         self._finish_reason = event.finish_reason or self._finish_reason
@@ -123,12 +125,12 @@ class ResponseStream:
             "content"
         ]
         for token in (each for position in shape for each in (position, *position["top_logprobs"])):
-            if token["bytes"] is None:  # the API's type has no null
+            if token["bytes"] is None:  # the API's type does not allow null
                 token["bytes"] = list(token["token"].encode())
         return waiting + shape
 
     def _item_events(self, event: ParserEvent, logprobs: list[Chunk]) -> list[Chunk]:
-        """Events of an item that goes on, or of one that ends and the next one that begins."""
+        """Yield the events that continue the open item, or that close it and open the next one."""
         place = len(self._output) + (self._open is not None)
         if isinstance(event, CallArguments):
             assert isinstance(self._open, CallItem)
@@ -181,12 +183,12 @@ class ResponseStream:
         return [*events, self._snapshot("completed")]
 
     def fail(self, code: str, message: str) -> list[Chunk]:
-        """The events of an end without success, by the queue's code of the error."""
+        """Return the events of a failure, by the queue's error code."""
         self.has_ended = True
         self.error = error = api_error_of_end(code, message, prompt_field="input")
         events = self._numbered(self._close("incomplete"))
         if code == "cancelled":
-            # the SDKs' events have no response.cancelled
+            # the SDKs have no event response.cancelled
             self._status = "cancelled"
             return [*events, self._snapshot("incomplete")]
         self._status = "failed"
@@ -205,7 +207,7 @@ class ResponseStream:
 
 
 def response_object(envelope: Envelope, state: Chunk) -> Chunk:
-    """The whole object: what the request decided, and what became of it."""
+    """Return the whole object: the fields from the request, and the state."""
     assert isinstance(envelope.form, ResponseForm)
     head = {"id": envelope.id, "object": "response", "created_at": envelope.created, "model": envelope.model}
     return {**head, **state, **envelope.form.config}

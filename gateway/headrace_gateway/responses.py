@@ -1,4 +1,4 @@
-"""The Responses API: create, retrieve, cancel and delete, and the items of an input."""
+"""The Responses API: create, retrieve, cancel and delete a response, and list its input items."""
 
 import dataclasses
 import time
@@ -60,7 +60,7 @@ async def create(request: Request) -> Response:
 
 
 def _in_background(request: Request, headers: CallHeaders) -> CallHeaders:
-    """Nobody need listen, and it may wait for long."""
+    """Set no abandonment and a long expiry, since nobody need read the stream."""
     named = "x-headrace-expires" in request.headers
     return dataclasses.replace(
         headers, abandon_after=None, expires=headers.expires if named else max(headers.expires, LONGEST_EXPIRES)
@@ -68,12 +68,12 @@ def _in_background(request: Request, headers: CallHeaders) -> CallHeaders:
 
 
 async def retrieve(request: Request) -> Response:
-    """`GET /v1/responses/{id}`: the object, or the events behind a number."""
+    """`GET /v1/responses/{id}`: the object, or the events after a sequence number."""
     gateway, envelope = await _find(request)
     starting_after = request.query_params.get("starting_after")
     if not generation.flag(request, "stream"):
         if starting_after is not None:
-            raise invalid("starting_after goes with stream=true only", param="starting_after")
+            raise invalid("starting_after requires stream=true", param="starting_after")
         return await _as_it_is(gateway, key_of(request), envelope)
     after = None if starting_after is None else _number(starting_after, "starting_after", 0, 10**18)
     if await _is_stream_gone(gateway, envelope.id):
@@ -88,22 +88,22 @@ async def cancel(request: Request) -> Response:
     gateway, envelope = await _find(request)
     assert isinstance(envelope.form, ResponseForm)
     if not envelope.form.background:
-        message = "only responses with background: true can be cancelled: close the connection of this one"
+        message = "only responses with background: true can be cancelled: to stop this one, close its connection"
         raise invalid(message, code="not_in_background")
     await _stop(gateway, envelope.id)
     return await _as_it_is(gateway, key_of(request), envelope)
 
 
 async def delete(request: Request) -> Response:
-    """`DELETE /v1/responses/{id}`: one that still runs is cancelled."""
+    """`DELETE /v1/responses/{id}`. A running response is cancelled."""
     gateway, envelope = await _find(request)
-    await _stop(gateway, envelope.id)  # first: where this is cut short a repeat finds the response again
+    await _stop(gateway, envelope.id)  # first: after an interruption a repeat still finds the response
     await gateway.responses.delete(envelope.id)
     return JsonResponse({"id": envelope.id, "object": "response", "deleted": True})
 
 
 async def input_items(request: Request) -> Response:
-    """`GET /v1/responses/{id}/input_items`: a page of them."""
+    """`GET /v1/responses/{id}/input_items`, paginated."""
     gateway, envelope = await _find(request)
     query = request.query_params
     limit = _number(query["limit"], "limit", 1, MAX_PAGE) if "limit" in query else _PAGE
@@ -119,7 +119,7 @@ async def input_items(request: Request) -> Response:
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise invalid("after must be the id of an item of this response", param="after")
+            raise invalid("after must be the id of an input item of this response", param="after")
         items = items[places[0] + 1 :]
     page = items[:limit]
     ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -127,8 +127,8 @@ async def input_items(request: Request) -> Response:
 
 
 async def compact(_request: Request) -> Response:
-    """`POST /v1/responses/compact`: it would else be taken for an id."""
-    raise not_found("contexts are not compacted here: continue with the items that matter as input")
+    """`POST /v1/responses/compact`, which would otherwise match the route of an id."""
+    raise not_found("compaction is not supported: send the items to keep as input")
 
 
 async def _find(request: Request) -> tuple[Gateway, Envelope]:
@@ -136,7 +136,7 @@ async def _find(request: Request) -> tuple[Gateway, Envelope]:
     gateway = gateway_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key_of(request))
     if not isinstance(envelope.form, ResponseForm):
-        raise not_found(f"no response {envelope.id!r} is kept")
+        raise not_found(f"the id {envelope.id!r} belongs to another endpoint")
     return gateway, envelope
 
 
@@ -147,24 +147,24 @@ async def _stop(gateway: Gateway, response_id: str) -> None:
 
 
 async def _is_stream_gone(gateway: Gateway, response_id: str) -> bool:
-    """Whether the response has ended and its events are kept no more."""
+    """Return whether the response has ended and its events have expired."""
     if await gateway.redis.exists(stream_key(response_id)):
         return False
     return bool(await gateway.redis.exists(ended_key(response_id))) or await gateway.responses.has_ended(response_id)
 
 
 def _stream_expired() -> ApiError:
-    message = "the events of this response are kept no more: retrieve it without stream"
+    message = "the events of this response have expired: retrieve it without stream"
     return invalid(message, code="stream_expired", param="stream")
 
 
 async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Response:
-    """The object with what there is so far. Its tokens are charged when they are known."""
+    """Return the object as it is now. Its tokens are charged once they are known."""
     state = await gateway.responses.state(envelope.id)
     if state is None:
         stream = await replay(gateway.redis, envelope)
         if stream is None:
-            raise not_found(f"the response {envelope.id!r} is no longer kept")
+            raise not_found(f"the response {envelope.id!r} has expired")
         await _listen(gateway, stream, envelope.id)
         state = stream.state()
     if state["usage"] is not None:
@@ -173,7 +173,7 @@ async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Respon
 
 
 async def _listen(gateway: Gateway, stream: ResponseStream, response_id: str) -> None:
-    """Who asks again and again for a response that is written waits for it."""
+    """Send the subscriber heartbeat: a client that polls a response waits for it."""
     if not stream.has_ended:
         async with gateway.redis.pipeline(transaction=False) as pipe:
             touch(pipe, response_id)
@@ -195,4 +195,4 @@ routes: Final = [
     Route(f"{_ID}/input_items", input_items, methods=["GET"]),
 ]
 refused: Final = [Route("/v1/responses/compact", compact, methods=["POST"])]
-"""What OpenAI serves and this gateway does not, before `routes`."""
+"""Known from OpenAI, but not supported. They precede `routes`."""

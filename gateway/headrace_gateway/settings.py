@@ -1,4 +1,4 @@
-"""What the gateway can be told. The queue's own settings are the broker's."""
+"""The gateway's settings. The queue's own settings are in the broker."""
 
 import ipaddress
 import re
@@ -15,7 +15,7 @@ _ORIGIN: Final = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Where the gateway listens and what it allows. All times are seconds, all sizes bytes."""
+    """Where the gateway listens, and its limits. All times are in seconds, all sizes in bytes."""
 
     redis_url: str = field(default=DEFAULT_REDIS_URL, repr=False)
     host: str = "127.0.0.1"
@@ -23,40 +23,40 @@ class GatewaySettings:
     keys: Path | None = None
     """The key file. Without one the gateway listens on loopback only."""
     webhooks: Path | None = None
-    """The webhook file. Without one nobody is told anything."""
+    """The webhook file. Without one no webhooks are sent."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of browsers that may call from another site; `*`: all."""
+    """Browser origins that may call from another site; `*`: all."""
     max_body_bytes: int = MAX_BODY_BYTES
     hold_status: float = 10.0
-    """A stream's HTTP status waits so long for the first entry: a refusal by a worker can then still be a 400."""
+    """How long a stream's HTTP status waits for the first entry, so that a worker's refusal can become a 400."""
     keep_alive: float = 15.0
-    """Time without output after which a stream carries a comment, for proxies."""
+    """Idle time after which a stream carries a comment, for proxies."""
     expires: float = 3600.0
-    """Life of a request whose caller names none."""
+    """Expiry of a request that sets none."""
     abandon_after: float = 30.0
-    """A request ends when its stream was not read for so long; 0: never."""
+    """A request is cancelled if its stream was not read for this long; 0: never."""
     store_life: float = 86_400.0
     """How long a stored response is kept after its end."""
     shutdown: float = 10.0
-    """How long open connections may go on after SIGTERM."""
+    """How long open connections may continue after SIGTERM."""
 
     files: Path | None = None
-    """Directory of uploaded files and of batches, which all replicas share. Without one there are neither."""
+    """Directory of uploaded files and batches, which all replicas share. Without one both are off."""
     max_file_bytes: int = 200 * 2**20
     max_kept_bytes: int = 10 * 2**30
-    """What the files of one API key may have in all before it can upload no more."""
+    """Total size of the files of one API key, above which it cannot upload."""
     batch_window: int = 256
     """Lines of batches that one replica has in the queue at a time."""
     batch_priority: int = 9
-    """The best that a line of a batch may have; 9 is served last."""
+    """The best priority of a batch line; 9 is served last."""
 
     def __post_init__(self) -> None:
-        """Raises GatewaySettingsError with everything that is wrong."""
+        """Raise GatewaySettingsError that lists every problem."""
         problems = []
         if self.keys is None and not is_loopback(self.host):
             problems.append(
-                f"host must be an address of loopback where there is no key file, got {self.host!r}; "
-                "make keys with `headrace gateway-key` and name their file by keys"
+                f"host must be a loopback address without a key file, got {self.host!r}; "
+                "make keys with `headrace gateway-key` and pass their file with --keys"
             )
         problems += [
             f"allow-origin must be * or a scheme and a host such as https://chat.example.org, got {origin!r}"
@@ -87,7 +87,7 @@ class GatewaySettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address. A name other than localhost may be anything."""
+    """Return whether only this machine can reach the address. A name other than localhost may resolve to anything."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

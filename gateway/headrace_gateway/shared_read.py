@@ -1,4 +1,4 @@
-"""`SharedRead`: what is read from Redis at most once a second, for all who ask."""
+"""`SharedRead`: a value that is read from Redis at most once a second, and shared by all callers."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class SharedRead(Generic[Value]):
-    """All who ask while a read is under way get what it brings, its error too: a server that is away is asked once."""
+    """Callers during a read get its result, even if it is an error, so an unavailable server is asked once."""
 
     def __init__(self, read: Callable[[], Awaitable[Value]], now: Callable[[], float] = time.monotonic) -> None:
         self._read: Final = read
@@ -19,11 +19,11 @@ class SharedRead(Generic[Value]):
         self._read_at: float | None = None
 
     async def get(self) -> Value:
-        """Raises what the read raises."""
+        """Return the value. Raises what the read raises."""
         if self._reading is None or (self._reading.done() and not self._is_fresh()):
             self._read_at = None
             self._reading = asyncio.create_task(self._read_once())
-        return await asyncio.shield(self._reading)  # who leaves does not end it for the others
+        return await asyncio.shield(self._reading)  # a cancelled caller does not cancel it for the others
 
     def _is_fresh(self) -> bool:
         return self._read_at is not None and self._now() - self._read_at < _FRESH_SECONDS

@@ -1,12 +1,11 @@
-"""Server-sent events, one event a send, LF alone, in the forms that the clients of each API read."""
+"""Server-sent events in the formats that each API's clients read: one event per send, LF line endings."""
 
 from typing import Any, Final, Protocol
-
-import msgspec
 
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.headers import ResumeStyle
+from headrace_gateway.line_json import encode_line
 
 HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -15,7 +14,6 @@ HEADERS: Final = {
 }
 DONE: Final = b"data: [DONE]\n\n"
 _COMMENT: Final = b": keep-alive\n\n"
-_ENCODE: Final = msgspec.json.Encoder().encode
 
 
 class Framing(Protocol):
@@ -26,19 +24,19 @@ class Framing(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What a silent stream carries, so that proxies keep its connection."""
+        """What an idle stream sends, so that proxies keep its connection open."""
 
     def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
-        """One chunk as an event."""
+        """Return one chunk as an event."""
 
     def error(self, failure: ApiError) -> bytes:
-        """What ends a stream whose status was sent long ago."""
+        """Return the event that ends a stream with an error, after its status was sent."""
 
 
 class DataFraming:
-    """`data:` lines alone, as chat completions and text completions have them.
+    """`data:` lines only, for chat and text completions.
 
-    `id:` lines and comments exclude each other: after an id, openai-python takes a comment for an empty event.
+    A stream has `id:` lines or comments, never both: after an id, openai-python parses a comment as an empty event.
     """
 
     end: bytes = DONE
@@ -52,20 +50,20 @@ class DataFraming:
 
     def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
         if self._style == "id":
-            return b"id: %b\ndata: %b\n\n" % (str(cursor).encode(), _ENCODE(chunk))
+            return b"id: %b\ndata: %b\n\n" % (str(cursor).encode(), encode_line(chunk))
         if self._style == "chunk":
             chunk = {**chunk, "headrace": {"cursor": str(cursor)}}
-        return b"data: %b\n\n" % _ENCODE(chunk)
+        return b"data: %b\n\n" % encode_line(chunk)
 
     def error(self, failure: ApiError) -> bytes:
-        return b"data: %b\n\n" % _ENCODE(failure.body())
+        return b"data: %b\n\n" % encode_line(failure.body())
 
 
 class ResponseFraming:
     """Events of the Responses API.
 
     Args:
-        after: the number of the last event that the client has.
+        after: sequence number of the last event that the client has.
     """
 
     end: bytes = DONE
@@ -84,5 +82,5 @@ class ResponseFraming:
 
 
 def named_event(chunk: dict[str, Any]) -> bytes:
-    """An event whose name is the chunk's `type`, as Responses and Anthropic's messages have them."""
-    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), _ENCODE(chunk))
+    """Return an event named by the chunk's `type`, as in the Responses and Messages APIs."""
+    return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), encode_line(chunk))

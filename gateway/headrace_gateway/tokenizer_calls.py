@@ -1,4 +1,4 @@
-"""What the gateway asks of a model's tokenizer, which its workers have and the gateway has not."""
+"""Calls of a model's tokenizer. The workers have the tokenizer, the gateway does not."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
 
 _SILENT_SECONDS: Final = 300.0
-"""A worker registers its model each minute: one that has not done so for longer is gone."""
+"""A worker registers its model every minute. One that has not done so for this long is gone."""
 _PROMPT: Final = ("prompt", "messages", *CHAT_OPTIONS)
 
 
@@ -27,16 +27,16 @@ async def call_tokenizer(
     *,
     prompt_field: str,
 ) -> dict[str, Any]:
-    """The result of a call.
+    """Return the result of a call.
 
-    Raises ApiError where the prompt is refused as a request's would be, 501 where the model's workers are of a release
-    that answers no calls, and 503 where none answers.
+    Raises ApiError: as for a request, if the prompt is refused; 501 if the workers' release does not support calls; 503
+    if no worker answers.
     """
     if not model.tokenizer_calls:
-        message = f"the workers of {model.name} are of a release that answers no calls of the tokenizer"
+        message = f"the workers of {model.name} do not support tokenizer calls: update them"
         raise ApiError(501, "server_error", "unsupported", message, headers=NO_RETRY)
     if time.time() - model.seen > _SILENT_SECONDS:
-        raise _unavailable(f"no worker of {model.name} is there to answer; try again later")
+        raise _unavailable(f"no worker of {model.name} is running; try again later")
     try:
         return await gateway.tokenizers.call(model.name, kind, body, key=key.name)
     except TokenizerCallError as error:
@@ -48,14 +48,14 @@ async def call_tokenizer(
 async def count_tokens(
     gateway: Gateway, key: ApiKey, model: RegisteredModel, submission: SubmitRequest, *, prompt_field: str
 ) -> int:
-    """How many tokens the prompt of a request has: the `prompt_tokens` that its answer would tell."""
+    """Return the number of prompt tokens: the `prompt_tokens` that the answer of the same request reports."""
     body = {"request": prompt_of(submission)}
     result = await call_tokenizer(gateway, key, model, "count", body, prompt_field=prompt_field)
     return int(result["count"])
 
 
 def prompt_of(submission: SubmitRequest) -> dict[str, Any]:
-    """The part of a request that becomes its prompt."""
+    """Return the part of a request that determines its prompt."""
     return {name: value for name, value in submission.items() if name in _PROMPT}
 
 

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize` in vLLM's shapes, and the count of a response's input in OpenAI's."""
+"""`POST /tokenize` and `POST /detokenize` in vLLM's format, and OpenAI's count of a response's input tokens."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -25,7 +25,7 @@ from headrace_gateway.tokenizer_calls import call_tokenizer, count_tokens, promp
 
 
 async def tokenize(request: Request) -> Response:
-    """`POST /tokenize`: the token ids of a prompt, or of a chat as the model's template renders it."""
+    """`POST /tokenize`: the token ids of a prompt, or of a chat rendered by the model's template."""
     given, model, lora = await _read(request)
     is_chat = "messages" in given
     problems = Problems()
@@ -48,7 +48,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """`POST /detokenize`: the text of token ids, special tokens among it."""
+    """`POST /detokenize`: the text of token ids, special tokens included."""
     given, model, _ = await _read(request)
     problems = Problems()
     _check_names(given, field_tables.DETOKENIZE, problems)
@@ -65,7 +65,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def count_input_tokens(request: Request) -> Response:
-    """`POST /v1/responses/input_tokens`: takes the body that `POST /v1/responses` takes."""
+    """`POST /v1/responses/input_tokens`: takes the body of `POST /v1/responses`."""
     gateway, key = gateway_of(request), key_of(request)
     require_redis(request)
     body = await read_json(request, gateway.settings.max_body_bytes)
@@ -78,7 +78,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request) -> tuple[dict[str, Any], RegisteredModel, str | None]:
-    """The body's fields and the model, which may be left out where there is only one."""
+    """Return the body's fields and the model, which may be left out if the key may use only one."""
     gateway, key = gateway_of(request), key_of(request)
     require_redis(request)
     given = call_fields.without_nulls(await read_json(request, gateway.settings.max_body_bytes))
@@ -86,7 +86,7 @@ async def _read(request: Request) -> tuple[dict[str, Any], RegisteredModel, str 
         return given, *await gateway.models.find(given["model"], key)
     model = await gateway.models.only(key)
     if model is None:
-        raise invalid("model must be given: this key may use several models, or none", param="model")
+        raise invalid("model is required: this key may use several models, or none", param="model")
     return given, model, None
 
 
@@ -94,7 +94,7 @@ def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Pro
     for name in given:
         if name not in served:
             why = field_tables.REFUSED.get(name)
-            told = f"unknown field {name[:64]!r}" if why is None else f"{name} is not served: {why}"
+            told = f"unknown field {name[:64]!r}" if why is None else f"{name} is not supported: {why}"
             problems.unsupported(name[:64], told)
 
 

@@ -1,4 +1,4 @@
-"""The fields of a chat that offer tools: which functions there are, which may be called, which must be."""
+"""The fields of a chat about tools: which functions exist, which may be called, and which must be."""
 
 import re
 from collections.abc import Mapping
@@ -16,26 +16,26 @@ _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 
 def is_name(name: object) -> bool:
-    """Whether a function may have this name."""
+    """Return whether a function may have this name."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the body says of tools."""
+    """The tools of a body and their choice."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)
-    """As the chat template gets them."""
+    """In the form that the chat template receives."""
     allowed: tuple[ToolForm, ...] = ()
     choice: ToolChoice = "none"
-    """`named`: exactly the one allowed function must be called."""
+    """`named`: the one allowed function must be called."""
 
 
 def read_tools(given: Mapping[str, Any], problems: Problems, *, function: str = ".function") -> Tools:
     """Check `tools` and `tool_choice`.
 
     Args:
-        function: where the caller's tools have their function, for errors; empty where they are one themselves.
+        function: the path from a tool to its function, for errors; empty if the tool itself is the function.
     """
     tools = given.get("tools", [])
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
@@ -44,11 +44,11 @@ def read_tools(given: Mapping[str, Any], problems: Problems, *, function: str = 
     forms = [_read_tool(f"tools[{position}]", tool, problems, function) for position, tool in enumerate(tools)]
     known = {form.name: form for form in forms if form is not None}
     if len(known) < sum(form is not None for form in forms):
-        problems.add("tools", "tools must hold functions of different names")
+        problems.add("tools", "tools must contain functions with distinct names")
     choice, names = _read_choice(given.get("tool_choice"), known, problems, function)
     if not tools:
         if choice not in ("auto", "none"):
-            problems.add("tool_choice", "tool_choice needs tools")
+            problems.add("tool_choice", "tool_choice requires tools")
         return Tools()
     if choice == "none":
         return Tools()
@@ -93,7 +93,7 @@ def _read_tool(path: str, tool: Any, problems: Problems, place: str) -> ToolForm
 def _read_choice(
     choice: Any, known: Mapping[str, ToolForm], problems: Problems, place: str
 ) -> tuple[ToolChoice, set[str]]:
-    """What must be done, and the functions that may be called."""
+    """Return the kind of choice, and the functions that may be called."""
     if choice is None or choice in ("auto", "none", "required"):
         return choice or "auto", set(known)
     kind = choice.get("type") if isinstance(choice, Mapping) else None
@@ -108,7 +108,7 @@ def _read_choice(
         names = {_function_name(tool) for tool in listed} if isinstance(listed, list) else set()
         if allowed.get("mode") not in ("auto", "required") or not names or not names <= set(known):
             where = "tool_choice.allowed_tools" if place else "tool_choice"
-            problems.add(where, f"{where} must have mode auto or required, and tools that are among tools")
+            problems.add(where, f"{where} must have mode auto or required, and a list tools of functions in tools")
             return "auto", set()
         return allowed["mode"], {str(name) for name in names}
     message = "tool_choice must be none, auto, required, or an object with type function or allowed_tools"

@@ -1,4 +1,4 @@
-"""Token counts in OpenAI's shape."""
+"""Token counts in OpenAI's format."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def usage_shape(
 
 
 def final_usage(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """The usage at the end of one request."""
+    """Return the usage at the end of one request."""
     return usage_shape(
         usage.prompt_tokens,
         usage.completion_tokens,

@@ -1,4 +1,4 @@
-"""`WatchedFile`: what an operator's file says, read again when the file changes. `read_toml`: one version of it."""
+"""`WatchedFile`: an operator's file that is reloaded when it changes. `read_toml`: reads one version."""
 
 import logging
 import time
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class WatchedFile(Generic[Content]):
-    """Reads the file at once, and raises GatewaySettingsError where it cannot be used.
+    """Reads the file at once. Raises GatewaySettingsError if it cannot be used.
 
-    A later version that cannot be used is logged, and what the last good one said stays.
+    A later version that cannot be used is logged, and the last valid one stays in effect.
 
     Args:
         what: the file's name in the log, such as "key file".
-        read: gives the content of a version, or raises GatewaySettingsError.
-        when_read: told after each look at a new version whether it could be used.
+        read: returns the content of a version, or raises GatewaySettingsError.
+        when_read: called after each read of a new version with whether it is valid.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WatchedFile(Generic[Content]):
         when_read(True)
 
     def content(self) -> Content:
-        """What the newest good version says. It looks at the file at most once a second."""
+        """Return the content of the last valid version. The file is checked at most once a second."""
         if self._now() - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = self._now()
             version = _version(self._path)
@@ -61,7 +61,7 @@ class WatchedFile(Generic[Content]):
         try:
             self._content = self._read(self._path)
         except GatewaySettingsError as error:
-            logger.error("%s refused, the last good one stays in use: %s", self._what, error)
+            logger.error("%s refused, last valid version stays in use: %s", self._what, error)
             self._when_read(False)
         else:
             logger.info("%s read", self._what)
@@ -77,7 +77,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 def read_toml(what: str, path: Path) -> tuple[dict[str, Any], str]:
-    """The document and its text. Raises GatewaySettingsError, which quotes nothing of the file."""
+    """Return the document and its text. Raises GatewaySettingsError, which quotes nothing of the file."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -92,6 +92,6 @@ def read_toml(what: str, path: Path) -> tuple[dict[str, Any], str]:
         raise GatewaySettingsError(f"the {what} {path} is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise GatewaySettingsError(f"the {what} {path} cannot be used: {error}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a date that is none, deep arrays
-        message = f"the {what} {path} cannot be used: it is no TOML that can be read ({type(error).__name__})"
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, an invalid date, deep arrays
+        message = f"the {what} {path} cannot be used: it is not valid TOML ({type(error).__name__})"
         raise GatewaySettingsError(message) from None

@@ -92,9 +92,9 @@ def set_level(level: str) -> str:
     return str(before)
 
 
-def takes_colours(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+def takes_colours(stream: TextIO) -> bool:
     """Whether colour codes may be written: to a terminal that knows them, and whose user does not refuse them."""
-    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def configure_logging(

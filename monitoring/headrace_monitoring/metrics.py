@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
 
@@ -52,9 +52,34 @@ class Totals:
 
 
 class StepStats(Protocol):
-    """The numbers of one step, by their names. They do not change any more."""
+    """The numbers of one step. Counts are those of the step, levels are as they stand after it. They do not change."""
 
-    def __getitem__(self, name: str, /) -> Any: ...
+    step_seconds: float
+    kind: str
+    """prefill, decode or mixed."""
+    num_tokens: int
+    num_requests: int
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    kv_blocks_free: int
+    kv_blocks_total: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    lora_requests: dict[str, list[int]]
+    """By adapter: how many run and wait."""
+    drafted_per_position: list[int]
+    accepted_per_position: list[int]
+    """Empty without speculative decoding, as the one before."""
+    phase_seconds: dict[str, float]
+    """Of schedule, prepare, forward, sample, draft and update."""
+    num_padded_tokens: int
+    compiled_graphs: int
+    fallback_operators: int
+    warm_up_seconds: float
+    """0 unless the device has static shapes, as the three before."""
 
 
 MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention", "engine", "engine_version")
@@ -294,52 +319,45 @@ class Metrics:
     # The engine
 
     def step(self, stats: StepStats) -> None:
-        """One step of the engine. Counts are those of this step, levels are as they stand after it.
-
-        Keys: step_seconds, kind ("prefill" | "decode" | "mixed"), num_tokens, num_requests, running, waiting,
-        kv_blocks_used, kv_blocks_cached, kv_blocks_free, kv_blocks_total, prefix_queried_tokens, prefix_hit_tokens,
-        preemptions, lora_requests (by adapter: how many run and wait), drafted_per_position and accepted_per_position
-        (lists, empty without speculative decoding), num_padded_tokens, compiled_graphs, fallback_operators and
-        warm_up_seconds (0 unless the device has static shapes),
-        phase_seconds (map of schedule, prepare, forward, sample, draft, update).
-        """
+        """One step of the engine."""
         self._deferred.add(self._stepped, self._clock(), stats)
 
     def _stepped(self, at: float, stats: StepStats) -> None:
         engine = self._engine
         engine.last_step.set(at)
-        if stats["num_tokens"]:  # a step that only ends requests computes nothing and has no kind
-            engine.step_seconds[stats["kind"]].observe(stats["step_seconds"])
-            engine.step_tokens.observe(stats["num_tokens"])
-            engine.step_requests.observe(stats["num_requests"])
-        for phase, seconds in stats["phase_seconds"].items():
+        if stats.num_tokens:  # a step that only ends requests computes nothing and has no kind
+            engine.step_seconds[stats.kind].observe(stats.step_seconds)
+            engine.step_tokens.observe(stats.num_tokens)
+            engine.step_requests.observe(stats.num_requests)
+        for phase, seconds in stats.phase_seconds.items():
             engine.phase_seconds[phase].inc(seconds)
-        for state, gauge in engine.requests.items():
-            gauge.set(stats[state])
-        self._lora_requests(stats["lora_requests"])
-        for state, gauge in engine.kv_blocks.items():
-            gauge.set(stats[f"kv_blocks_{state}"])
-        engine.kv_usage.set(stats["kv_blocks_used"] / max(stats["kv_blocks_total"], 1))
+        engine.requests["running"].set(stats.running)
+        engine.requests["waiting"].set(stats.waiting)
+        self._lora_requests(stats.lora_requests)
+        engine.kv_blocks["used"].set(stats.kv_blocks_used)
+        engine.kv_blocks["cached"].set(stats.kv_blocks_cached)
+        engine.kv_blocks["free"].set(stats.kv_blocks_free)
+        engine.kv_usage.set(stats.kv_blocks_used / max(stats.kv_blocks_total, 1))
         for counter, count in (
-            (engine.prefix_queried, stats["prefix_queried_tokens"]),
-            (engine.prefix_hit, stats["prefix_hit_tokens"]),
-            (engine.preemptions, stats["preemptions"]),
-            (engine.padded_tokens, stats["num_padded_tokens"]),
+            (engine.prefix_queried, stats.prefix_queried_tokens),
+            (engine.prefix_hit, stats.prefix_hit_tokens),
+            (engine.preemptions, stats.preemptions),
+            (engine.padded_tokens, stats.num_padded_tokens),
         ):
             if count:  # of most steps none
                 counter.inc(count)
-        engine.compiled_graphs.set(stats["compiled_graphs"])
-        engine.fallback_operators.set(stats["fallback_operators"])
-        engine.warm_up_seconds.set(stats["warm_up_seconds"])
+        engine.compiled_graphs.set(stats.compiled_graphs)
+        engine.fallback_operators.set(stats.fallback_operators)
+        engine.warm_up_seconds.set(stats.warm_up_seconds)
         for children, counts in (
-            (engine.drafted, stats["drafted_per_position"]),
-            (engine.accepted, stats["accepted_per_position"]),
+            (engine.drafted, stats.drafted_per_position),
+            (engine.accepted, stats.accepted_per_position),
         ):
             for position, count in enumerate(counts, start=1):
                 children[str(position)].inc(count)
 
     def steps_tell_only(self, numbers: Collection[str]) -> None:
-        """The engine's steps tell these numbers, by the keys of `step`; the series of others are absent from now on."""
+        """The engine's steps tell these numbers of `StepStats`; the series of others are absent from now on."""
         self._steps.tell_only(numbers)
 
     def _lora_requests(self, by_adapter: Mapping[str, Sequence[int]]) -> None:

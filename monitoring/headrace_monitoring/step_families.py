@@ -49,7 +49,7 @@ class StepFamilies(Collector):
         """The engine tells these numbers of a step and no others.
 
         Args:
-            numbers: keys of `Metrics.step`; `phase_seconds.schedule` is one phase, `phase_seconds` all of them.
+            numbers: names of `metrics.StepStats`; `phase_seconds.schedule` is one phase, `phase_seconds` all of them.
         """
         self._numbers = frozenset(numbers)
         self._shown = {}

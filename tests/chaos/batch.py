@@ -91,7 +91,8 @@ class HttpRunner(Runner):
         self._last = made
 
     def _client(self, replica: int) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.site.gateways[replica].url}/v1", api_key="none", max_retries=0, timeout=5)
+        url = f"{self.site.gateways[replica].url}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
     def _look(self) -> None:
         for replica in range(len(self.site.gateways)):

@@ -41,7 +41,6 @@ class HttpReader:
         self.error: dict[str, Any] | None = None
         self.is_done = False
         self.num_rejoins = 0
-        self.num_events = 0
         self.problems: list[str] = []
         self._ports = ports
         self._body = json.dumps({**body, "stream": True})
@@ -115,7 +114,6 @@ class HttpReader:
             self.problems.append(f"the event {cursor} came twice")
         self._seen.add(cursor)
         self._cursor = cursor
-        self.num_events += 1
         if chunk.get("error"):
             self.error = chunk["error"]
             return

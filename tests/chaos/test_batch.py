@@ -7,8 +7,6 @@ import pytest
 from chaos.batch import both
 
 
-@pytest.mark.service
-@pytest.mark.redis
 @pytest.mark.timeout(900)
 def test_whatever_breaks_every_line_of_a_batch_has_one_answer(tmp_path: Path) -> None:
     accounts = both(tmp_path, lines=120, seed=3, num_faults=5)

@@ -12,8 +12,6 @@ from chaos.model import save_chaos_model
 from chaos.site import Site
 
 
-@pytest.mark.service
-@pytest.mark.redis
 @pytest.mark.timeout(900)
 def test_whatever_breaks_no_request_is_lost_doubled_or_changed(tmp_path: Path) -> None:
     with Site(save_chaos_model(tmp_path / "tiny"), tmp_path) as site:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
+import tempfile
 from pathlib import Path
 
 from headrace_engine.runner.native import native_library
@@ -32,9 +34,12 @@ OTHER_PROCESSORS = [
 MAY_MULTIPLY_PAIRS = (NO_MATRIX_TILES, PAIRS_ARE_FASTER, "-mno-amx-bf16", "-mno-avx512vl")
 
 
-def build(source_name: str, package: str, without: str, folder: Path) -> ctypes.CDLL:
+@functools.cache
+def build(source_name: str, package: str, without: str) -> ctypes.CDLL:
+    """Build a library once for all tests of this process: it takes seconds."""
     source = native_library.source_text(f"headrace_engine.runner.{package}", source_name)
-    target = folder / "kernel.so"
-    command = ["cc", *native_library._FLAGS, *without.split(), "-x", "c", "-", "-o", str(target), "-lm"]
-    subprocess.run(command, input=source, text=True, check=True)
-    return ctypes.CDLL(str(target))
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "kernel.so"
+        command = ["cc", *native_library._FLAGS, *without.split(), "-x", "c", "-", "-o", str(target), "-lm"]
+        subprocess.run(command, input=source, text=True, check=True)
+        return ctypes.CDLL(str(target))

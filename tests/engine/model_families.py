@@ -280,7 +280,7 @@ _ODD_MASK = (
     "%s cannot be served: it has attention that is neither plainly causal nor a sliding window (chunked, "
     "bidirectional or prefix)"
 )
-_UNKNOWN = "%s cannot be served: it passes %s to its attention, which paged attention does not know"
+_UNKNOWN = "%s cannot be served: it passes %s to its attention, which paged attention does not support"
 _SPARSE: dict[str, Any] = {**MLA, "index_topk": 2048, "index_head_dim": 16, "index_n_heads": 2}
 
 REFUSED: dict[str, Refused] = {
@@ -290,7 +290,7 @@ REFUSED: dict[str, Refused] = {
         "chunked attention",
         {**MOE, "attention_chunk_size": 32, "intermediate_size_mlp": 96},
         reason="model '{model}' (llama4_text) attends in chunks (attention_chunk_size), which paged attention does not "
-        "know",
+        "support",
     ),
     "deepseek_v32": Refused(
         "deepseek_v32", "sparse attention", _SPARSE, reason=_UNKNOWN % ("DeepseekV32ForCausalLM", "indices")
@@ -362,6 +362,6 @@ REFUSED: dict[str, Refused] = {
     "vit": Refused(
         "vit",
         "no language model",
-        reason="model '{model}' is of type 'vit', which is no decoder that transformers knows",
+        reason="model '{model}' is of type 'vit', which is not a decoder that transformers supports",
     ),
 }

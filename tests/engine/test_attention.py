@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +21,6 @@ from headrace_engine.runner.attention import native
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.reference import ReferenceBackend
-
-pytestmark = pytest.mark.torch
-
 
 problems = st.builds(
     Problem,
@@ -102,10 +98,8 @@ def test_a_bfloat16_cache_rounds_keys_and_values_to_the_nearest(backend_type: An
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("without", OTHER_PROCESSORS)
-def test_builds_for_other_processors_compute_the_same(
-    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = native.declared(build("paged_attention.c", "attention", without, tmp_path))
+def test_builds_for_other_processors_compute_the_same(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = native.declared(build("paged_attention.c", "attention", without))
     monkeypatch.setattr(native, "_library", lambda: other)
     assert without in MAY_MULTIPLY_PAIRS or not other.headrace_attention_has_pairs()
     odd = Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)
@@ -189,9 +183,9 @@ def test_where_a_window_begins_changes_no_bit_of_a_softmax_in_bfloat16(spread: f
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 def test_how_a_prompt_is_cut_into_steps_changes_no_bit_without_avx512(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    other = native.declared(build("paged_attention.c", "attention", "-mno-avx512f", tmp_path))
+    other = native.declared(build("paged_attention.c", "attention", "-mno-avx512f"))
     monkeypatch.setattr(native, "_library", lambda: other)
     for group, window in ((1, None), (2, None), (4, None), (5, None), (7, None), (2, 12)):
         whole = Problem(((0, 40),), group=group, k_dim=64, v_dim=64, window=window)

@@ -15,8 +15,6 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
 
-pytestmark = pytest.mark.torch
-
 Kind = Callable[[], Tokenizer]
 BYTE_LEVEL, FALLBACK, METASPACE, KEPT_SPACE, UNIGRAM = (
     tokenizer_kinds.byte_level,

@@ -11,8 +11,6 @@ from engine.tiny_models import TinyModel
 from headrace_engine import LLM, BeamSearchParams
 from headrace_engine.errors import InvalidRequestError
 
-pytestmark = pytest.mark.torch
-
 PROMPTS = [[5, 6, 7], [300, 20, 9, 41, 100, 7], [11]]
 
 

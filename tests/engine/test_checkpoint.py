@@ -18,9 +18,7 @@ from headrace_engine.checkpoint import adapter_fingerprint, fingerprint
 from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.loader import create_runner
-from headrace_engine.runner.models.load_errors import lasting_errors
-
-pytestmark = pytest.mark.torch
+from headrace_engine.runner.models.load_errors import permanent_errors
 
 WEIGHTS = "model.safetensors"
 TENSOR = "model.layers.0.mlp.down_proj.weight"
@@ -182,5 +180,5 @@ def test_damage_that_stays_is_refused_with_a_sentence(
     ],
 )
 def test_what_may_pass_is_left_to_the_next_try(error: Exception) -> None:
-    with pytest.raises(type(error)), lasting_errors("m", "loaded"):
+    with pytest.raises(type(error)), permanent_errors("m", "loaded"):
         raise error

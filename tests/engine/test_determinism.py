@@ -25,8 +25,6 @@ from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 # An undisturbed run more or less is what an example costs.

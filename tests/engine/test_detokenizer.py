@@ -13,8 +13,6 @@ from headrace_engine.detokenizer import Detokenizer, create_detokenizer
 from headrace_engine.sampling_params import SamplingParams
 from headrace_engine.token_pieces import TokenPieces
 
-pytestmark = pytest.mark.torch
-
 PROMPT = [100, 200, 300]
 
 

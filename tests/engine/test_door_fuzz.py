@@ -28,8 +28,6 @@ from headrace_engine import (
 from headrace_engine.chat import ChatOptions
 from headrace_engine.errors import HeadraceEngineError
 
-pytestmark = pytest.mark.torch
-
 ODD_VALUES: list[Any] = [
     None,
     True,

@@ -13,8 +13,6 @@ from headrace_engine.engine_args import EngineArgs
 from headrace_engine.runner.linear import packed_linear
 from headrace_engine.runner.models.paged_model import PagedModel
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -239,7 +239,6 @@ def test_without_a_strict_function_or_a_tag_that_is_text_nothing_is_bound() -> N
     assert strict_calls([STRICT], tool_parser="mistral") is None
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json"])
 def test_a_model_that_knows_no_tools_calls_when_it_must(tool_parser: str) -> None:
     try:

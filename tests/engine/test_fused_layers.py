@@ -29,8 +29,6 @@ from headrace_engine.runner.linear.prepared_linear import LinearKind
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.models.paged_model import PagedModel
 
-pytestmark = pytest.mark.torch
-
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 rows = pytest.mark.parametrize("rows", [1, 3, 64, 700])
 

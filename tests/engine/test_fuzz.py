@@ -25,8 +25,6 @@ from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cpu import CPURunner
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 EXAMPLES = int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "0"))
 SEARCH = settings(
     max_examples=EXAMPLES or 24,

@@ -16,8 +16,6 @@ from headrace_engine import LLM, EngineArgs, SamplingParams
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner.models.generation import read_generation_config
 
-pytestmark = pytest.mark.torch
-
 EOS, OTHER = 2, 77
 Checkpoint = Callable[..., str]
 

@@ -10,8 +10,6 @@ import torch
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 def row(mask: bytes | None, u: float = 0.5, **params: Any) -> SamplingRow:
     return SamplingRow(

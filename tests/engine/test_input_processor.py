@@ -15,8 +15,6 @@ from headrace_engine.input_processor import InputProcessor, choice_seed
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 MAX_MODEL_LEN = 20
 
 
@@ -191,7 +189,8 @@ def test_text_and_its_tokens_are_the_same_request(processor: InputProcessor) -> 
 
 
 def test_each_choice_is_a_request_of_its_own_with_its_own_seed(processor: InputProcessor) -> None:
-    made = processor.process("a", [1, 2], SamplingParams(n=4, seed=-5, stop=["x"]), priority=3, cache_salt="t")
+    prompt: Any = {"prompt_token_ids": [1, 2], "cache_salt": "t"}
+    made = processor.process("a", prompt, SamplingParams(n=4, seed=-5, stop=["x"]), priority=3)
     assert [choice.seed for choice in made.choices] == [choice_seed(-5, index) for index in range(4)]
     assert made.choices[0].seed == -5
     assert len({choice.seed for choice in made.choices}) == len({choice.request_id for choice in made.choices}) == 4

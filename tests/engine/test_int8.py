@@ -26,7 +26,6 @@ try:
 except ConfigError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-pytestmark = pytest.mark.torch
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

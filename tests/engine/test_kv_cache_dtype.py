@@ -17,8 +17,6 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.runner.cpu import CPURunner
 from headrace_engine.runner.models.paged_model import PagedModel
 
-pytestmark = pytest.mark.torch
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_model_len": 64}
 both_backends = pytest.mark.parametrize("backend", ["native", "torch"])
 

@@ -24,8 +24,6 @@ from headrace_engine.errors import (
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.sampling_params import RequestOutputKind
 
-pytestmark = pytest.mark.torch
-
 MakeEngine = Callable[..., LLMEngine]
 
 

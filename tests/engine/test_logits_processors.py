@@ -14,8 +14,6 @@ from engine import processors
 from headrace_engine import LLMEngine, RequestOutput, SamplingParams
 from headrace_engine.errors import ConfigError, InvalidRequestError
 
-pytestmark = pytest.mark.torch
-
 MakeEngine = Callable[..., LLMEngine]
 ALL = ["engine.processors:OnlyEven", processors.CountUp, "engine.processors:Fails"]
 

@@ -15,8 +15,6 @@ from headrace_engine.outputs import Logprob
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.token_pieces import TokenPieces
 
-pytestmark = pytest.mark.torch
-
 SENTENCEPIECE = [kind for kind in KINDS if "byte_fallback" in kind.__name__ or "unigram" in kind.__name__]
 
 

@@ -25,8 +25,6 @@ from headrace_engine.errors import InvalidRequestError, LoRAError
 from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.request import EngineCoreRequest
 
-pytestmark = pytest.mark.torch
-
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -365,7 +363,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("biases", {"bias": "all"}, "bias is 'all'"),
     ("another method", {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
     ("changed base", {"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-    ("unknown module", {"target_modules": ["q_proj", "flux_proj"]}, "'flux_proj', which is no linear layer"),
+    ("unknown module", {"target_modules": ["q_proj", "flux_proj"]}, "'flux_proj', which is not a linear layer"),
     ("absent weights", {"target_modules": ["q_proj", "v_proj", "o_proj"]}, "'o_proj', but adapter_model.safetensors"),
     ("rank", {"r": 17}, "q_proj has rank 17, the limit is max_lora_rank=16"),
     ("rank that is not the tensors'", {"r": 3}, r"lora_A of .*q_proj has the shape \[4, 64\], expected \[3, 64\]"),
@@ -410,8 +408,8 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(
         ("shape", r"lora_A of model.layers.0.self_attn.q_proj has the shape \[4, 65\], expected \[4, 64\]"),
         ("missing", "model.layers.0.self_attn.q_proj has no lora_A"),
         ("infinite", "model.layers.0.self_attn.q_proj hold infinite values"),
-        ("foreign", "model.layers.9.self_attn.q_proj is no linear layer of this model"),
-        ("embedding", "embed_tokens.lora_embedding_A is no lora_A or lora_B"),
+        ("foreign", "model.layers.9.self_attn.q_proj is not a linear layer of this model"),
+        ("embedding", "embed_tokens.lora_embedding_A is not the lora_A or lora_B"),
         ("experts", "experts.3.up_proj lies inside a mixture of experts"),
     ],
 )

@@ -19,8 +19,6 @@ from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.memory import available_memory, weight_bytes
 
-pytestmark = pytest.mark.torch
-
 
 def test_weights_larger_than_the_free_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
     transformers.LlamaConfig(**COMMON).save_pretrained(tmp_path)

@@ -25,8 +25,6 @@ from headrace_engine.errors import ModelLoadError
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MAX_MODEL_LEN = 96
 

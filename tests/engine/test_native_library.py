@@ -13,8 +13,6 @@ import pytest
 
 from headrace_engine.runner.native import native_library
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

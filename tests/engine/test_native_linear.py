@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_ARE
 from headrace_engine.runner.elementwise.norm import Norm
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
-
-pytestmark = pytest.mark.torch
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # Around a tile's rows, a block's, a panel's columns, a vector's, and the inputs after which sums are put aside.
@@ -156,9 +153,9 @@ def test_nothing_that_an_earlier_product_left_behind_is_multiplied(dtype: torch.
     ("flags", "preferred"), [(PAIRS_ARE_FASTER, True), (PAIRS_ARE_SLOWER, True), ("-mno-avx512bf16", False)]
 )
 def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_instructions_for_it(
-    flags: str, preferred: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, preferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = native_linear.declared(build("linear.c", "linear", flags, tmp_path))
+    kernels = native_linear.declared(build("linear.c", "linear", flags))
     known = kernels.headrace_knows_pairs()
     capabilities = {"architecture": "x86_64", "avx2": True, "fma3": True, "avx512_bf16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -171,8 +168,8 @@ def test_bfloat16_is_left_to_oneDNN_where_only_the_compiler_does_not_know_the_in
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("without", OTHER_PROCESSORS)
-def test_narrower_vectors_compute_the_same(without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = native_linear.declared(build("linear.c", "linear", without, tmp_path))
+def test_narrower_vectors_compute_the_same(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = native_linear.declared(build("linear.c", "linear", without))
     assert without in MAY_MULTIPLY_PAIRS or not narrow.headrace_has_pairs()
     assert without != PAIRS_ARE_FASTER or narrow.headrace_has_pairs() == narrow.headrace_knows_pairs()
     assert without == "-mno-avx512vl" or not narrow.headrace_has_matrix_tiles()

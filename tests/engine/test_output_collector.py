@@ -17,8 +17,6 @@ from headrace_engine.output_collector import OutputCollector
 from headrace_engine.outputs import CompletionOutput, Logprob
 from headrace_engine.sampling_params import RequestOutputKind
 
-pytestmark = pytest.mark.torch
-
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 
 

@@ -20,8 +20,6 @@ from headrace_engine.engine_args import EngineArgs
 from headrace_engine.request import EngineCoreRequest, FinishReason
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 # Every scenario by itself, on one model of each way to attend; test_model_families.py has all families.
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3")
 MAX_MODEL_LEN = 112

@@ -21,8 +21,6 @@ from headrace_engine.runner.attention.backend import LayerSpec
 from headrace_engine.runner.linear.replacement import watch_weights
 from headrace_engine.runner.models.probe import inspect_model
 
-pytestmark = pytest.mark.torch
-
 
 def model_of(name: str, **options: Any) -> Any:
     """A family's model that calls an attention function named by nobody else."""

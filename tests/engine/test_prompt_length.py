@@ -10,8 +10,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from headrace_engine.errors import ContextLengthError
 from headrace_engine.prompt_length import PromptLength
 
-pytestmark = pytest.mark.torch
-
 LIMIT = 64
 LONG = 40_000
 

@@ -15,8 +15,6 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_engine.outputs import Logprob
 from headrace_engine.sampling_params import RequestOutputKind
 
-pytestmark = pytest.mark.torch
-
 MakeEngine = Callable[..., LLMEngine]
 DRAW = random.Random(7)
 PROMPTS = [[DRAW.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 17, 40, 90)]

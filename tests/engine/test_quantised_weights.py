@@ -19,8 +19,6 @@ from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ModelLoadError
 
-pytestmark = pytest.mark.torch
-
 _NAMES = {
     "q_proj": "attn_q",
     "k_proj": "attn_k",

@@ -25,7 +25,7 @@ SEED = int(os.environ.get("HEADRACE_SCHEMAS_SEED", "20"))
 BATCH = 16
 MAX_TOKENS = 500
 PROMPT = [{"role": "user", "content": "Some JSON, please."}]
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(300 + 15 * NUM_SCHEMAS)]
+pytestmark = pytest.mark.timeout(300 + 15 * NUM_SCHEMAS)
 
 
 @pytest.fixture(scope="module")

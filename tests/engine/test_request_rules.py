@@ -13,8 +13,6 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_engine.sampling_params import RequestOutputKind
 from headrace_engine.tokenizer import ModelTokenizer
 
-pytestmark = pytest.mark.torch
-
 MakeEngine = Callable[..., LLMEngine]
 EOS = 2
 

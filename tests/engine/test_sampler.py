@@ -16,8 +16,6 @@ from headrace_engine.runner.sampling.rng import uniform
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 def row(
     u: float = 0.5,

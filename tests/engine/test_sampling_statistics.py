@@ -20,8 +20,6 @@ from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.runner.sampling.token_rules import create_token_rules
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 Floats = npt.NDArray[np.float64]
 
 DRAWS = 20_000

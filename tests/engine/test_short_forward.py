@@ -17,8 +17,6 @@ from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.models.paged_model import PagedModel
 
-pytestmark = pytest.mark.torch
-
 Change = Callable[[Any], None]
 
 

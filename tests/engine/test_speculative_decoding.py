@@ -25,8 +25,6 @@ from headrace_engine.runner.contracts import KVSpec, TokenLogprobs
 from headrace_engine.runner.models.draft_model import DraftModel
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 PRESSURE = {"num_blocks": 13, "max_num_batched_tokens": 19, "max_num_seqs": 7}
 

@@ -12,8 +12,6 @@ import pytest
 from headrace_engine.runner.native import native_library
 from headrace_engine.runner.native.struct_layout import LayoutError, check_layout
 
-pytestmark = pytest.mark.torch
-
 _SOURCE = """
 typedef struct {
     int32_t count;

@@ -12,8 +12,6 @@ import pytest
 from headrace_engine import openmp
 from headrace_engine.runner.native import native_library
 
-pytestmark = pytest.mark.torch
-
 _MEMBERS_AT_BARRIERS = """
 #include <string.h>
 #include <sys/resource.h>

@@ -17,8 +17,6 @@ from headrace_engine.llm_engine import LLMEngine
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.token_pieces import TokenPieces
 
-pytestmark = pytest.mark.torch
-
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 Kind = Callable[[], Tokenizer]
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -21,8 +21,6 @@ from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
 from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
 
-pytestmark = pytest.mark.torch
-
 TEXTS = [
     "",
     "The mill wheel",

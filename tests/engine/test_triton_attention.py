@@ -22,8 +22,6 @@ from engine.attention_cases import Case, Problem
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
 from headrace_engine.runner.attention.triton_backend import TritonBackend
 
-pytestmark = pytest.mark.torch
-
 pytest.importorskip("triton", reason="Triton is not installed: make test-triton")
 
 FP8 = torch.float8_e4m3fn
@@ -204,7 +202,7 @@ def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source() -> None:
             {"cache_dtype": torch.float16},
             "kept in torch.float16, and these kernels keep them in torch.float32, torch.bfloat16, torch.float8_e4m3fn",
         ),
-        ({"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)}, "heads are of size 512"),
+        ({"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)}, "head size is 512"),
     ],
 )
 def test_the_kernels_say_what_they_cannot_do(change: dict[str, Any], reason: str) -> None:

@@ -29,8 +29,6 @@ from headrace_engine.errors import (
 from headrace_engine.outputs import Logprob
 from headrace_engine.sampling_params import RequestOutputKind
 
-pytestmark = pytest.mark.torch
-
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ROOM: dict[str, Any] = {"dtype": "float32", "num_blocks": 80, "block_size": 16}
 UUID = uuid.UUID(int=7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.models.paged_model import PagedModel
 from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.sampling_params import SamplingParams
-
-pytestmark = pytest.mark.torch
 
 BLOCK_SIZE = 16
 LENGTHS = {"chunked": 91, "short": 45, "decode": 8, "verified": 64}
@@ -115,11 +112,11 @@ def test_logits_of_mixed_steps_have_the_bits_that_a_whole_last_layer_gives_them(
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
 @pytest.mark.parametrize("maker", [PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER])
 def test_whether_products_bring_in_keys_and_values_changes_no_bit(
-    laboratory: Callable[[str, str], Laboratory], maker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    laboratory: Callable[[str, str], Laboratory], maker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They do it for some makers' processors only."""
     expected = laboratory("llama", "float32").logits(all_rows=False)
-    layers = decoder_stack.declared(build("decoder_layers.c", "fused", maker, tmp_path))
+    layers = decoder_stack.declared(build("decoder_layers.c", "fused", maker))
     monkeypatch.setattr(decoder_stack, "_library", lambda: layers)
     monkeypatch.setattr(decoder_stack, "_last_cache_bytes", lambda: 1 << 20)
     for found, here in zip(laboratory("llama", "float32").logits(all_rows=False), expected, strict=True):

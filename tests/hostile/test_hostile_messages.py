@@ -16,8 +16,6 @@ BATCHES = 3
 BATCH = 100
 
 
-@pytest.mark.service
-@pytest.mark.redis
 @pytest.mark.timeout(900)
 def test_every_hostile_message_is_answered_or_a_dead_letter_and_the_worker_stays(tmp_path: Path) -> None:
     with EmbeddedServer(environ={}) as server:

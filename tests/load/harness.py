@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headrace_broker import Client
 from headrace_broker.submission import SubmitRequest
+from headrace_workers.stream_timing import percentile
 from load.processes import cpu_seconds, resident_mib
 from service.workers.service import Service
 from service.workers.worker_process import WorkerProcess
@@ -261,10 +262,10 @@ class Harness:
             times[tenant][1].append(first - sent_at)
         for tenant, (waits, first_tokens) in times.items():
             self.report.waits[tenant] = {
-                "wait_p50": percentile(waits, 0.5),
-                "wait_p99": percentile(waits, 0.99),
-                "ttft_p50": percentile(first_tokens, 0.5),
-                "ttft_p99": percentile(first_tokens, 0.99),
+                "wait_p50": percentile(waits, 50),
+                "wait_p99": percentile(waits, 99),
+                "ttft_p50": percentile(first_tokens, 50),
+                "ttft_p99": percentile(first_tokens, 99),
             }
 
     def _forget_requests(self) -> None:
@@ -308,11 +309,6 @@ class Harness:
                 for name in ("worker", "engine", "subscribers", "redis_data")
                 if report.growth(name) > GROWTH_MIB_A_MINUTE
             ]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return round(ordered[int(share * (len(ordered) - 1))], 3) if ordered else float("nan")
 
 
 def _lives(pid: int) -> bool:

@@ -14,8 +14,6 @@ from service.workers.service import Service
 PLAN = Plan(requests=150, tokens=12, subscribers=60, step_seconds=0.005, slots=16, ttl_seconds=600)
 
 
-@pytest.mark.service
-@pytest.mark.redis
 @pytest.mark.timeout(900)
 def test_many_subscribers_of_a_long_queue_are_all_served_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

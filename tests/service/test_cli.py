@@ -32,7 +32,7 @@ def play_worker(client: "redis.Redis", text: str, error: ErrorInfo | None = None
     """Answer the next message of the queue with one chunk and an end."""
 
     def answer() -> None:
-        _, body = client.brpop([queue_name(MODEL)], timeout=10)
+        _, body = client.brpop([queue_name(MODEL)], timeout=60)
         request_id = json.loads(body)["headers"]["id"]
         writer = StreamWriter(client, 60)
         attempt = writer.claim(request_id, "test").attempt

@@ -127,8 +127,8 @@ def test_the_number_of_series_is_bounded_however_many_models_were_ever_served(
     assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the longest unseen are left out
-    # 3 states, 4 priorities, 7 reasons, age, run-out leases, last seen: what docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 19 * MAX_MODELS
+    # 3 states, 4 priorities, 10 reasons, age, run-out leases, last seen, blocked: what docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 21 * MAX_MODELS
 
 
 def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServer, tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServ
     try:
         url = _wait_for(lambda: log.read_text().partition("metrics on ")[2].partition("/metrics")[0])
         _wait_for(lambda: _status(f"{url}/health/ready") == 200)
-        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
             assert b'headrace_queue_messages{model="one",queue="headrace.one",state="ready"} 0.0' in response.read()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -151,7 +151,7 @@ def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServ
 
 def _status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -17,8 +17,6 @@ from headrace_broker.leases import Leases
 from headrace_broker.registry import register_model
 from headrace_workers.cli.queue import queue
 
-pytestmark = pytest.mark.redis
-
 MODEL = "m"
 LISTS = queue_lists(queue_name(MODEL))
 

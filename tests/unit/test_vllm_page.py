@@ -10,8 +10,6 @@ import pytest
 from headrace_engine import vllm_names
 from vllm_api import page as vllm_page
 
-pytestmark = pytest.mark.torch
-
 
 def test_the_page_is_what_the_signatures_say() -> None:
     assert vllm_page.PAGE.read_text() == vllm_page.page(), "write it anew: cd tests && python -m vllm_api"

@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -91,16 +92,14 @@ class EngineStep(bootsteps.StartStopStep):
         """Those that the worker was started with."""
         self._cancelled: set[str] = set()
         self.client = client = connect(broker.redis_url)
-        self._lanes = PreparationLane(is_quick=True), PreparationLane(is_quick=False)
         self.dispatcher = Dispatcher(
             client=client,
             stream_ttl_seconds=broker.result_ttl_seconds,
             served_names=settings.served_names,
             adapters=adapters,
             worker_name=name,
-            tokenizer=lambda: self._supervisor.tokenizer,
-            tokenizer_parts=lambda: self._supervisor.tokenizer_parts,
-            lanes=self._lanes,
+            supervise=partial(EngineSupervisor, config, stall_seconds=settings.stall_limit()),
+            make_lane=PreparationLane,
             preparation_settings={
                 "model": config.model.model,
                 "trust_remote_code": config.model.trust_remote_code,
@@ -121,8 +120,7 @@ class EngineStep(bootsteps.StartStopStep):
             preemption=Preemption(settings.max_preemptions, config.scheduler.max_num_seqs, self.metrics),
             publish_interval=settings.publish_interval,
         )
-        self._supervisor = EngineSupervisor(config, self.dispatcher, stall_seconds=settings.stall_limit())
-        self.dispatcher.use_engine(self._supervisor)
+        self._supervisor = self.dispatcher.supervisor
         self._tokenizer_service = TokenizerService(
             TokenizerCalls(client, settings.served_names),
             self.dispatcher.answer_call,
@@ -142,8 +140,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._server.start()
         logger.info("metrics on %s/metrics, health on %s/health/ready", self._server.url, self._server.url)
         self._supervisor.start()
-        for lane in self._lanes:
-            lane.start()
+        self.dispatcher.start()
         self._tokenizer_service.start()
         exempt_long_lived_objects()
         hub = worker.hub

@@ -1,9 +1,9 @@
 """`Dispatcher`: takes requests from the queue as long as the engine has room, and answers those that cannot be served.
 
-    queue --accept--> `Preparation` --claim the stream--> `InFlight` --engine, text, chunks--> `Settlement`
+    queue --accept--> `Preparation` --`StreamClaims`--> `InFlight` --engine, text, chunks--> `Settlement`
 
-Runs on the thread of Celery's event loop alone. What messages say is found out in `preparation.py`, what runs is in
-`in_flight.py`, how it ends in `settlement.py`.
+Runs on the thread of Celery's event loop alone. What messages say is found out in `preparation.py`, streams are claimed
+in `stream_claims.py`, what runs is in `in_flight.py`, how it ends in `settlement.py`.
 """
 
 import time
@@ -23,7 +23,7 @@ from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.reasons import ErrorCode
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import StreamWriter, begun_with, draws_of
+from headrace_broker.streams import StreamWriter
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
 from headrace_engine.engine_names import OWN_ENGINE
@@ -31,29 +31,28 @@ from headrace_engine.input_processor import CheckedPrompt, InputProcessor, Proce
 from headrace_engine.lora_request import LoRARequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
-from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.answer_formats import AnswerFormats
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.in_flight import InFlight
-from headrace_workers.intake import Incoming, Prepared, RefusedError, job_of
+from headrace_workers.intake import Incoming, Prepared, RefusedError
 from headrace_workers.job import Job
 from headrace_workers.loop_watch import LoopWatch
 from headrace_workers.plain_requests import PlainRequests
 from headrace_workers.preemption import Preemption
 from headrace_workers.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
-from headrace_workers.preparation_lane import Lane
-from headrace_workers.settlement import RunTask, Settlement, StoreResult
-from headrace_workers.supervisor import DeathCause, EngineSupervisor
+from headrace_workers.preparation_lane import MakeLane
+from headrace_workers.settlement import Settlement, StoreResult
+from headrace_workers.stream_claims import StreamClaims
+from headrace_workers.supervisor import DeathCause, EngineEvents, EngineSupervisor
 from headrace_workers.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-_SHOWN_NUMBERS = ("running", "waiting", "kv_blocks_used", "kv_blocks_total")
 
 
 class Dispatcher:
@@ -62,10 +61,9 @@ class Dispatcher:
     Args:
         client: Redis for streams and registry.
         served_names: the model's names, each of which is a queue; the first one is its own.
+        supervise: makes the supervisor of the engine, which tells the dispatcher what happens to it.
         engine: name of the engine.
-        tokenizer: gives the model's, once an engine was ready.
-        tokenizer_parts: gives what it was made of.
-        lanes: where messages are prepared, the quick one and the slow one.
+        make_lane: makes the two lanes on which messages are prepared.
         preparation_settings: what these need beside the model's own; see `preparation_process.make_preparer`.
         answer_formats: says in which formats the model writes tool calls and reasoning, for clients.
         share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
@@ -86,9 +84,8 @@ class Dispatcher:
         served_names: Sequence[str],
         adapters: Adapters,
         worker_name: str,
-        tokenizer: Callable[[], ModelTokenizer],
-        tokenizer_parts: Callable[[], TokenizerParts],
-        lanes: tuple[Lane, Lane],
+        supervise: Callable[[EngineEvents], EngineSupervisor],
+        make_lane: MakeLane,
         preparation_settings: Mapping[str, Any],
         max_num_seqs: int,
         max_delay_seconds: float,
@@ -107,11 +104,11 @@ class Dispatcher:
         self._writer = StreamWriter(client, stream_ttl_seconds)
         self._tracing = RequestTracing(tracer_provider, served_names[0])
         self.settlement = Settlement(self._writer, metrics, store_result, self._tracing)
+        self._claims = StreamClaims(self._writer, self.settlement, metrics, self._tracing, worker_name)
         self._served_names = served_names
         self._adapters = adapters
         self._worker_name = worker_name
-        self._load_tokenizer = tokenizer
-        self._tokenizer_parts = tokenizer_parts
+        self.supervisor = supervise(self)
         self._preparation_settings = {**preparation_settings, "served_names": list(served_names), "engine": engine}
         self._engine = engine
         self._share_prefix_cache = share_prefix_cache
@@ -123,9 +120,11 @@ class Dispatcher:
         self._health = health
         self._on_given_up = on_given_up
         self._preemption = preemption
-        self._in_flight = InFlight(client, self.settlement, metrics, self._tracing, publish_interval)
+        self._in_flight = InFlight(
+            client, self._writer, self.supervisor, self.settlement, metrics, self._tracing, publish_interval
+        )
         self._preparation = Preparation(
-            *lanes,
+            make_lane,
             adapters,
             served_names[0],
             most=max_num_seqs,
@@ -141,14 +140,14 @@ class Dispatcher:
         self._engine_waiting = 0
         self._draining = False
         self._paused = False
-        self._last_step: StepStats | None = None
+        self._last_step = StepStats()
         self._given_up = False
 
     # -- capacity -------------------------------------------------------------------------------------------------
 
-    def use_engine(self, supervisor: EngineSupervisor) -> None:
-        """What computes the requests; before anything is accepted."""
-        self._supervisor = self._in_flight.supervisor = supervisor
+    def start(self) -> None:
+        """Start the processes that prepare messages."""
+        self._preparation.start()
 
     def attach(self, hub: Any) -> None:
         """The event loop; again after each reconnect, at which Celery forgets what had not begun."""
@@ -179,7 +178,7 @@ class Dispatcher:
     @property
     def _takes_nothing(self) -> bool:
         """Whether messages are left in the queue however much room there is."""
-        if self._draining or self._paused or not self._supervisor.is_ready:
+        if self._draining or self._paused or not self.supervisor.is_ready:
             return True
         return self.settlement.redis_refuses or self._preparation.is_failing or self._in_flight.keeps_others_out
 
@@ -190,7 +189,7 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Nothing taken, nothing to write, nothing to acknowledge."""
-        return not self._in_flight and not self._preparation and self.settlement.is_idle
+        return self._in_flight.is_idle and not self._preparation and self.settlement.is_idle
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -208,8 +207,8 @@ class Dispatcher:
 
     # -- from the queue -------------------------------------------------------------------------------------------
 
-    def accept(self, celery_request: Any, run_task: RunTask) -> None:
-        """Take a message that Celery has received; `run_task` stores its result and acknowledges it."""
+    def accept(self, celery_request: CeleryRequest) -> None:
+        """Take a message that Celery has received."""
         incoming = Incoming.read(celery_request)
         self._metrics.message_received(
             incoming.priority,
@@ -223,11 +222,11 @@ class Dispatcher:
         known = (
             self._preparation.get(incoming.request_id)
             or self._in_flight.get(incoming.request_id)
-            or self.settlement.ending(incoming.request_id)
+            or self._in_flight.ending(incoming.request_id)
         )
         if known is not None:
             if known.celery_request.content == celery_request.content:
-                self._adopt(known, celery_request, run_task)
+                self._adopt(known, celery_request)
             else:
                 self.settlement.set_aside(incoming.request_id, celery_request)
             return
@@ -241,7 +240,7 @@ class Dispatcher:
             self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return
-        with self._answering(incoming, celery_request, run_task):
+        with self._answering(incoming, celery_request):
             if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
                 raise RefusedError(
                     ErrorCode.QUOTA_EXCEEDED,
@@ -256,15 +255,15 @@ class Dispatcher:
             if incoming.delay > 0:
                 celery_request.postpone(incoming.delay)
             else:
-                self._preparation.begin(incoming, celery_request, run_task)
+                self._preparation.begin(incoming, celery_request)
 
     @contextmanager
-    def _answering(self, incoming: Incoming, celery_request: Any, run_task: RunTask) -> Iterator[None]:
+    def _answering(self, incoming: Incoming, celery_request: CeleryRequest) -> Iterator[None]:
         """Give the request an answer, whatever is raised."""
         try:
             yield
         except RefusedError as refusal:
-            self.settlement.refuse(incoming, refusal.error, celery_request, run_task)
+            self.settlement.refuse(incoming, refusal.error, celery_request)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
             self._forget(incoming.request_id)
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
@@ -275,17 +274,17 @@ class Dispatcher:
                 kind, raised = error.kind, error.raised
             logger.error("request could not be taken in", request_id=incoming.request_id, raised=raised)
             failure = ErrorInfo(ErrorCode.ENGINE_ERROR, f"the request could not be taken in: {kind}")
-            self.settlement.refuse(incoming, failure, celery_request, run_task)
+            self.settlement.refuse(incoming, failure, celery_request)
 
     # -- prepared -------------------------------------------------------------------------------------------------
 
     def _on_prepared(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        with self._answering(message.incoming, message.celery_request, message.run_task):
+        with self._answering(message.incoming, message.celery_request):
             if not message.celery_request.revoked():  # else Celery has settled it: it was revoked, or has expired
                 self._start(message, prepared, adapter)
 
     def _on_refused(self, message: Preparing, error: Exception) -> None:
-        with self._answering(message.incoming, message.celery_request, message.run_task):
+        with self._answering(message.incoming, message.celery_request):
             raise error
 
     def _on_undecodable(self, message: Preparing, problem: str) -> None:
@@ -308,37 +307,11 @@ class Dispatcher:
             self._in_flight.drop(job)
 
     def _start(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        incoming, celery_request, run_task = message.incoming, message.celery_request, message.run_task
-        request = self._assemble(incoming, prepared, adapter)
-        started = time.perf_counter()
-        span = self._tracing.begin(incoming, prepared)
-        model = self._model_of(request)
-        claim = self._writer.claim(
-            incoming.request_id,
-            self._worker_name,
-            self._tracing.traceparent(span),
-            incoming.abandon_after,
-            content=celery_request.content,
-            model=model,
-            prompt_tokens=len(prepared.token_ids),
-            prompt_tail=prepared.prompt_tail,
-            draws=self._capabilities.draws or "",
-        )
-        self._metrics.redis_command("claim", time.perf_counter() - started)
-        if claim.has_replaced:
-            logger.warning("deleted a stream that no worker can have written", request_id=incoming.request_id)
-            self._metrics.stream_replaced()
-        if claim.is_anothers:
-            self.settlement.set_aside(incoming.request_id, celery_request)
-            return
-        if claim.ended is not None:
-            self.settlement.finish_ended(incoming.request_id, claim, celery_request, run_task)
-            return
-        job = job_of(incoming, request, claim, celery_request, run_task)
-        job.model, job.begun_with = model, begun_with(claim.entries, model)
-        job.drawn_with = draws_of(claim.entries)
-        job.span, job.trace_id = span, self._tracing.trace_id(span)
-        self._in_flight.start(job, incoming.deadline, partial(self._preemption.make_room, self._in_flight))
+        request = self._assemble(message.incoming, prepared, adapter)
+        model, draws = self._model_of(request), self._capabilities.draws or ""
+        job = self._claims.claim(message.incoming, prepared, message.celery_request, request, model, draws)
+        if job is not None:
+            self._in_flight.start(job, message.incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
         """What the request is computed with."""
@@ -352,20 +325,20 @@ class Dispatcher:
         return self._processor.assemble(
             incoming.request_id,
             CheckedPrompt(None, prepared.token_ids, prepared.bad_words_token_ids),
-            SamplingParams.from_dict(prepared.params),
+            SamplingParams.from_wire(prepared.params),
             incoming.priority if self._capabilities.priority else 0,  # the queue's order is kept all the same
             incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
             "" if shares else f"tenant {incoming.tenant}",
             adapter,
         )
 
-    def _adopt(self, job: "Job | Preparing", celery_request: Any, run_task: RunTask) -> None:
+    def _adopt(self, job: "Job | Preparing", celery_request: CeleryRequest) -> None:
         """The same request again, under another lease: go on under the new one and settle the old one."""
-        old, job.celery_request, job.run_task = job.celery_request, celery_request, run_task
+        old, job.celery_request = job.celery_request, celery_request
         task_ready(old)  # forgets the id, too
         task_reserved(celery_request)
         if isinstance(job, Job):  # else it is accepted when it is prepared
-            celery_request.on_accepted(self._supervisor.pid, time.monotonic())
+            celery_request.on_accepted(self.supervisor.pid, time.monotonic())
         if old.lease_id != celery_request.lease_id:  # the very same message has one lease, whoever fetches it
             old.cost(0)  # the new one pays
             old.acknowledge()  # refused by Redis where the old lease was lost
@@ -382,7 +355,7 @@ class Dispatcher:
         job = self._in_flight.get(request_id)
         if job is None:
             return False
-        self._in_flight.end(job, self.settlement.revoke)
+        self._in_flight.revoke(job)
         return True
 
     def lease_lost(self, message: Any) -> None:
@@ -440,16 +413,15 @@ class Dispatcher:
 
     def _begin_with(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         """Open the doors to the first engine process; those after it must be like it."""
-        tokenizer = self._load_tokenizer()
+        tokenizer, parts = self.supervisor.tokenizer, self.supervisor.tokenizer_parts
         self._processor = InputProcessor(model_info, tokenizer, engine=self._engine, capabilities=capabilities)
         self._capabilities = capabilities
-        self._in_flight.use_model(tokenizer, capabilities)
-        self._preemption.use_engine(capabilities.exact_resume)
+        self._in_flight.use_engine(capabilities)
         self._metrics.steps_tell_only(capabilities.stats)
-        self._formats = self._answer_formats.of(self._tokenizer_parts(), tokenizer)
+        self._formats = self._answer_formats.of(parts, tokenizer)
         settings = {
             **self._preparation_settings,
-            "tokenizer": asdict(self._tokenizer_parts()),
+            "tokenizer": asdict(parts),
             "model_info": asdict(model_info),
             "capabilities": capabilities.to_wire(),
         }
@@ -485,7 +457,7 @@ class Dispatcher:
 
     def heartbeat(self) -> None:
         """Once a second from the event loop."""
-        self.settlement.redis_refuses = False
+        self.settlement.heartbeat()
         self._metrics.heartbeat()
         self._metrics.loop_lag(self._loop_watch.longest_silence())
         self._health.heartbeat(len(self._in_flight))
@@ -534,11 +506,19 @@ class Dispatcher:
         if self._draining:
             return False
         self._paused = False
-        self.set_state("ready" if self._supervisor.is_ready else "loading")
+        self.set_state("ready" if self.supervisor.is_ready else "loading")
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers and states for an operator."""
+        """Plain numbers and states for an operator; None for what the engine does not tell."""
+        last = self._last_step
+        levels = {
+            "running": last.running,
+            "waiting": last.waiting,
+            "kv_blocks_used": last.kv_blocks_used,
+            "kv_blocks_total": last.kv_blocks_total,
+        }
+        told = levels.keys() if self._processor is None else self._capabilities.stats
         return {
             "model": self._served_names[0],
             "state": self._health.not_ready() or "ready",
@@ -550,20 +530,14 @@ class Dispatcher:
             "slots": self._max_num_seqs,
             "engine": {
                 "name": self._engine,
-                "pid": self._supervisor.pid,
-                "ready": self._supervisor.is_ready,
-                **{name: self._last_number(name) for name in _SHOWN_NUMBERS},
+                "pid": self.supervisor.pid,
+                "ready": self.supervisor.is_ready,
+                **{name: level if name in told else None for name, level in levels.items()},
                 "isolating": self._in_flight.is_isolating,
             },
             "totals": asdict(self._metrics.totals),
             "slowest_requests": [job.summary() for job in nsmallest(5, self._in_flight, key=_receipt)],
         }
-
-    def _last_number(self, name: str) -> Any:
-        """Of the last step; None where the engine does not tell it."""
-        if self._processor is not None and name not in self._capabilities.stats:
-            return None
-        return self._last_step[name] if self._last_step is not None else 0
 
     def drain(self) -> None:
         """Take nothing more; what runs goes on."""

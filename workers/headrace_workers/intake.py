@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -12,14 +12,13 @@ from headrace_broker.listeners import is_abandon_after
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import Claim
 from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
 from headrace_engine.chat import ChatOptions
-from headrace_engine.input_processor import InputProcessor, ProcessedRequest
+from headrace_engine.input_processor import InputProcessor
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.errors import HeadraceWorkerError
-from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs
 
 PROMPT_TAIL_CHARS = 64
 _LATEST_UNIX_TIME = 1e11
@@ -68,8 +67,8 @@ class Incoming:
     """Seconds until the ETA that the producer named, by this machine's clock; 0 where it has come."""
 
     @classmethod
-    def read(cls, celery_request: Any) -> "Incoming":
-        """From a celery.worker.request.Request; odd values of optional headers count as absent."""
+    def read(cls, celery_request: CeleryRequest) -> "Incoming":
+        """Odd values of optional headers count as absent."""
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
@@ -98,7 +97,7 @@ class Incoming:
         return None if self.queued_at is None or self.preemptions else time.monotonic() - self.queued_at
 
 
-def tenant_of(celery_request: Any) -> str | None:
+def tenant_of(celery_request: CeleryRequest) -> str | None:
     """Whose request it is, as far as its message says."""
     tenant = celery_request.request_dict.get("tenant")
     return tenant if isinstance(tenant, str) else None
@@ -149,37 +148,35 @@ class Intake:
                 ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; this queue serves {served}"
             )
         try:
-            return self._tokenize(request_id, request)
+            return self._check(request_id, request)
         except engine_errors.InvalidRequestError as error:
             raise RefusedError(error.code, str(error)) from error
 
-    def _tokenize(self, request_id: str, request: GenerateRequest) -> Prepared:
+    def _check(self, request_id: str, request: GenerateRequest) -> Prepared:
         given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
         params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
         if request.messages is not None:
             check_tools(request, self._processor)
-            processed = self._processor.process_chat(
-                request_id, request.messages, params, chat_options=ChatOptions(**request.chat_options)
-            )
+            checked = self._processor.check_chat(request.messages, params, ChatOptions(**request.chat_options))
         else:
             prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
             assert prompt is not None
-            processed = self._processor.process(request_id, prompt, params)
+            checked = self._processor.check(prompt, params)
         if params.seed is None:
             # It draws by its id, so that another worker draws the same numbers.
             params.seed = seed_of(request_id)
         if params.allowed_token_ids is not None:  # a list may name each token many times
             params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
         return Prepared(
-            token_ids=processed.prompt_token_ids,
-            bad_words_token_ids=processed.choices[0].bad_words_token_ids,
+            token_ids=checked.token_ids,
+            bad_words_token_ids=checked.bad_words_token_ids,
             params=params.to_dict(),
             given_numbers={
                 name: value for name, value in request.sampling_params.items() if isinstance(value, int | float)
             },
             is_chat=request.messages is not None,
             lora=request.lora,
-            prompt_tail=(processed.prompt or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
+            prompt_tail=(checked.text or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
         )
 
 
@@ -187,32 +184,6 @@ def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
     """Raises RefusedError where the request has tools, and the chat template shows the model none."""
     if request.tools and not processor.shows_tools:
         raise RefusedError(ErrorCode.UNSUPPORTED, _NO_TOOLS)
-
-
-def job_of(
-    incoming: Incoming,
-    request: ProcessedRequest,
-    claim: Claim,
-    celery_request: Any,
-    run_task: Callable[[dict[str, Any]], None],
-) -> Job:
-    """The job of a claimed request, with all that earlier attempts have generated."""
-    job = Job(
-        celery_request=celery_request,
-        run_task=run_task,
-        request=request,
-        attempt=claim.attempt,
-        choices=recorded_choices(claim.entries, request.params.n),
-        prompt_logprobs=recorded_prompt_logprobs(claim.entries),
-        queued_at=incoming.queued_at,
-        tenant=incoming.tenant,
-        abandon_after=incoming.abandon_after,
-        engine_losses=claim.engine_losses,
-        step=incoming.step,
-        preemptions=incoming.preemptions,
-    )
-    job.core_requests()  # tells the engine's requests which tokens they have already
-    return job
 
 
 def _is_protocol_2(body: Any) -> bool:

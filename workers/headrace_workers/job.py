@@ -22,11 +22,12 @@ from headrace_engine.outputs import CompletionOutput as EngineOutput
 from headrace_engine.outputs import Logprob as EngineLogprob
 from headrace_engine.outputs import RequestOutput
 from headrace_engine.request import EngineCoreRequest
+from headrace_workers.celery_request import CeleryRequest
 
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What one choice has published so far, all attempts together."""
+    """What one choice has published so far, all attempts together. Nothing else keeps it while the request runs."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -51,10 +52,7 @@ class ChoiceRecord:
 class Job:
     """The bridge between a Celery request, an engine request and a stream."""
 
-    celery_request: Any
-    """celery.worker.request.Request: acknowledges, stores, announces."""
-    run_task: Any
-    """Runs Celery's tracer around the task; called when the outcome is known."""
+    celery_request: CeleryRequest
     request: ProcessedRequest
     attempt: int
     choices: list[ChoiceRecord]

@@ -1,10 +1,8 @@
 """`LocalProcess`: one of Headrace's own commands on this machine, for as long as a context lasts."""
 
 import contextlib
-import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
+from headrace_broker.embedded import die_with_parent
 from headrace_workers.errors import HeadraceWorkerError
 
 START_SECONDS = 180.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ProcessStartError(HeadraceWorkerError):
@@ -56,7 +53,7 @@ class LocalProcess(ABC):
                 stdout=log,
                 stderr=log,
                 process_group=0,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def wait_ready(self, timeout: float = START_SECONDS) -> None:
@@ -90,18 +87,18 @@ class LocalProcess(ABC):
     def _not_ready(self) -> str | None:
         """Why it cannot serve yet; None once it can."""
 
-    def stop(self, timeout: float = 20.0) -> int:
-        """SIGTERM, and SIGKILL after `timeout` seconds; returns the exit status."""
+    def stop(self) -> int:
+        """SIGTERM, and SIGKILL after 20 seconds; returns the exit status."""
         assert self._process is not None, "not started"
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
-                return self._process.wait(timeout)
+                return self._process.wait(20.0)
             self._process.kill()
         return self._process.wait()
 
-    def log_tail(self, lines: int = 20) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
 
     def __enter__(self) -> Self:
         self.start()
@@ -109,16 +106,3 @@ class LocalProcess(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def free_port() -> int:
-    """A port of loopback that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _die_with_parent() -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -31,6 +31,7 @@ class LocalService:
     redis_url: of a server that runs already; None starts an embedded one.
     progress: told each stage in a sentence.
     keys: the gateway's key file.
+    files: the gateway's folder of uploads and batches.
     """
 
     model: str
@@ -39,6 +40,7 @@ class LocalService:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: str | None = None
+    files: Path | None = None
 
     @contextmanager
     def running(self) -> Iterator["RunningService"]:
@@ -59,7 +61,8 @@ class LocalService:
                     model=self.model, redis_url=url, log=folder / "worker.log", served_model_name=name, grace_seconds=5
                 )
             )
-            settings = {} if self.keys is None else {"keys": self.keys}
+            given = {"keys": self.keys, "files": self.files}
+            settings = {name: value for name, value in given.items() if value is not None}
             gateway = stack.enter_context(
                 LocalGateway(
                     redis_url=url, log=folder / "gateway.log", host=self.host, port=self.port, shutdown=2, **settings

@@ -5,7 +5,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from headrace_workers.local_process import LocalProcess, free_port
+from headrace_broker.embedded import free_port
+from headrace_workers.local_process import LocalProcess
 
 
 class LocalWorker(LocalProcess):

@@ -6,11 +6,8 @@ and neither makes room nor keeps it. A better request is taken from the queue fi
 for itself when it is prepared: so no two workers preempt for the same one.
 """
 
-from collections.abc import Iterable
-
 import structlog
 
-from headrace_engine.capabilities import ExactResume
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.in_flight import InFlight
 from headrace_workers.job import Job
@@ -30,11 +27,6 @@ class Preemption:
         self._max_preemptions = max_preemptions
         self._max_num_seqs = max_num_seqs
         self._metrics = metrics
-        self._exact_resume: ExactResume = "none"
-
-    def use_engine(self, exact_resume: ExactResume) -> None:
-        """A request that would go on with other tokens than an undisturbed one is not preempted."""
-        self._exact_resume = exact_resume
 
     def credit(self, in_flight: InFlight, num_preparing: int, *, engine_waiting: int) -> tuple[int, int]:
         """The worst step that would make room, and how many more messages of better steps may then be taken.
@@ -81,17 +73,20 @@ class Preemption:
                 preempted_by=job.request_id,
             )
 
-    def _preemptible(self, jobs: Iterable[Job], *, better: int) -> list[Job]:
-        """Those that may make room for a request of the priority step `better`."""
-        if not self._max_preemptions or self._exact_resume == "none":
+    def _preemptible(self, in_flight: InFlight, *, better: int) -> list[Job]:
+        """Those that may make room for a request of the priority step `better`.
+
+        A request that would go on with other tokens than an undisturbed one may not.
+        """
+        if not self._max_preemptions or in_flight.exact_resume == "none":
             return []
         return [
             job
-            for job in jobs
+            for job in in_flight
             if job.step > better
             and job.preemptions < self._max_preemptions
             and job.num_unfinished
-            and (self._exact_resume == "all" or job.request.params.is_greedy)
+            and (in_flight.exact_resume == "all" or job.request.params.is_greedy)
         ]
 
 

@@ -22,10 +22,11 @@ from typing import Any, Final
 from headrace_broker.reasons import ErrorCode
 from headrace_engine.lora_request import LoRARequest
 from headrace_workers.adapters import Adapters
+from headrace_workers.celery_request import CeleryRequest
 from headrace_workers.file_lookups import FileLookups
 from headrace_workers.intake import Incoming, Prepared, RefusedError
 from headrace_workers.plain_requests import PlainRequests
-from headrace_workers.preparation_lane import Lane
+from headrace_workers.preparation_lane import MakeLane
 from headrace_workers.preparation_process import QUICK_BODY_BYTES
 from headrace_workers.tokenizer_answers import error_answer
 
@@ -46,8 +47,7 @@ class Preparing:
 
     number: int
     incoming: Incoming
-    celery_request: Any
-    run_task: Any
+    celery_request: CeleryRequest
     is_slow: bool = False
     prepared: Prepared | None = None
     """Set while only its adapter is to be found."""
@@ -68,7 +68,7 @@ class Preparation:
     """Prepares messages, and calls one of these when that is done; the message is not held here any more.
 
     Args:
-        quick, slow: the two lanes; the slow one is given one message at a time.
+        make_lane: makes the two lanes; the slow one is given one message at a time.
         most: messages that may be here at once; half of them may be slow, and a quarter those of one tenant.
         ready: called with the message, what it asks for, and its adapter.
         refused: called with the message and why it cannot be served.
@@ -78,8 +78,7 @@ class Preparation:
 
     def __init__(
         self,
-        quick: Lane,
-        slow: Lane,
+        make_lane: MakeLane,
         adapters: Adapters,
         served_name: str,
         *,
@@ -89,8 +88,8 @@ class Preparation:
         undecodable: Callable[[Preparing, str], None],
         postponed: Callable[[Preparing], None],
     ) -> None:
-        self._quick = quick
-        self._slow = slow
+        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=_pass_over)
+        self._slow = make_lane(is_quick=False, on_answer=self._on_answer, on_verdict=self._quick.learn)
         self._plain: PlainRequests | None = None
         self._lookups = FileLookups()
         self._adapters = adapters
@@ -109,10 +108,6 @@ class Preparation:
         self._in_slow_lane: int | None = None
         self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
         """Of the tokenizer, by number, which is below 0."""
-        for lane in (quick, slow):
-            lane.on_answer = self._on_answer
-        quick.on_verdict = lambda _grammar, _problem: None
-        slow.on_verdict = quick.learn
 
     def __len__(self) -> int:
         return len(self._held)
@@ -124,6 +119,11 @@ class Preparation:
 
     def get(self, request_id: str) -> Preparing | None:
         return self._by_id.get(request_id)
+
+    def start(self) -> None:
+        """Start the lanes' processes."""
+        self._quick.start()
+        self._slow.start()
 
     def attach(self, hub: Any) -> None:
         """The event loop; again after each reconnect."""
@@ -137,9 +137,9 @@ class Preparation:
         self._quick.configure({**settings, "is_quick": True})
         self._slow.configure({**settings, "is_quick": False})
 
-    def begin(self, incoming: Incoming, celery_request: Any, run_task: Any) -> None:
+    def begin(self, incoming: Incoming, celery_request: CeleryRequest) -> None:
         """Take a message."""
-        message = Preparing(next(self._numbers), incoming, celery_request, run_task)
+        message = Preparing(next(self._numbers), incoming, celery_request)
         prepared = self._prepare_plain(message)
         self._held[message.number] = self._by_id[message.request_id] = message
         if prepared is not None:
@@ -184,9 +184,8 @@ class Preparation:
         """Once a second: what takes too long is ended. Returns what is here."""
         self._quick.check()
         self._slow.check()
-        for message in [message for message in self._held.values() if message.prepared is not None]:
-            if time.monotonic() - message.since > ADAPTER_SECONDS:
-                assert message.prepared is not None
+        for message in list(self._held.values()):
+            if message.prepared is not None and time.monotonic() - message.since > ADAPTER_SECONDS:
                 self.drop(message)
                 self._refused(
                     message,
@@ -298,6 +297,10 @@ class Preparation:
                 self._refused(message, RefusedError(ErrorCode.INVALID_REQUEST, problem))
             else:
                 self._ready(message, prepared, adapter)
+
+
+def _pass_over(_grammar: str, _problem: str | None) -> None:
+    """Do nothing: the quick process tries no grammar."""
 
 
 class PreparationError(Exception):

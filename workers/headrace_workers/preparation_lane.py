@@ -32,15 +32,17 @@ _PIPE_BYTES: Final = 1 << 20
 
 Answer = Callable[[int, list[Any]], None]
 """Takes a request's number, and kind and values of its answer; see `preparation_process.py`."""
+Verdict = Callable[[str, str | None], None]
+"""Takes a grammar that the process has tried, and what is wrong with it."""
 
 
 class Lane(Protocol):
     """Prepares requests in the order in which they come."""
 
-    on_answer: Answer
-    on_verdict: Callable[[str, str | None], None]
     is_failing: bool
     """Its last process ended before it could prepare a request, or could not be started."""
+
+    def start(self) -> None: ...
 
     def attach(self, hub: Any) -> None: ...
 
@@ -55,6 +57,12 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
+class MakeLane(Protocol):
+    """Makes a lane that calls `on_answer` and `on_verdict`."""
+
+    def __call__(self, *, is_quick: bool, on_answer: Answer, on_verdict: Verdict) -> Lane: ...
+
+
 class PreparationLane:
     """Implements `Lane`. Its process is ended and started anew where a request needs too much.
 
@@ -64,13 +72,16 @@ class PreparationLane:
 
     Args:
         is_quick: import what chats need while the engine loads, not when it is ready.
+        on_answer: called with each answer.
+        on_verdict: called with each verdict on a grammar.
         cpu_seconds: processor time that one request may take.
     """
 
-    on_answer: Answer
-    on_verdict: Callable[[str, str | None], None]
-
-    def __init__(self, *, is_quick: bool, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(
+        self, *, is_quick: bool, on_answer: Answer, on_verdict: Verdict, cpu_seconds: float = CPU_SECONDS
+    ) -> None:
+        self._on_answer = on_answer
+        self._on_verdict = on_verdict
         self._arguments = ["quick"] if is_quick else []
         self._cpu_seconds = cpu_seconds
         self._hub: Any = None
@@ -210,7 +221,7 @@ class PreparationLane:
 
     def _take(self, number: int, *values: Any) -> None:
         if number == 0 and values:
-            self.on_verdict(*values)
+            self._on_verdict(*values)
             return
         self._since = time.monotonic()
         if number == 0:
@@ -218,7 +229,7 @@ class PreparationLane:
             return
         self._deaths = 0
         if self._submitted.pop(number, None) is not None:
-            self.on_answer(number, list(values))
+            self._on_answer(number, list(values))
 
     def _on_death(self) -> None:
         process = self._process
@@ -254,7 +265,7 @@ class PreparationLane:
         del self._submitted[number]
         self._deaths = 0
         logger.warning("a request could not be prepared: %s", problem)
-        self.on_answer(number, ["refused", "invalid_request", f"the request cannot be served: {problem}"])
+        self._on_answer(number, ["refused", "invalid_request", f"the request cannot be served: {problem}"])
 
     def _end_process(self) -> None:
         process, self._process, self._reader = self._process, None, None

@@ -4,11 +4,9 @@ Celery's own strategy does everything else (revoked, expired, ETA, events); it i
 No slot of Celery's real pool is taken, so one worker process holds as many requests as the engine has room for.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgpack
 import structlog
 from celery.exceptions import InvalidTaskError
 from celery.worker.strategy import default as default_strategy
@@ -20,12 +18,9 @@ from headrace_broker.errors import MalformedMessageError
 from headrace_broker.transport import CONTENT
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.intake import MALFORMED
-from headrace_workers.task import OUTCOME, EngineRequest
+from headrace_workers.task import EngineRequest
 
-# In place of the message's own body: neither its prompt nor its links are wanted when the task has been done.
-_EMPTY_BODY: Final = msgpack.packb([[], {}, {}])
 _NO_BODY: Final[tuple[list[Any], dict[str, Any], dict[str, Any]]] = ([], {}, {})
-_LINKS: Final = ("callbacks", "errbacks", "chain", "chord")
 
 
 class EnginePool:
@@ -34,26 +29,8 @@ class EnginePool:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    def apply_async(
-        self, target: Callable[..., Any], args: tuple[Any, ...] = (), *, callback: Callable[..., Any], **_: Any
-    ) -> None:
-        celery_request = callback.__self__  # type: ignore[attr-defined]  # the bound Request.on_success
-        received = time.monotonic()
-        task, request_id, headers, *_body = args
-        headers = {name: value for name, value in headers.items() if name not in _LINKS}
-
-        def run_task(outcome: dict[str, Any]) -> None:
-            token = OUTCOME.set(outcome)
-            try:
-                failed, result, _ = target(task, request_id, headers, _EMPTY_BODY, "application/x-msgpack", "binary")
-            finally:
-                OUTCOME.reset(token)
-            if failed:  # the task itself cannot fail; Celery would acknowledge what it could not store
-                raise result.exception
-            # A success is announced without its text.
-            callback((False, "", time.monotonic() - received))
-
-        self._dispatcher.accept(celery_request, run_task)
+    def apply_async(self, _target: Any, *, callback: Any, **_: Any) -> None:
+        self._dispatcher.accept(callback.__self__)  # the bound EngineRequest.on_success
 
 
 class NoDelayTimer:

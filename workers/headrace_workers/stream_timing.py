@@ -1,6 +1,7 @@
 """`StreamTiming`: what a subscriber measures of one stream, and the figures of many."""
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -44,12 +45,8 @@ def summarise(timings: Iterable[StreamTiming]) -> dict[str, float]:
     }
 
 
-def percentile(values: Iterable[float], percent: float) -> float:
-    """By linear interpolation between the two nearest ranks; 0 without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return 0.0
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Interpolate linearly between the two nearest values. 0 without values."""
+    if len(values) < 2:
+        return values[0] if values else 0.0
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

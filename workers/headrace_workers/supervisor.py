@@ -24,6 +24,7 @@ RESTART_LIMIT = 5
 """Engine deaths in a row, without a finished step between them, after which the worker gives up."""
 FIRST_BACK_OFF_SECONDS = 0.5
 LONGEST_BACK_OFF_SECONDS = 30.0
+_SHUTDOWN_SECONDS = 5.0
 
 
 DeathCause = Literal["crash", "stall", "out_of_memory", "recompilation"]
@@ -163,7 +164,7 @@ class EngineSupervisor:
                 return
             self._on_readable()
 
-    def stop(self, timeout: float = 5.0) -> None:
+    def stop(self) -> None:
         """End the engine process for good."""
         process, was_ready = self._process, self._ready
         self._stopped, self._ready, self._process = True, False, None
@@ -171,7 +172,7 @@ class EngineSupervisor:
             return
         self._forget_reader(process)
         if was_ready:
-            process.shutdown(timeout)
+            process.shutdown(_SHUTDOWN_SECONDS)
         else:
             process.kill()  # it would hear of its end only once the model is loaded
         process.close()

@@ -1,10 +1,13 @@
 """The Celery task `headrace.generate`, and what Celery holds of one received message."""
 
+import time
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import msgpack
 from celery import Task
+from celery.app.trace import fast_trace_task
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 
@@ -17,20 +20,25 @@ if TYPE_CHECKING:
     from headrace_workers.dispatcher import Dispatcher
 
 OUTCOME: ContextVar[dict[str, Any]] = ContextVar("headrace_outcome")
-"""The result of the request whose task is being run; set around the run by `strategy.run_task`."""
+"""The result of the request whose task is being run; set around the run by `EngineRequest.finish`."""
+
+# In place of the message's own body: neither its prompt nor its links are wanted when the task has been done.
+_EMPTY_BODY: Final = msgpack.packb([[], {}, {}])
+_LINKS: Final = ("callbacks", "errbacks", "chain", "chord")
 
 
 class EngineRequest(Request):
-    """A received message whose work is done by the engine, not by Celery's pool."""
+    """A received message whose work is done by the engine, not by Celery's pool. Implements `CeleryRequest`."""
 
     dispatcher: "Dispatcher"
     """Set by the strategy, on a subclass for each worker."""
     acknowledged: bool
-    burial: str | None = None
-    """How the message killed engines, where it becomes a dead letter when it is settled; None acknowledges it."""
 
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
+        self._received_at = time.monotonic()
+        self._burial: tuple[DeadLetterReason, str] | None = None
+        """Why the message becomes a dead letter when it is settled; None acknowledges it."""
         self._request_dict[CONTENT_TYPE] = self.content_type  # the backend sees this map alone
 
     @property
@@ -87,14 +95,33 @@ class EngineRequest(Request):
         preemptions: int = self._message.delivery_info.get(PREEMPTIONS, 0)
         return preemptions
 
+    def finish(self, result: dict[str, Any]) -> None:
+        """Let Celery run the task: it stores the result, announces it and acknowledges. On the finisher's thread."""
+        headers = {name: value for name, value in self._request_dict.items() if name not in _LINKS}
+        token = OUTCOME.set(result)
+        try:
+            failed, returned, _ = fast_trace_task(
+                self._type, self.id, headers, _EMPTY_BODY, "application/x-msgpack", "binary"
+            )
+        finally:
+            OUTCOME.reset(token)
+        if failed:  # the task itself cannot fail; Celery would acknowledge what it could not store
+            raise returned.exception
+        # A success is announced without its text.
+        self.on_success((False, "", time.monotonic() - self._received_at))
+
+    def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
+        """Let `finish` make the message a dead letter instead of acknowledging it."""
+        self._burial = reason, detail
+
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""
-        if self.burial is None:
+        if self._burial is None:
             super().acknowledge()
         elif not self.acknowledged:
             self.acknowledged = True
-            bury = partial(self._message.channel.leases.bury, self.lease_id, DeadLetterReason.POISON, self.burial)
-            self.dispatcher.settlement.call_soon(bury)
+            leases = self._message.channel.leases
+            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, *self._burial))
 
     def cost(self, tokens: int) -> None:
         """So many tokens, of prompt and output, the tenant pays when the message is acknowledged."""

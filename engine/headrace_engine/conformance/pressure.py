@@ -66,7 +66,7 @@ def preemption_changes_no_greedy_token(engine: EngineUnderTest) -> None:
         expect_same_logprobs(answer, whole)
 
 
-@case(DRAWS, stage=Stage.TIGHT)
+@case(DRAWS, SAMPLED_RESUME, stage=Stage.TIGHT)
 def preemption_changes_no_sampled_token(engine: EngineUnderTest) -> None:
     """Sampled requests that outgrow the KV blocks together end as they do where blocks are plenty."""
     sampled = [answer for answer in engine.references if not answer.request.sampling_params.is_greedy]

@@ -65,7 +65,7 @@ def _levels(
     """A level that rises to at least so much, and is 0 at the end."""
 
     def problem(engine: EngineUnderTest, _: list[Answer]) -> str | None:
-        values = [step[name] for step in engine.steps]
+        values = [getattr(step, name) for step in engine.steps]
         if max(values) < highest(engine):
             return f"the highest {name} is {max(values)}, expected at least {highest(engine)}"
         return f"the last {name} is {values[-1]}, expected 0" if values[-1] else None
@@ -75,7 +75,7 @@ def _levels(
 
 def _sum(name: str, least: Callable[[list[Answer]], int]) -> Callable[[EngineUnderTest, list[Answer]], str | None]:
     def problem(engine: EngineUnderTest, answers: list[Answer]) -> str | None:
-        total = sum(step[name] for step in engine.steps)
+        total = sum(getattr(step, name) for step in engine.steps)
         return None if total >= least(answers) else f"all steps together have {name} {total}, expected {least(answers)}"
 
     return problem
@@ -83,7 +83,7 @@ def _sum(name: str, least: Callable[[list[Answer]], int]) -> Callable[[EngineUnd
 
 def _not_negative(name: str) -> Callable[[EngineUnderTest, list[Answer]], str | None]:
     def problem(engine: EngineUnderTest, _: list[Answer]) -> str | None:
-        wrong = [step[name] for step in engine.steps if not step[name] >= 0]
+        wrong = [getattr(step, name) for step in engine.steps if not getattr(step, name) >= 0]
         return f"{name} is {wrong[0]}" if wrong else None
 
     return problem
@@ -140,10 +140,6 @@ def _cached_blocks(engine: EngineUnderTest, _: list[Answer]) -> str | None:
     return None if engine.steps[-1].kv_blocks_cached > 0 else "no KV block is cached after requests have ended"
 
 
-def _most(engine: EngineUnderTest) -> int:
-    return engine.config.scheduler.max_num_seqs
-
-
 _NEED_OPTIONS = {
     "lora_requests": "enable_lora and an adapter",
     "drafted_per_position": "speculative_config",
@@ -154,7 +150,7 @@ _PROBLEMS: dict[str, Callable[[EngineUnderTest, list[Answer]], str | None]] = {
     "kind": _kinds,
     "num_tokens": _sum("num_tokens", _computed_tokens),
     "num_requests": _sum("num_requests", _computed_tokens),
-    "running": _levels("running", _most),
+    "running": _levels("running", lambda e: e.config.scheduler.max_num_seqs),
     "waiting": _levels("waiting", lambda _: 1),
     "kv_blocks_used": _levels("kv_blocks_used", lambda _: 1),
     "kv_blocks_cached": _cached_blocks,

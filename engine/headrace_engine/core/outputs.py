@@ -59,10 +59,6 @@ class StepStats:
     admitted_choice_ids: list[str] = field(default_factory=list)
     """Choices that were scheduled for the first time."""
 
-    def __getitem__(self, name: str) -> Any:
-        """Return a number by its name, for readers that know an engine only by the names of its numbers."""
-        return getattr(self, name)
-
 
 STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
 """Read one by one, because asdict would copy the contents in every step."""

@@ -42,7 +42,7 @@ class RunningRequest:
     processors: RequestProcessors | None
     lora_version: int | None
     expected: "ExpectedToken | None" = None
-    """The last token, if a step in flight draws it. Its place in `token_ids` holds 0."""
+    """The last token, if a step in flight draws it. `token_ids` holds 0 for it."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -259,12 +259,12 @@ class RequestBatch:
     def sampling_rows(self, inputs: StepInputs) -> list[SamplingRow]:
         """Return one entry for each row of logits that is sampled."""
         if not inputs.draft_token_ids:
-            return rows_at([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
-        places: list[tuple[RunningRequest, Sequence[int]]] = []
+            return sampling_rows([(self.requests[request_id], ()) for request_id in inputs.sampled_ids])
+        prefixes: list[tuple[RunningRequest, Sequence[int]]] = []
         for request_id in inputs.sampled_ids:
             drafts = inputs.draft_token_ids.get(request_id, ())
-            places += [(self.requests[request_id], drafts[:count]) for count in range(len(drafts) + 1)]
-        return rows_at(places)
+            prefixes += [(self.requests[request_id], drafts[:count]) for count in range(len(drafts) + 1)]
+        return sampling_rows(prefixes)
 
     def restrict(self, rows: list[SamplingRow], inputs: StepInputs, bitmask: GrammarBitmask) -> None:
         """Set the grammar masks of the rows."""
@@ -287,8 +287,8 @@ class RequestBatch:
 
     def fill_in(self, inputs: StepInputs) -> None:
         """Replace the placeholders in the inputs of a step by tokens that have arrived."""
-        for place, expected in inputs.expected.items():
-            inputs.input_ids[place] = expected.request.token_ids[expected.position]
+        for index, expected in inputs.expected.items():
+            inputs.input_ids[index] = expected.request.token_ids[expected.position]
         inputs.expected.clear()
 
     def accept(self, inputs: StepInputs, drawn: Iterable[int]) -> tuple[dict[str, list[int]], dict[str, str]]:
@@ -329,12 +329,12 @@ class RequestBatch:
         return found
 
 
-def rows_at(places: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
-    """Return a row for each place: after the tokens of a request and the given drafts."""
-    drawn = [(r.seed, len(r.token_ids) + len(drafts)) for r, drafts in places if not r.params.is_greedy]
+def sampling_rows(prefixes: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
+    """Return the sampling row after each prefix: the tokens of a request, followed by drafts."""
+    drawn = [(r.seed, len(r.token_ids) + len(drafts)) for r, drafts in prefixes if not r.params.is_greedy]
     draws = iter(uniform(*zip(*drawn, strict=True)).tolist() if drawn else ())
     rows = []
-    for request, drafts in places:
+    for request, drafts in prefixes:
         params, num_prompt = request.params, request.num_prompt_tokens
         shown = request.needs_tokens
         short = request.num_output_tokens + len(drafts) < params.min_tokens

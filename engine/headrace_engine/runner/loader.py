@@ -4,10 +4,9 @@ import os
 import sys
 
 from headrace_engine.config import EngineConfig
+from headrace_engine.devices import DEVICES
 from headrace_engine.errors import ConfigError
-from headrace_engine.own_engine import DEVICES
 from headrace_engine.runner.contracts import ModelRunner
-from headrace_engine.static_config import STATIC_DEVICES
 
 
 def create_runner(config: EngineConfig) -> ModelRunner:
@@ -16,20 +15,20 @@ def create_runner(config: EngineConfig) -> ModelRunner:
     Raises:
         ConfigError: no runner supports this device, or the machine does not have it.
     """
-    device = config.model.device
-    if device in STATIC_DEVICES:
-        config.static.prepare_environment(device, 0, os.environ, is_torch_imported="torch" in sys.modules)
+    device = DEVICES.get(config.model.device)
+    if device is None:
+        raise ConfigError(f"device {config.model.device!r} is not supported; allowed are {', '.join(DEVICES)}")
+    if device.is_static:
+        config.static.prepare_environment(device.name, 0, os.environ, is_torch_imported="torch" in sys.modules)
         from headrace_engine.runner.static.loader import create_static_runner
 
         return create_static_runner(config)
-    if device == "cuda":
+    if device.name == "cuda":
         from headrace_engine.runner.cuda.device import find_device, keep_kernels_private
         from headrace_engine.runner.cuda.runner import CUDARunner
 
         keep_kernels_private()
         return CUDARunner(config, find_device())
-    if device not in ("auto", "cpu"):
-        raise ConfigError(f"device {device!r} is not supported; allowed are {', '.join(DEVICES)}")
     from headrace_engine.runner.cpu import CPURunner
 
     return CPURunner(config)

@@ -1,19 +1,19 @@
-"""Batches: files of requests, answered through the queue at the last priority.
+"""Batches: files of requests, answered through the queue at the lowest priority.
 
 Shared with `headrace batch run`, which needs no gateway:
 
-input_file     the lines of the input, read as often as wanted, a few in memory at a time
-validation     every line checked before the first is sent
-line_request   one line: sent, or joined where it was sent before, and read to its answer
-window         a bounded number of lines in the queue at a time, shared fairly among batches
-answer_file    a file of answers: whole lines only
+input_file     the lines of the input, read again as often as needed, a few in memory at a time
+validation     checks every line before the first one is sent
+line_request   sends one line, or attaches to its request if it was sent before, and reads the answer
+window         limits the lines in the queue, and shares them fairly among batches
+answer_file    a file of answers that holds complete lines only
 
-Batches over HTTP, which outlive every replica:
+Batches over HTTP, which survive the loss of any replica:
 
-batch_record   what a batch is, and how it looks over HTTP
+batch_record   a batch and its object over HTTP
 batch_store    batches in Redis; a replica writes to a batch only while it holds the claim
-segments       the answers that one claim has written, and which of their bytes count
-batch_work     one batch in this replica's hands, from its validation to its files
-batch_runner   takes batches, keeps them, and lets others have them
+segments       the answers that one claim has written, and how many of their bytes are committed
+batch_work     runs one batch from its validation to its files
+batch_runner   claims batches, renews the claims, and hands batches over
 batches_endpoint   `/v1/batches`
 """

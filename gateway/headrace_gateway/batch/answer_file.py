@@ -1,4 +1,4 @@
-"""`AnswerFile`: a file of a batch's answers, which holds whole lines only."""
+"""`AnswerFile`: a file of a batch's answers that holds complete lines only."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ _SYNC_SECONDS: Final = 1.0
 
 
 class Answered(msgspec.Struct):
-    """What a line of answers says of the request that it answers."""
+    """The fields of an answer line that identify its request."""
 
     custom_id: str
     id: str
@@ -28,10 +28,10 @@ _DECODER: Final = msgspec.json.Decoder(Answered)
 
 
 class AnswerFile:
-    """It is made when the first line is written, or by `open`, and belongs to one run at a time. `close` it in the end.
+    """Created by the first write or by `open`. It belongs to one run at a time. Call `close` at the end.
 
-    All methods raise BatchError with the sentence that the user needs. What is no regular file, such as a pipe or
-    standard output (`-`), is written to, but not read.
+    All methods raise BatchError with a message for the user. A file that is not regular, such as a pipe or standard
+    output (`-`), is only written, never read.
     """
 
     def __init__(self, name: str, now: Callable[[], float] = time.monotonic, *, mode: int = 0o666) -> None:
@@ -46,18 +46,18 @@ class AnswerFile:
 
     @property
     def is_regular(self) -> bool:
-        """Whether it is open, and its lines can be read."""
+        """Whether it is open and its lines can be read."""
         return self._is_regular
 
     def exists(self) -> bool:
         return self._path is not None and self._path.exists()
 
     def is_same_as(self, other: "AnswerFile") -> bool:
-        """Of two that exist."""
+        """Return whether both are the same file. Both must exist."""
         return self._path is not None and other._path is not None and self._path.samefile(other._path)
 
     def open(self) -> None:
-        """Open it for this run alone; make it where it does not exist."""
+        """Open it for this run alone; create it if it does not exist."""
         if self._fd is not None:
             return
         try:
@@ -76,10 +76,10 @@ class AnswerFile:
             raise self._not_written(error) from None
 
     def answered(self, *, is_ours: bool) -> Iterator[Answered]:
-        """What it holds already. A last line that was not written whole is cut.
+        """Yield the answers that it holds. An incomplete last line is cut off.
 
         Args:
-            is_ours: a run began this file. Nothing of another file is cut.
+            is_ours: a run created this file. Nothing is cut off a file that no run created.
         """
         if not self._is_regular or self._path is None:
             return
@@ -93,19 +93,19 @@ class AnswerFile:
                 try:
                     yield _DECODER.decode(line)
                 except msgspec.DecodeError:
-                    message = f"line {number} of {self.name} is no answer of a batch: name another file"
+                    message = f"line {number} of {self.name} is not an answer of a batch: name another file"
                     raise BatchError(message) from None
 
     def _cut(self, whole: int, number: int, *, is_ours: bool) -> None:
         if not is_ours:
-            message = f"line {number} of {self.name} has no end, and no run of a batch has left it so"
+            message = f"line {number} of {self.name} does not end with a line feed, and no run of a batch wrote it"
             raise BatchError(f"{message}: name another file, or delete that line")
         assert self._fd is not None
         os.ftruncate(self._fd, whole)
         self._size = whole
 
     def append(self, line: bytes) -> None:
-        """Write a line, or nothing of it. What is written reaches the disk at most a second before the next line."""
+        """Write a whole line or nothing. Flush the file to the disk if the last flush was over a second ago."""
         self.open()
         assert self._fd is not None
         rest = memoryview(line)
@@ -121,7 +121,7 @@ class AnswerFile:
             self.sync()
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk."""
+        """Flush all lines to the disk."""
         if self._fd is None or not self._is_regular:
             return
         try:

@@ -1,4 +1,4 @@
-"""`BatchRecord`, which never changes, and `Batch`: the record with everything that has become of it."""
+"""`BatchRecord`: the immutable description of a batch. `Batch`: the record with its progress."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     key: str
-    """Name of the API key that owns it; its rights are those that the key had then."""
+    """Name of the API key that owns it. The batch keeps the rights that the key had then."""
     tenant: str | None
     best_priority: int
     models: tuple[str, ...] | None
@@ -32,9 +32,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
     metadata: dict[str, str] | None
     output_seconds: int
-    """Life of the files that it makes."""
+    """Seconds for which its output files are kept."""
     secret: str
-    """The ids of its requests are made from it: nobody else can guess them."""
+    """The ids of its requests are derived from it, so that nobody else can guess them."""
 
     @property
     def api_key(self) -> ApiKey:
@@ -43,7 +43,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
-    """What one segment holds that counts: its first bytes, which are on the disk, and the lines in them."""
+    """What is committed of one segment: its leading bytes that are on the disk, and the lines in them."""
 
     output_bytes: int = 0
     error_bytes: int = 0
@@ -61,18 +61,18 @@ class Committed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class Batch:
-    """A batch as Redis has it."""
+    """A batch as Redis stores it."""
 
     record: BatchRecord
     status: str
     times: Mapping[str, int] = field(default_factory=dict)
     """When it became `in_progress`, `finalizing` and so on."""
     total: int | None = None
-    """Lines; None while they have not been checked."""
+    """Number of lines; None until they are checked."""
     model: str | None = None
     errors: list[dict[str, Any]] | None = None
     segments: Mapping[str, Committed] = field(default_factory=dict)
-    """By name; in the order in which they were begun."""
+    """Segments by name, in the order of their creation."""
     output_file_id: str | None = None
     error_file_id: str | None = None
     ends_as: str = "completed"
@@ -84,14 +84,14 @@ class Batch:
 
     @property
     def done(self) -> Committed:
-        """All segments together."""
+        """The sum over all segments."""
         total = Committed()
         for segment in self.segments.values():
             total = total.plus(segment)
         return total
 
     def shape(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """Return OpenAI's batch object."""
         record, done = self.record, self.done
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {
@@ -121,7 +121,7 @@ class Batch:
 
 
 def window_seconds(text: object) -> int | None:
-    """The seconds of a completion window such as `24h`; None where it is none."""
+    """Parse a completion window such as `24h` into seconds; None if it is not valid."""
     match = _WINDOW.fullmatch(text) if isinstance(text, str) else None
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     return seconds if 0 < seconds <= LONGEST_WINDOW else None

@@ -1,4 +1,4 @@
-"""`BatchRunner`: takes batches that nobody has, keeps them while it works on them, and lets others have them."""
+"""`BatchRunner`: claims batches, renews the claims while it works on them, and hands batches over."""
 
 import asyncio
 import contextlib
@@ -11,25 +11,25 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
 from headrace_broker.connections import REDIS_ERRORS
+from headrace_gateway.background_task import keep_running
 from headrace_gateway.batch.batch_store import ClaimLostError
-from headrace_gateway.batch.batch_work import BatchTools, BatchWork
+from headrace_gateway.batch.batch_work import BatchContext, BatchWork
 from headrace_gateway.batch.line_request import patient_hub
 from headrace_gateway.batch.window import SharedWindow
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim
 from headrace_gateway.context import Gateway
 from headrace_gateway.files.file_threads import in_file_thread
-from headrace_gateway.role import keep_running
 from headrace_monitoring.logging import frames
 
 MAX_BATCHES: Final = 32
-"""In one replica's hands at a time."""
+"""Batches that one replica runs at a time."""
 _MOST_OF_A_KEY: Final = MAX_BATCHES // 4
-_TURN_SECONDS: Final = 1.0
-_KEEPS_A_CLAIM: Final = 5
-"""Renewals in the life of a claim."""
+_POLL_SECONDS: Final = 1.0
+_RENEWALS_PER_CLAIM: Final = 5
+"""How often a claim is renewed in its lifetime."""
 _SWEEP_SECONDS: Final = 600.0
-_AGAIN_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -38,61 +38,61 @@ class _Held(NamedTuple):
     work: BatchWork
     task: "asyncio.Task[None]"
     owner: tuple[str, str | None] | None
-    """The key and tenant that the batch belongs to."""
+    """The name and the tenant of the API key that owns the batch."""
 
 
 class BatchRunner:
-    """A role of every replica."""
+    """A background task of every replica."""
 
-    def __init__(self, tools: BatchTools) -> None:
-        self._tools: Final = tools
-        self._claims: Final = tools.store.claims
+    def __init__(self, context: BatchContext) -> None:
+        self._context: Final = context
+        self._claims: Final = context.store.claims
         self._held: Final[dict[Claim, _Held]] = {}
-        self._kept_at = 0.0
+        self._renewed_at = 0.0
 
     async def run(self) -> None:
         """Work until cancelled."""
-        sweeping = asyncio.create_task(self._sweep_now_and_then())  # beside it, as it may take longer than a claim
+        sweeping = asyncio.create_task(self._sweep_periodically())  # it may outlast a claim
         try:
             while True:
                 try:
-                    await self._turn()
+                    await self._poll()
                 except REDIS_ERRORS as error:
-                    logger.debug("no turn: %s", type(error).__name__)
-                self._tell()
+                    logger.debug("batches not polled: %s", type(error).__name__)
+                self._update_metrics()
                 check_cancelled()
-                await asyncio.sleep(_TURN_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
         finally:
             sweeping.cancel()
             await self._hand_over()
 
-    async def _turn(self) -> None:
+    async def _poll(self) -> None:
         await self._reap()
         now = time.monotonic()
-        if now - self._kept_at > self._claims.seconds / _KEEPS_A_CLAIM:
-            for claim in await self._claims.keep(self._held):
+        if now - self._renewed_at > self._claims.seconds / _RENEWALS_PER_CLAIM:
+            for claim in await self._claims.renew(self._held):
                 self._held[claim].task.cancel()
-            self._kept_at = now
-        # one a turn, so that other replicas get some, too
+            self._renewed_at = now
+        # one per poll, so that other replicas get some, too
         while len(self._held) < MAX_BATCHES and (taken := await self._claims.take(1)):
             if await self._begin(taken[0]):
                 break
 
     async def _begin(self, claim: Claim) -> bool:
-        """Work on a batch; False where it is put back."""
+        """Start work on a batch; return False if it was put back."""
         older = [held for claimed, held in self._held.items() if claimed.item == claim.item]
-        for held in older:  # Redis has lost the claim; two tasks must not work on one batch
+        for held in older:  # Redis has lost its claim; two tasks must not run one batch
             held.task.cancel()
         if older:
-            await self._claims.put_back(claim, after=_TURN_SECONDS)
+            await self._claims.put_back(claim, after=_POLL_SECONDS)
             return False
-        batch = await self._tools.store.find(claim.item)
+        batch = await self._context.store.find(claim.item)
         owner = None if batch is None else (batch.record.key, batch.record.tenant)
         if sum(held.owner == owner for held in self._held.values()) >= _MOST_OF_A_KEY:
-            await self._claims.put_back(claim, after=_AGAIN_SECONDS)
+            await self._claims.put_back(claim, after=_RETRY_SECONDS)
             return False
         logger.info("batch taken: id=%s token=%d", claim.item, claim.token)
-        work = BatchWork(self._tools, claim)
+        work = BatchWork(self._context, claim)
         self._held[claim] = _Held(work, asyncio.create_task(work.run()), owner)
         return True
 
@@ -106,24 +106,24 @@ class BatchRunner:
                 logger.warning("batch lost to another replica: id=%s token=%d", *claim)
             elif error is not None:
                 logger.error("batch failed in this replica: id=%s\n%s", claim.item, frames(error))
-                await self._claims.put_back(claim, after=_AGAIN_SECONDS)
+                await self._claims.put_back(claim, after=_RETRY_SECONDS)
             del self._held[claim]
 
-    async def _sweep_now_and_then(self) -> None:
+    async def _sweep_periodically(self) -> None:
         while True:
             try:
                 await self.sweep()
             except (OSError, *REDIS_ERRORS) as error:
                 check_cancelled()
-                logger.warning("the directory of files could not be swept: %s", type(error).__name__)
+                logger.warning("files directory not swept: %s", type(error).__name__)
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def sweep(self) -> None:
-        """Delete what nobody wants any more from the directory of files."""
-        files, store = self._tools.files, self._tools.store
+        """Delete expired and abandoned files from the directory of files."""
+        files, store = self._context.files, self._context.store
         folders = await in_file_thread(files.sweep)
         if folders and not await self._has_these_batches():
-            logger.warning("folders of batches are kept: the directory of files belongs to another Redis")
+            logger.warning("batch folders not swept: the files directory belongs to another Redis")
             return
         for folder in folders:
             batch = await store.find(folder.name)
@@ -131,39 +131,39 @@ class BatchRunner:
                 await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _has_these_batches(self) -> bool:
-        """Whether this Redis is the one whose batches are in the directory: another knows none of them."""
-        files, store = self._tools.files, self._tools.store
+        """Return whether the batches in the directory are this Redis's. Any other Redis would know none of them."""
+        files, store = self._context.files, self._context.store
         kept = await in_file_thread(files.redis_id)
         if kept is None:
             kept = await in_file_thread(files.redis_id, await store.redis_id(secrets.token_hex(16)))
         return kept == await store.redis_id()
 
-    def _tell(self) -> None:
+    def _update_metrics(self) -> None:
         works = [held.work for held in self._held.values()]
         idle = max((time.monotonic() - work.moved_at for work in works), default=0.0)
-        self._tools.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
+        self._context.metrics.batches(len(works), sum(work.waits_for_disk for work in works), idle)
 
     async def _hand_over(self) -> None:
-        """Another replica goes on at once."""
+        """Release all batches, so that another replica resumes them at once."""
         tasks = [held.task for held in self._held.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        with contextlib.suppress(*REDIS_ERRORS):  # then the claims run out
+        with contextlib.suppress(*REDIS_ERRORS):  # then the claims expire
             for claim in self._held:
                 await self._claims.put_back(claim)
 
 
 @asynccontextmanager
 async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
-    """Run batches while the block runs, where the gateway has a directory of files."""
+    """Run batches while the block runs, if the gateway has a directory of files."""
     if gateway.files is None:
         yield
         return
     settings = gateway.settings
     async with patient_hub(settings.redis_url) as hub:
-        tools = BatchTools(
+        context = BatchContext(
             client=gateway.client,
             hub=hub,
             models=gateway.models,
@@ -174,7 +174,7 @@ async def running_batches(gateway: Gateway) -> AsyncIterator[None]:
             priority=settings.batch_priority,
             announce=gateway.webhooks.announce,
         )
-        running = asyncio.create_task(keep_running(BatchRunner(tools).run))
+        running = asyncio.create_task(keep_running(BatchRunner(context).run))
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
-"""`BatchStore`: batches in Redis, each a hash. Their lines and answers are on the disk alone.
+"""`BatchStore`: batches in Redis, each a hash. Their lines and answers are on disk only.
 
-Whoever runs a batch writes to it with the token of its claim. Redis compares the token in the same step, so that a
-replica which was paused, and has lost its claim meanwhile, changes nothing.
+The replica that runs a batch writes to it with the token of its claim. Redis compares the token atomically, so a paused
+replica that has lost its claim cannot change the batch.
 """
 
 import re
@@ -29,11 +29,11 @@ _CREATE: Final = script("batch_create")
 _WRITE: Final = script("batch_write")
 _CANCEL: Final = script("batch_cancel")
 MOST_OPEN: Final = 16
-"""Batches of one key that have not ended."""
+"""Batches of one key that may be open at the same time."""
 _MOST_KEPT: Final = 1000
-"""Batches of one key. The oldest that has ended makes room for a new one."""
+"""Batches of one key that are stored. A new one replaces the oldest that has ended."""
 _REQUEST_SECONDS: Final = 30
-"""A worker may still have to store the result. With the life of other requests Redis would hold many."""
+"""The worker may not have stored the result yet. The life of other requests would let too many pile up in Redis."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
@@ -43,11 +43,11 @@ _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
 class ClaimLostError(HeadraceGatewayError):
-    """Another replica has the batch by now, or Redis has lost it."""
+    """Another replica holds the batch now, or Redis has lost it."""
 
 
 class BatchStore:
-    """Methods raise Redis's errors.
+    """Methods raise redis-py's errors.
 
     Args:
         client: from the broker's `connections.connect_async`.
@@ -65,30 +65,30 @@ class BatchStore:
         self._cancel: Final = client.register_script(_CANCEL.text)
 
     async def create(self, record: BatchRecord) -> Batch:
-        """Keep a new batch, and let the replicas have it. Raises ApiError 429 where its key has too many."""
+        """Store a new batch and make it available to the replicas. Raises ApiError 429 if its key has too many."""
         fields = {"record": _ENCODE(record), "status": "validating"}
         owner = owner_of(record.key, record.tenant)
         keys = _CREATE.keys(batch=batch_key(record.id), batches=batches_key(owner), due=self.claims.due_key)
         args = [record.id, BATCH_SECONDS * 1000, MOST_OPEN, _MOST_KEPT, *_flat(fields)]
         if not await self._create(keys=keys, args=args):
-            message = f"the key has {MOST_OPEN} batches that have not ended, the most: cancel one, or wait for its end"
+            message = f"a key may have {MOST_OPEN} batches that have not ended: cancel one, or wait until one ends"
             raise ApiError(429, "rate_limit_error", "too_many_batches", message, headers=NO_RETRY)
         return Batch(record, "validating")
 
     async def find(self, batch_id: str) -> Batch | None:
-        """A batch of any key."""
+        """Return a batch, whichever key owns it."""
         fields: Any = await self._client.hgetall(batch_key(batch_id)) if _ID.fullmatch(batch_id) else {}
         return _read({name.decode(): value for name, value in fields.items()}) if b"record" in fields else None
 
     async def get(self, batch_id: str, key: ApiKey) -> Batch:
-        """A batch of this key. Raises ApiError 404."""
+        """Return a batch of this key. Raises ApiError 404."""
         batch = await self.find(batch_id)
         if batch is None or (batch.record.key, batch.record.tenant) != (key.name, key.tenant):
-            raise not_found(f"no batch {batch_id[:80]!r} is kept")
+            raise not_found(f"this key has no batch {batch_id[:80]!r}")
         return batch
 
     async def list(self, key: ApiKey, after: str | None, limit: int) -> list[Batch] | None:
-        """Batches of a key, the newest first; None where `after` is none of them."""
+        """Return the key's batches, newest first; None if `after` is not one of them."""
         listed: Any = await self._client.zrange(batches_key(owner_of(key.name, key.tenant)), 0, -1, desc=True)
         ids = [each.decode() for each in listed]
         if after is not None:
@@ -104,18 +104,18 @@ class BatchStore:
         return found
 
     async def status(self, batch_id: str) -> str | None:
-        """None where Redis has lost the batch."""
+        """Return the status; None if Redis has lost the batch."""
         status: Any = await self._client.hget(batch_key(batch_id), "status")
         return None if status is None else status.decode()
 
     async def cancel(self, batch_id: str) -> str:
-        """Ask for its end; returns the status that it had."""
+        """Request cancellation; return the status that the batch had."""
         keys = _CANCEL.keys(batch=batch_key(batch_id), tokens=self.claims.token_key)
         status: bytes = await self._cancel(keys=keys, args=[int(self._now()), batch_id])
         return status.decode()
 
-    async def let_go(self, request_ids: Sequence[str]) -> None:
-        """Let Redis forget the requests of a line whose answer counts: nobody reads them again."""
+    async def expire_requests(self, request_ids: Sequence[str]) -> None:
+        """Let the requests of a line expire once its answer is committed: nothing reads them again."""
         async with self._client.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
@@ -123,20 +123,20 @@ class BatchStore:
             await pipe.execute()
 
     async def redis_id(self, new: str | None = None) -> str | None:
-        """A random id of this Redis. `new` is kept where it has none, if given."""
+        """Return the random id of this Redis. If it has none, `new` becomes its id."""
         if new is not None:
             await self._client.set(REDIS_ID_KEY, new, nx=True)
         kept: Any = await self._client.get(REDIS_ID_KEY)
         return None if kept is None else kept.decode()
 
     async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
-        """Tell which bytes of a segment count. Raises ClaimLostError."""
+        """Record how many bytes of a segment are committed. Raises ClaimLostError."""
         fields = {f"{_SEGMENT}{segment}": _ENCODE(committed)}
         if await self._written(claim, ("in_progress", "cancelling"), fields):
             raise ClaimLostError(claim.item)
 
     async def move(self, claim: Claim, before: tuple[str, ...], status: str, **fields: Any) -> bool:
-        """Give it another status, and fields; False where it has none of the statuses `before`.
+        """Set the status and other fields; return False if the current status is not in `before`.
 
         Raises ClaimLostError.
         """

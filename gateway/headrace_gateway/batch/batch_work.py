@@ -1,6 +1,6 @@
-"""`BatchWork`: one batch in this replica's hands, from its validation to its files.
+"""`BatchWork`: runs one batch, from its validation to its files.
 
-Every step can be begun anew by another replica: what counts is in Redis and on the disk.
+Another replica can repeat any step: the committed state is in Redis and on the disk.
 """
 
 import asyncio
@@ -41,15 +41,15 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 MAX_LINES: Final = 50_000
 _LOOK_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 10.0
-"""So long a stopped batch waits for the answers of requests that it has cancelled."""
+"""How long a stopped batch waits for the answers of requests that it has cancelled."""
 _DISK_SECONDS: Final = 600.0
-"""So long a stopped batch waits for the disk."""
+"""How long a stopped batch waits for the disk."""
 _END_SECONDS: Final = 5.0
-"""Redis writes to its disk once a second."""
+"""Redis's append-only file is flushed once a second."""
 _REST_LINES: Final = 1000
 _REASONS: Final = {
-    "batch_cancelled": "the batch was cancelled before this request had an answer",
-    "batch_expired": "the batch expired before this request had an answer",
+    "batch_cancelled": "the batch was cancelled before this request was answered",
+    "batch_expired": "the batch expired before this request was answered",
 }
 
 Value = TypeVar("Value")
@@ -58,30 +58,30 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BatchTools:
+class BatchContext:
     """What all batches of a replica share."""
 
     client: AsyncClient
     hub: StreamHub
-    """With endless patience."""
+    """Retries for as long as Redis is unavailable."""
     models: ModelCatalog
     store: BatchStore
     files: StoredFiles
     window: SharedWindow
     metrics: GatewayMetrics
     priority: int
-    """The best that a line may have."""
+    """The best priority that a line may have."""
     announce: Callable[..., Awaitable[None]]
-    """From the webhooks."""
+    """Announces the end of a batch to webhooks."""
     pause: float = 2.0
-    """Seconds before what failed is tried again."""
+    """Seconds before a failed step is retried."""
 
 
 class BatchWork:
-    """`run` takes the batch as far as it goes. Raises ClaimLostError where another replica has it by now."""
+    """`run` takes the batch to its end. Raises ClaimLostError if another replica has taken it over."""
 
-    def __init__(self, tools: BatchTools, claim: Claim) -> None:
-        self._tools: Final = tools
+    def __init__(self, context: BatchContext, claim: Claim) -> None:
+        self._context: Final = context
         self._claim: Final = claim
         self._key = ApiKey("")
         self._folder = Path()
@@ -89,7 +89,7 @@ class BatchWork:
         self._patient_until = math.inf
         self.waits_for_disk = False
         self.moved_at = time.monotonic()
-        """When a line last got its answer, or the batch another status."""
+        """When a line was last answered, or the status last changed."""
 
     async def run(self) -> None:
         steps = {
@@ -103,40 +103,40 @@ class BatchWork:
             batch = await self._find()
             if batch is None:
                 logger.warning("batch lost by Redis: id=%s", self._claim.item)
-                await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
+                await self._with_redis(partial(self._context.store.claims.finish, self._claim))
                 return
             self._key = batch.record.api_key
-            self._folder = self._tools.files.batch_folder(self._key, batch.record.id)
+            self._folder = self._context.files.batch_folder(self._key, batch.record.id)
             if batch.has_ended:
                 await self._announce(batch)
-                if before is not None:  # Redis may still lose this end: the folder is kept until it is on its disk
-                    put_back = partial(self._tools.store.claims.put_back, self._claim, after=_END_SECONDS)
+                if before is not None:  # keep the folder until Redis has flushed this status
+                    put_back = partial(self._context.store.claims.put_back, self._claim, after=_END_SECONDS)
                     await self._with_redis(put_back)
                     return
                 break
             if batch == before:
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
             before = batch
             try:
                 await steps[batch.status](batch)
             except FileLostError as error:
                 await self._fail(batch, error)
             self.moved_at = time.monotonic()
-        await self._with_redis(partial(self._tools.store.claims.finish, self._claim))
+        await self._with_redis(partial(self._context.store.claims.finish, self._claim))
         await in_file_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def _announce(self, batch: Batch) -> None:
         logger.info("batch ended: id=%s status=%s", batch.record.id, batch.status)
         record = batch.record
         at = batch.times.get(batch.status, record.created_at)
-        announce = partial(self._tools.announce, f"batch.{batch.status}", record.id)
+        announce = partial(self._context.announce, f"batch.{batch.status}", record.id)
         await self._with_redis(partial(announce, key=record.key, tenant=record.tenant, at=at))
 
     async def _fail(self, batch: Batch, error: FileLostError) -> None:
-        """Files of the batch are gone: deleted by another program, or by the replica that has the batch by now."""
-        if await self._with_redis(partial(self._tools.store.claims.keep, [self._claim])):
+        """Fail the batch: its files were deleted, by another program or by the replica that has taken it over."""
+        if await self._with_redis(partial(self._context.store.claims.renew, [self._claim])):
             raise ClaimLostError(self._claim.item)
-        message = f"the gateway's directory has lost files of this batch: {error}"
+        message = f"files of this batch are missing from the gateway's directory: {error}"
         problem = {"code": "files_lost", "line": None, "message": message, "param": None}
         await self._move((batch.status,), "failed", errors=[problem])
 
@@ -153,7 +153,7 @@ class BatchWork:
         await self._move(("validating",), "in_progress", total=len(checked.lines), model=model)
 
     async def _checked(self, record: BatchRecord) -> CheckedInput | None:
-        """None where the batch was stopped before the disk and Redis were there."""
+        """Return None if the batch was stopped before the disk and Redis became available."""
         checking = asyncio.create_task(self._with_disk(partial(self._check, record)))
         looking = asyncio.create_task(self._until_stopped(record, "validating"))
         try:
@@ -172,12 +172,12 @@ class BatchWork:
             try:
                 async with self._input() as source:
                     return await check_input(
-                        source, self._tools.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
+                        source, self._context.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
             except QueueUnavailableError as error:
                 check_cancelled()
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
 
     @asynccontextmanager
     async def _input(self) -> AsyncIterator[InputFile]:
@@ -186,10 +186,10 @@ class BatchWork:
             yield source
 
     async def _answer(self, batch: Batch) -> None:
-        """Send the lines that have no answer, until all have one, or the batch is cancelled or expires."""
+        """Send the lines without an answer, until all have one, or the batch is cancelled or expires."""
         if batch.total is not None:
             answered = await self._with_disk(partial(self._find_answered, batch))
-            writer = SegmentWriter(self._folder, self._tools.store, self._claim, on_waiting=self._disk)
+            writer = SegmentWriter(self._folder, self._context.store, self._claim, on_waiting=self._disk)
             writing = asyncio.create_task(writer.run())
             try:
                 code = await self._answer_rest(batch, answered, writer, writing)
@@ -198,25 +198,25 @@ class BatchWork:
         else:
             code = "batch_cancelled"
         ends_as = "expired" if code else "completed"
-        # it may have been cancelled after its last answer, or after its window
+        # it may have been cancelled after its last answer, or its window may have ended
         if code == "batch_cancelled" or not await self._move(("in_progress",), "finalizing", ends_as=ends_as):
             await self._make_files(("cancelling",), "cancelled")
 
     async def _answer_rest(
         self, batch: Batch, answered: bytearray, writer: SegmentWriter, writing: "asyncio.Task[None]"
     ) -> str | None:
-        """Returns why lines got no answer, as the code of their errors; None where all have one."""
+        """Return the error code of the lines without an answer; None if every line has one."""
         requests = self._requests(batch.record)
-        share = self._tools.window.share()
+        share = self._context.window.share()
         stopped = asyncio.Event()
 
         async def deliver(number: int, answer: LineAnswer) -> None:
-            answered[number] = 1  # the writer writes it also where this task is cancelled
+            answered[number] = 1  # the writer writes the answer even if this task is cancelled
             self.moved_at = time.monotonic()
-            self._tools.metrics.batch_line("completed" if answer.is_success else "failed")
+            self._context.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
-            with contextlib.suppress(*REDIS_ERRORS):  # then they go when their own time is over
-                await self._tools.store.let_go(answer.request_ids)
+            with contextlib.suppress(*REDIS_ERRORS):  # then the requests expire by themselves
+                await self._context.store.expire_requests(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
         sending = asyncio.create_task(answer_lines(lines, requests, share, deliver))
@@ -231,7 +231,7 @@ class BatchWork:
             code = looking.result()
             self._patient_until = min(self._patient_until, time.time() + _DISK_SECONDS)
             stopped.set()
-            with contextlib.suppress(TimeoutError, HeadraceBrokerError):  # what still runs ends by its deadline
+            with contextlib.suppress(TimeoutError, HeadraceBrokerError):  # running requests end at their deadline
                 async with asyncio.timeout(_STOP_SECONDS):
                     await requests.stop()
                     await _first(sending, writing)
@@ -248,11 +248,11 @@ class BatchWork:
             share.close()
 
     def _requests(self, record: BatchRecord) -> LineRequests:
-        priority = max(self._tools.priority, self._key.best_priority)
+        priority = max(self._context.priority, self._key.best_priority)
         return LineRequests(
-            self._tools.client,
-            self._tools.hub,
-            self._tools.models,
+            self._context.client,
+            self._context.hub,
+            self._context.models,
             secret=record.secret,
             key=ApiKey(self._key.name, self._key.tenant, priority, self._key.models),
             deadline=float(record.expires_at),
@@ -260,12 +260,12 @@ class BatchWork:
         )
 
     async def _find_answered(self, batch: Batch) -> bytearray:
-        """Which lines of the input, by their numbers, have answers that count."""
+        """Return which lines of the input, by number, have a committed answer."""
         ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
         async with self._input() as source:
             answered = bytearray()
             async for number, raw in source.read():
-                answered.extend(b"\1" * (number + 1 - len(answered)))  # a blank line needs no answer
+                answered.extend(b"\1" * (number + 1 - len(answered)))  # blank lines need no answer
                 answered[number] = bool(ids) and read_line(raw).id in ids
         return answered
 
@@ -278,17 +278,17 @@ class BatchWork:
                     yield number, read_line(raw)
 
     async def _until_stopped(self, record: BatchRecord, running: str) -> str:
-        """Returns after a moment at the earliest.
+        """Wait until the batch must stop, and return why. Waits for a moment in any case.
 
-        A replica that takes over a batch which is to be stopped joins what the first has sent, so that it is cancelled.
+        In that moment a replica that takes over a stopped batch attaches to the running requests, so as to cancel them.
         """
         while True:
             check_cancelled()
             await asyncio.sleep(_LOOK_SECONDS)
             if time.time() >= record.expires_at:
                 return "batch_expired"
-            with contextlib.suppress(*REDIS_ERRORS):  # the next look is a second away
-                status = await self._tools.store.status(record.id)
+            with contextlib.suppress(*REDIS_ERRORS):  # the next check is a second away
+                status = await self._context.store.status(record.id)
                 if status == "cancelling":
                     return "batch_cancelled"
                 if status != running:
@@ -299,7 +299,7 @@ class BatchWork:
         rest: list[LineAnswer] = []
         async for _, line in self._unanswered(answered, asyncio.Event()):
             rest.append(LineAnswer(line.unanswered(code, _REASONS[code]), is_success=False))
-            self._tools.metrics.batch_line("cancelled" if code == "batch_cancelled" else "expired")
+            self._context.metrics.batch_line("cancelled" if code == "batch_cancelled" else "expired")
             if len(rest) == _REST_LINES:
                 await writer.add(rest)
                 rest = []
@@ -309,20 +309,20 @@ class BatchWork:
         await self._make_files(("finalizing",), batch.ends_as)
 
     async def _make_files(self, before: tuple[str, ...], status: str) -> None:
-        """Make the output and the file of errors of what counts, each where it holds anything."""
+        """Make the output file and the error file from what is committed, each unless it would be empty."""
         batch = await self._find()
         if batch is None:
             raise ClaimLostError(self._claim.item)
         if batch.total is not None and batch.done.completed + batch.done.failed < batch.total:
-            logger.error("batch goes on, as Redis has lost answers: id=%s", self._claim.item)
-            if batch.status == "finalizing":  # a cancelled one is answered again as it is
+            logger.error("batch resumed, Redis had lost answers: id=%s", self._claim.item)
+            if batch.status == "finalizing":  # a cancelled batch is finished with the answers that it has
                 await self._move(("finalizing",), "in_progress")
             return
         output, errors = await self._with_disk(partial(in_file_thread, self._assemble, batch))
         await self._move(before, status, output_file_id=output, error_file_id=errors)
 
     def _assemble(self, batch: Batch) -> list[str | None]:
-        """Ids are derived, so that a second replica that does the same makes the same files."""
+        """Make the files. Their ids are derived, so a second replica that repeats this makes the same files."""
         made: list[str | None] = []
         for name, parts in zip(("output", "error"), committed_parts(self._folder, batch), strict=True):
             if not parts:
@@ -330,7 +330,7 @@ class BatchWork:
                 continue
             secret = batch.record.secret.encode()
             digest = hashlib.blake2b(name.encode(), key=secret, digest_size=16).hexdigest()
-            file = self._tools.files.assemble(
+            file = self._context.files.assemble(
                 self._key,
                 parts,
                 filename=f"{batch.record.id}_{name}.jsonl",
@@ -342,41 +342,41 @@ class BatchWork:
         return made
 
     def _disk(self, reason: str | None) -> None:
-        """Told how the disk is. Raises FileLostError where a stopped batch has waited for it long enough."""
+        """Record whether the disk is usable. Raises FileLostError if a stopped batch has waited long enough."""
         if reason is not None and time.time() > self._patient_until:
             raise FileLostError(reason)
         if reason is not None and not self.waits_for_disk:
-            logger.error("batch waits for its directory of files: id=%s (%s)", self._claim.item, reason)
+            logger.error("batch waiting for its files directory: id=%s (%s)", self._claim.item, reason)
         elif reason is None and self.waits_for_disk:
-            logger.info("batch goes on: id=%s", self._claim.item)
+            logger.info("batch resumed: id=%s", self._claim.item)
         self.waits_for_disk = reason is not None
 
     def _line_waits(self, reason: str) -> None:
-        logger.debug("line waits: batch=%s (%s)", self._claim.item, reason)
+        logger.debug("line waiting: batch=%s (%s)", self._claim.item, reason)
 
     async def _find(self) -> Batch | None:
-        batch = await self._with_redis(partial(self._tools.store.find, self._claim.item))
+        batch = await self._with_redis(partial(self._context.store.find, self._claim.item))
         if batch is not None:
             stopped_at = min(batch.record.expires_at, batch.times.get("cancelling", math.inf))
             self._patient_until = max(stopped_at, self._began_at) + _DISK_SECONDS
         return batch
 
     async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> bool:
-        """False where it has another status by now: the next step begins from that."""
-        return await self._with_redis(partial(self._tools.store.move, self._claim, before, status, **fields))
+        """Return False if the status is no longer in `before`: the next step starts from the current one."""
+        return await self._with_redis(partial(self._context.store.move, self._claim, before, status, **fields))
 
     async def _with_redis(self, act: Callable[[], Awaitable[Value]]) -> Value:
-        """Do it once Redis is there; what may have been done is done again."""
+        """Retry until Redis is available. A write whose reply was lost is repeated."""
         while True:
             try:
                 return await act()
             except REDIS_ERRORS as error:
                 check_cancelled()
-                logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, type(error).__name__)
-                await asyncio.sleep(self._tools.pause)
+                logger.warning("batch waiting for Redis: id=%s (%s)", self._claim.item, type(error).__name__)
+                await asyncio.sleep(self._context.pause)
 
     async def _with_disk(self, act: Callable[[], Awaitable[Value]]) -> Value:
-        """Do it once the directory of files is there, and has room. Raises FileLostError."""
+        """Retry until the directory of files is available and has room. Raises FileLostError."""
         while True:
             try:
                 result = await act()
@@ -386,30 +386,30 @@ class BatchWork:
                 if await in_file_thread(self._has_lost, error):
                     raise FileLostError(str(error)) from None
                 self._disk(str(error))
-                await asyncio.sleep(self._tools.pause)
+                await asyncio.sleep(self._context.pause)
                 await self._find()
             else:
                 self._disk(None)
                 return result
 
     def _has_lost(self, error: Exception) -> bool:
-        """Whether files are gone for good: the directory is there, and they are not."""
+        """Return whether files are gone for good: the directory is there and they are not."""
         is_lost = isinstance(error, FileLostError) or is_missing(input_path(self._folder))
         return is_lost and not is_missing(self._folder.parent)
 
 
 def input_path(folder: Path) -> Path:
-    """The input of a batch, in its folder."""
+    """Return the path of a batch's input in its folder."""
     return folder / "input.jsonl"
 
 
 def keep_input(folder: Path, source: Path) -> None:
-    """Keep the input for the batch, also where its file is deleted. Blocks; raises OSError."""
+    """Link or copy the input into the batch's folder, so that its file may be deleted. Blocks; raises OSError."""
     folder.mkdir(mode=0o700, parents=True)
     try:
         try:
             os.link(source, input_path(folder))
-        except OSError:  # some file systems have no links
+        except OSError:  # some file systems have no hard links
             copy_to_disk(source, input_path(folder))
         sync_folder(folder)
         sync_folder(folder.parent)
@@ -419,7 +419,7 @@ def keep_input(folder: Path, source: Path) -> None:
 
 
 async def _first(*tasks: "asyncio.Task[Any]") -> None:
-    """Wait for the first to end; its error is raised."""
+    """Wait for the first task to end; raise its error."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -71,7 +71,7 @@ async def create(request: Request) -> Response:
 
 
 def _check(body: Mapping[str, Any]) -> None:
-    """Raises ApiError 400 with everything that is wrong."""
+    """Raise ApiError 400 that lists every problem."""
     problems = Problems()
     for name in body:
         if name not in FIELDS:
@@ -82,7 +82,7 @@ def _check(body: Mapping[str, Any]) -> None:
         problems.add("endpoint", f"endpoint must be {' or '.join(ENDPOINTS)}")
     if window_seconds(body.get("completion_window")) is None:
         days = LONGEST_WINDOW // 86_400
-        problems.add("completion_window", f"completion_window must be a time such as 24h or 30m, {days}d at most")
+        problems.add("completion_window", f"completion_window must be a duration such as 24h or 30m, at most {days}d")
     _check_metadata(body.get("metadata"), problems)
     _check_life(body.get("output_expires_after"), problems)
     problems.raise_any()
@@ -92,12 +92,12 @@ def _check_metadata(metadata: object, problems: Problems) -> None:
     if metadata is None:
         return
     if not isinstance(metadata, dict) or len(metadata) > MOST_PAIRS:
-        problems.add("metadata", f"metadata must be an object of {MOST_PAIRS} pairs at most, not {shown(metadata)}")
+        problems.add("metadata", f"metadata must be an object of at most {MOST_PAIRS} pairs, not {shown(metadata)}")
     elif any(
         not isinstance(value, str) or len(value) > MOST_VALUE or not 1 <= len(name) <= MOST_NAME
         for name, value in metadata.items()
     ):
-        message = f"metadata must have names of 1 to {MOST_NAME} characters and texts of {MOST_VALUE} at most"
+        message = f"metadata must have keys of 1 to {MOST_NAME} characters and strings of at most {MOST_VALUE}"
         problems.add("metadata", message)
 
 
@@ -118,7 +118,7 @@ def _check_life(life: object, problems: Problems) -> None:
 
 
 async def list_batches(request: Request) -> Response:
-    """`GET /v1/batches`, the newest first."""
+    """`GET /v1/batches`, newest first."""
     files_of(request)
     limit = read_limit(request.query_params.get("limit"), _LISTED, MOST_LISTED)
     after = request.query_params.get("after")
@@ -142,7 +142,7 @@ async def cancel(request: Request) -> Response:
     await store.get(batch_id, key)
     status = await store.cancel(batch_id)
     if status in ENDED - {"cancelled"} or status == "finalizing":
-        raise invalid(f"a batch whose status is {status} cannot be cancelled", code="not_cancellable")
+        raise invalid(f"a batch with the status {status} cannot be cancelled", code="not_cancellable")
     return JsonResponse((await store.get(batch_id, key)).shape())
 
 

@@ -1,4 +1,4 @@
-"""`InputFile`: the lines of a batch's input, read as often as wanted, a few in memory at a time."""
+"""`InputFile`: the lines of a batch's input, read again as often as needed, a few in memory at a time."""
 
 import shutil
 import sys
@@ -14,15 +14,15 @@ from headrace_gateway.errors import BatchError
 from headrace_gateway.files.file_threads import in_file_thread
 
 STANDARD: Final = "-"
-"""Standard input or output, where a file is named."""
+"""Stands for standard input or standard output in place of a file name."""
 _BLOCK_LINES: Final = 32
 _BLOCK_BYTES: Final = 2**20
 
 
 class InputFile(AbstractContextManager["InputFile"]):
-    """Opens the file; `-` is standard input. What cannot be read twice is copied into a temporary file first.
+    """Opens the file; `-` is standard input. Input that cannot be read twice is first copied to a temporary file.
 
-    Raises BatchError where the file cannot be read.
+    Raises BatchError if the file cannot be read.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class InputFile(AbstractContextManager["InputFile"]):
         self._file.close()
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Every line that is not blank and its number, from 1. Of one that is too long, what shows that it is."""
+        """Yield every line that is not blank, with its number from 1. An oversized line is cut just above the limit."""
         self._file.seek(0)
         number = 0
         while line := self._read_line():
@@ -52,7 +52,7 @@ class InputFile(AbstractContextManager["InputFile"]):
                 line = self._read_line()
 
     async def read(self) -> AsyncIterator[tuple[int, bytes]]:
-        """The same lines, for an event loop: a thread reads a few at a time, and the loop turns between them."""
+        """Yield the same lines without blocking the event loop: a thread reads a few at a time."""
         lines = self.lines()
         while block := await in_file_thread(_block, lines):
             for line in block:
@@ -78,7 +78,7 @@ def _block(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
 def _opened(name: str) -> IO[bytes]:
     if name == STANDARD:
         return _copied(sys.stdin.buffer)
-    file = Path(name).open("rb")  # noqa: SIM115  # the InputFile closes it
+    file = Path(name).open("rb")  # noqa: SIM115  # InputFile closes it
     if file.seekable():
         return file
     with file:
@@ -86,6 +86,6 @@ def _opened(name: str) -> IO[bytes]:
 
 
 def _copied(source: IO[bytes]) -> IO[bytes]:
-    copy: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # its caller closes it
+    copy: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
     shutil.copyfileobj(source, copy)
     return copy

@@ -1,4 +1,4 @@
-"""One line of a batch: its requests sent, or joined where they were sent before, and read to their end."""
+"""Sends the requests of one batch line, or attaches to them if they were sent before, and reads them to their end."""
 
 import asyncio
 import contextlib
@@ -37,24 +37,24 @@ from headrace_gateway.keys import ApiKey
 from headrace_gateway.model_catalog import ModelCatalog
 
 _FOREVER: Final = 10 * 365 * 86400
-"""Whether a line is late is the batch's affair, not its reader's."""
+"""The batch handles its own deadline; the reader must not."""
 _LOST_LIMIT: Final = 3
-"""Answers of one line, sent by this run, that may be gone before they are read."""
+"""How often a line is sent if its stream disappears before it is read."""
 _LONGEST_PAUSE: Final = 10.0
-_LONGEST_SILENCE: Final = 3600.0
+_LONGEST_RESEND: Final = 3600.0
 
 Value = TypeVar("Value")
 
 
 class LineAnswer(NamedTuple):
-    """The line for the output, or for the errors."""
+    """The line for the output file or the error file."""
 
     line: bytes
     is_success: bool
     usage: Mapping[str, Any] | None = None
-    """Of a success, as its body has it."""
+    """The `usage` of a success, as in its body."""
     request_ids: Sequence[str] = ()
-    """Of all requests that were made for the line."""
+    """The ids of all requests that were made for the line."""
 
 
 class LineStoppedError(Exception):
@@ -62,29 +62,29 @@ class LineStoppedError(Exception):
 
 
 class _AnswerLostError(Exception):
-    """The stream is gone: nobody has read it in time."""
+    """The stream expired before it was read."""
 
     def __init__(self, *, was_sent: bool) -> None:
         super().__init__()
         self.was_sent = was_sent
-        """By this run; else it was joined."""
+        """Whether this run sent it; otherwise it attached to it."""
 
 
 class _QuotaError(Exception):
-    """A worker refused the request: the queue held too many of the tenant."""
+    """A worker refused the request: the tenant had too many in the queue."""
 
 
 class LineRequests:
     """Sends the lines of one batch.
 
     Args:
-        hub: with endless patience.
-        secret: of the batch; the ids of all requests are made from it, so who goes on with it finds them again.
-        key: whose requests they are. A body may ask for a worse priority than its best.
-        deadline: Unix seconds at which the queue gives up what has no answer; None: never.
-        on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
-        pause: seconds before what could not be sent is tried again.
-        silence: seconds after which a request is sent again, in case Redis has lost it; each next time twice as many.
+        hub: must retry for as long as Redis is unavailable.
+        secret: the batch's. All request ids are derived from it, so a replica that resumes the batch finds them again.
+        key: the owner of the requests. A body may ask for a worse priority than its best one.
+        deadline: Unix seconds after which the queue drops unanswered requests; None: never.
+        on_waiting: called with the reason each time that a line cannot be sent.
+        pause: seconds before a failed send is retried.
+        resend_after: seconds after which a request is sent again, in case Redis has lost it; doubled with each repeat.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LineRequests:
         deadline: float | None = None,
         on_waiting: Callable[[str], None],
         pause: float = 1.0,
-        silence: float = 60.0,
+        resend_after: float = 60.0,
     ) -> None:
         self._client: Final = client
         self._hub: Final = hub
@@ -108,14 +108,14 @@ class LineRequests:
         self._deadline: Final = deadline
         self._on_waiting: Final = on_waiting
         self._pause: Final = pause
-        self._silence: Final = silence
+        self._resend_after: Final = resend_after
         self._running: Final[set[tuple[str, ...]]] = set()
         self._is_stopped = False
 
     async def stop(self) -> None:
-        """Cancel what was sent; what has an answer by now keeps it, every other line raises LineStoppedError.
+        """Cancel the open requests. Answered lines keep their answers; every other line raises LineStoppedError.
 
-        Raises QueueUnavailableError where Redis cannot be reached; nothing more is sent in any case.
+        Raises QueueUnavailableError if Redis is unavailable; nothing more is sent in any case.
         """
         self._is_stopped = True
         for request_ids in list(self._running):
@@ -123,10 +123,10 @@ class LineRequests:
                 await self._client.cancel(request_id)
 
     async def answer(self, line: BatchLine) -> LineAnswer:
-        """Wait for the answer of a line, whatever it is, for as long as it takes.
+        """Wait for the answer of a line, whether it is a success or an error, without a time limit.
 
-        Raises QueueUnavailableError or redis-py's NoPermissionError where this user of Redis may not do it, and
-        LineStoppedError after `stop` and after the deadline.
+        Raises QueueUnavailableError, redis-py's NoPermissionError if the Redis user lacks a right, and LineStoppedError
+        after `stop` and after the deadline.
         """
         attempt = num_lost = 0
         request_ids: list[str] = []
@@ -141,10 +141,10 @@ class LineRequests:
             except _AnswerLostError as lost:
                 num_lost += lost.was_sent
                 if num_lost == _LOST_LIMIT:
-                    message = f"the request was sent {num_lost} times, and each time its stream was gone before its end"
+                    message = f"the request was sent {num_lost} times, and its stream was lost each time"
                     return LineAnswer(line.unanswered("answer_lost", message), False, request_ids=request_ids)
                 attempt += 1
-            except redis.RedisError as error:  # out of memory, read-only: both may pass, and the attempt is joined
+            except redis.RedisError as error:  # out of memory, read-only: the retry has the same id
                 if isinstance(error, redis.exceptions.NoPermissionError):
                     raise
                 check_cancelled()
@@ -174,12 +174,12 @@ class LineRequests:
             raise LineStoppedError
 
     def answer_id(self, line: BatchLine, attempt: int) -> str:
-        """The id of the answer, and of its request in the queue: the same whenever this run comes to this attempt."""
+        """Return the id of the answer and of its request: the same in every run that reaches this attempt."""
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
         return f"{line.id_prefix}{digest.hexdigest()}"
 
     async def _generate(self, line: BatchLine, answer_id: str, made: list[str]) -> dict[str, Any]:
-        model, lora = await self._patiently(partial(self._models.find, line.body.get("model"), self._key))
+        model, lora = await self._retrying(partial(self._models.find, line.body.get("model"), self._key))
         call = line.read_call(model, lora)
         request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
         made += [request_id for request_id in request_ids if request_id not in made]
@@ -208,25 +208,25 @@ class LineRequests:
         try:
             return await self._read(envelope, requests)
         except ApiError:
-            for request_id in request_ids if len(request_ids) > 1 else ():  # nobody waits for the other prompts
-                await self._patiently(partial(self._client.cancel, request_id))
+            for request_id in request_ids if len(request_ids) > 1 else ():  # nothing waits for the other prompts
+                await self._retrying(partial(self._client.cancel, request_id))
             raise
         finally:
             self._running.discard(envelope.request_ids)
 
     async def _read(self, envelope: Envelope, requests: list[SubmitRequest]) -> dict[str, Any]:
-        """Send and read. A request that is sent again is not run twice: the queue drops the second message of an id."""
+        """Send and read. A repeated send does not run twice: the queue drops a second message with the same id."""
         joined = Fold(envelope.form)
-        silence = self._silence
+        resend_after = self._resend_after
         async with open_reader(self._hub, envelope) as reader:
             was_sent = await self._send(requests)
             while not reader.has_ended:
                 try:
-                    chunks = await reader.take(silence)
-                except ApiError:  # it says nothing else
+                    chunks = await reader.take(resend_after)
+                except ApiError:  # only a lost stream raises it here
                     raise _AnswerLostError(was_sent=was_sent) from None
                 if chunks is None:
-                    silence = min(2 * silence, _LONGEST_SILENCE)
+                    resend_after = min(2 * resend_after, _LONGEST_RESEND)
                     await self._send(requests)
                     continue
                 if reader.error is not None:
@@ -236,18 +236,18 @@ class LineRequests:
         return joined.answer()
 
     async def _send(self, requests: list[SubmitRequest]) -> bool:
-        """Whether any was sent: one that runs, or has ended, is not."""
+        """Return whether any request was sent: one that is running or has ended is not."""
         num_sent = 0
         for request in requests:
-            with contextlib.suppress(UsedRequestIdError):  # an earlier holder sent it
-                await self._patiently(partial(self._client.submit_many, [request]))
+            with contextlib.suppress(UsedRequestIdError):  # an earlier holder of the claim sent it
+                await self._retrying(partial(self._client.submit_many, [request]))
                 num_sent += 1
         return num_sent > 0
 
-    async def _patiently(self, act: Callable[[], Awaitable[Value]]) -> Value:
-        """Do it once there is room, Redis is there, and knows the models, which were there when the input was checked.
+    async def _retrying(self, act: Callable[[], Awaitable[Value]]) -> Value:
+        """Retry until the queue has room, Redis is available, and the models are registered again.
 
-        What may have been done is done again: it has one id.
+        A send whose reply was lost is repeated with the same id.
         """
         while True:
             pause = self._pause
@@ -266,7 +266,7 @@ class LineRequests:
             except ApiError as error:
                 if error.code != "model_not_found":
                     raise
-                self._on_waiting("Redis knows no longer that the model is served; a worker tells it again")
+                self._on_waiting("the model is not registered; its workers register it within a minute")
             check_cancelled()
             await asyncio.sleep(pause)
 
@@ -279,7 +279,7 @@ def _with_usage(form: AnswerForm) -> AnswerForm:
 
 @asynccontextmanager
 async def patient_hub(redis_url: str) -> AsyncIterator[StreamHub]:
-    """A hub that waits for as long as Redis is away."""
+    """Open a hub that waits for as long as Redis is unavailable."""
     connection = connect_async(redis_url)
     hub = StreamHub(connection, patience=math.inf)
     try:

@@ -1,8 +1,8 @@
-"""`SegmentWriter`: the answers that one claim of a batch has written, and which of their bytes count.
+"""`SegmentWriter`: writes the answers of one claim of a batch, and commits them.
 
-Every claim writes files of its own. Their lines count once they are on the disk and Redis has the length of the files,
-which it takes only from the claim that holds the batch. So whatever a replica that has lost its claim still writes, or
-has written and not told, is never read.
+Each claim writes files of its own. A line is committed once it is on the disk and Redis has recorded the length of the
+files. Redis accepts a length only from the claim that holds the batch. Anything else that a replica has written, for
+example after it lost its claim, is never read.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ _READ_ID: Final = msgspec.json.Decoder(_Id)
 
 
 class SegmentWriter:
-    """`run` it beside those who `add`. It waits for the disk and for Redis for as long as they are away.
+    """Run `run` as a task beside the callers of `add`. It waits for as long as the disk or Redis is unavailable.
 
     Args:
-        folder: of the batch.
-        on_waiting: told why nothing can be written, each time that it was tried, and None when it can again.
+        folder: the batch's.
+        on_waiting: called with the reason each time that a write fails, and with None when writing works again.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class SegmentWriter:
         self._segment: _Segment | None = None
 
     async def add(self, answers: list[LineAnswer]) -> None:
-        """Write answers; they, and all that were added before, count when this returns.
+        """Write answers. When this returns they are committed, and so are all that were added before.
 
-        They are written also where this is cancelled.
+        They are written even if the caller is cancelled.
         """
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((answers, written))
@@ -82,11 +82,11 @@ class SegmentWriter:
         await written
 
     async def run(self) -> None:
-        """Write what was added, about once a second. Raises ClaimLostError and FileLostError."""
+        """Write the added answers, about once a second. Raises ClaimLostError and FileLostError."""
         try:
             while True:
                 await self._has_any.wait()
-                with contextlib.suppress(TimeoutError):  # a second is over: what is there is written
+                with contextlib.suppress(TimeoutError):  # a second has passed: write what is there
                     async with asyncio.timeout(_COMMIT_SECONDS):
                         await self._has_many.wait()
                 await self.flush()
@@ -95,7 +95,7 @@ class SegmentWriter:
                 self._segment.close()
 
     async def flush(self) -> None:
-        """Write and commit what waits. Raises ClaimLostError."""
+        """Write and commit what is pending. Raises ClaimLostError."""
         taken, self._waiting, self._num_waiting = self._waiting, [], 0
         self._has_any.clear()
         self._has_many.clear()
@@ -116,7 +116,7 @@ class SegmentWriter:
             except (BatchError, OSError) as error:
                 if await _in_thread(is_missing, self._folder) and not await _in_thread(is_missing, self._folder.parent):
                     raise FileLostError(str(error)) from None
-                # whether bytes that were not flushed reach the disk later is unknown: they go into new files
+                # unflushed bytes may or may not reach the disk later, so these answers go into new files
                 await self._drop_segment()
                 self._on_waiting(str(error))
                 await asyncio.sleep(self._pause)
@@ -134,7 +134,7 @@ class SegmentWriter:
         while True:
             try:
                 await self._store.commit(self._claim, segment, committed)
-            except REDIS_ERRORS as error:  # what may have been done is done again
+            except REDIS_ERRORS as error:  # a write whose reply was lost is repeated
                 check_cancelled()
                 logger.warning("batch not committed: id=%s (%s)", self._claim.item, type(error).__name__)
                 await asyncio.sleep(self._pause)
@@ -143,7 +143,7 @@ class SegmentWriter:
 
 
 class _Segment:
-    """Two files of one claim. Its methods block, and raise BatchError or OSError."""
+    """The two files of one claim. Methods block, and raise BatchError or OSError."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name: Final = name
@@ -156,7 +156,7 @@ class _Segment:
         return cls(folder, f"{claim.token:016d}-{secrets.token_hex(8)}")
 
     def write(self, answers: Sequence[LineAnswer]) -> Committed:
-        """Append these and wait until they are on the disk; returns what then counts."""
+        """Append answers and flush them to the disk; return what is then committed."""
         succeeded = [answer for answer in answers if answer.is_success]
         failed = [answer for answer in answers if not answer.is_success]
         for file, some in ((self._output, succeeded), (self._errors, failed)):
@@ -178,7 +178,7 @@ class _Segment:
         return total
 
     def drop(self) -> None:
-        """Close it; delete it where nothing of it counts."""
+        """Close it; delete it if nothing of it is committed."""
         self.close()
         if self.committed == Committed():
             for path in self._paths:
@@ -190,7 +190,7 @@ class _Segment:
 
 
 def _usage(usage: Mapping[str, Any]) -> Committed:
-    """Tokens, by the names that completions or responses have for them."""
+    """Return the token counts, by the field names of completions or of responses."""
     before, after = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     return Committed(
         input_tokens=usage.get(f"{before}_tokens", 0),
@@ -201,12 +201,12 @@ def _usage(usage: Mapping[str, Any]) -> Committed:
 
 
 def paths_of(folder: Path, segment: str) -> tuple[Path, Path]:
-    """The two files of a segment: answers, and errors."""
+    """Return the two files of a segment: answers and errors."""
     return folder / f"{segment}.output.jsonl", folder / f"{segment}.errors.jsonl"
 
 
 def committed_parts(folder: Path, batch: Batch) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-    """The files that make up the output and the errors of a batch, each with how many of its bytes count."""
+    """Return the files that make up the output and the errors of a batch, each with its committed length in bytes."""
     outputs, errors = [], []
     for name, committed in batch.segments.items():
         output, error = paths_of(folder, name)
@@ -216,13 +216,13 @@ def committed_parts(folder: Path, batch: Batch) -> tuple[list[tuple[Path, int]],
 
 
 def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
-    """The ids of all lines that count. Blocks; raises OSError, and FileLostError."""
+    """Yield the ids of all committed lines. Blocks; raises OSError and FileLostError."""
     for parts in committed_parts(folder, batch):
         for path, size in parts:
             try:
                 lines = path.open("rb")
             except FileNotFoundError:
-                raise FileLostError(f"{path.name} is not there") from None
+                raise FileLostError(f"{path.name} is missing") from None
             with lines:
                 while size > 0 and (line := lines.readline()):
                     size -= len(line)
@@ -230,7 +230,7 @@ def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
 
 
 async def _in_thread(act: Callable[..., Any], *args: Any) -> Any:
-    """Run it in a thread to its end, even where this task is cancelled: the file is then closed after it."""
+    """Run it in a thread to completion, even if this task is cancelled, so that the file is closed after it."""
     running = start_in_file_thread(act, *args)
     try:
         return await asyncio.shield(running)

@@ -1,4 +1,4 @@
-"""Every line of a batch checked before anything is sent, and what was answered before found again."""
+"""Checks every line of a batch before any is sent, and finds the lines that were answered before."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -14,20 +14,20 @@ _SHOWN: Final = 20
 
 
 class KnownLine(NamedTuple):
-    """What is kept of every line of the input."""
+    """What is remembered of each line of the input."""
 
     number: int
     id: str
-    """Of the line that answers it."""
+    """The id of the line that answers it."""
 
 
 class CheckedInput(NamedTuple):
-    """What is known of an input without faults."""
+    """What is known of an input without errors."""
 
     lines: dict[str, KnownLine]
-    """By custom id."""
+    """The lines by custom id."""
     models: set[str]
-    """Those that its lines name."""
+    """The models that the lines name."""
 
 
 async def check_input(
@@ -42,9 +42,9 @@ async def check_input(
 
     Args:
         endpoint: the `url` that all lines must have; None: any.
-        max_lines: None: as many as there are.
+        max_lines: None: no limit.
 
-    Raises InputRefusedError with what is wrong, QueueUnavailableError where the models cannot be asked for.
+    Raises InputRefusedError with the problems, QueueUnavailableError if the models cannot be read from Redis.
     """
     known: dict[str, KnownLine] = {}
     named: set[str] = set()
@@ -53,7 +53,7 @@ async def check_input(
     async for number, raw in source.read():
         num_lines += 1
         if max_lines is not None and num_lines > max_lines:
-            message = f"it has more than {max_lines} lines: make several batches of it"
+            message = f"it has more than {max_lines} lines: split it into several batches"
             raise InputRefusedError(source.name, [LineProblem(None, "too_many_tasks", message)], 1)
         problem = await _check_line(number, raw, known, named, models, key, endpoint)
         if problem is not None:
@@ -93,31 +93,31 @@ async def _check_line(
 
 
 def _other_url(number: int, endpoint: str) -> LineProblem:
-    return LineProblem(number, "url_mismatch", f"url must be that of the batch, {endpoint}", "url")
+    return LineProblem(number, "url_mismatch", f"url must be the endpoint of the batch, {endpoint}", "url")
 
 
 def _duplicate(number: int, custom_id: str, first: KnownLine) -> LineProblem:
-    message = f"custom_id {custom_id[:64]!r} is that of line {first.number}"
+    message = f"custom_id {custom_id[:64]!r} is already used in line {first.number}"
     return LineProblem(number, "duplicate_custom_id", message, "custom_id")
 
 
 def _problem(number: int, error: ApiError) -> LineProblem:
     message = error.message
     if error.code == "model_not_found":
-        message = "no worker has ever served the model that body.model names"
+        message = "the model in body.model does not exist: no worker has registered it"
     return LineProblem(number, error.code, message, error.param)
 
 
 def find_answered(file: AnswerFile, known: Mapping[str, KnownLine], *, is_ours: bool) -> set[str]:
-    """Custom ids that the file has an answer of.
+    """Return the custom ids that the file has an answer for.
 
-    Raises BatchError for an answer of another request than the input's, and for a second one of the same.
+    Raises BatchError for an answer to a request that is not in the input, and for a second answer to the same one.
     """
     answered: set[str] = set()
     for number, line in enumerate(file.answered(is_ours=is_ours), 1):
         where = f"line {number} of {file.name} answers"
         if line.custom_id not in known or known[line.custom_id].id != line.id:
-            message = f"{where} another request of the custom_id {line.custom_id[:64]!r} than the input has"
+            message = f"{where} a request with the custom_id {line.custom_id[:64]!r} that differs from the input's"
             raise BatchError(f"{message}: name another file, or delete that line to send the request")
         if line.custom_id in answered:
             raise BatchError(f"{where} the custom_id {line.custom_id[:64]!r} a second time: delete one of the two")

@@ -1,4 +1,4 @@
-"""A bounded number of lines in the queue at a time, shared fairly among the batches of a process."""
+"""Limits the lines in the queue, and shares the limit fairly among the batches of a process."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ from headrace_gateway.batch_line import BatchLine
 
 
 class SharedWindow:
-    """The slots for lines. A free one goes to the waiting batch that has the fewest.
+    """Slots for lines. A free slot goes to the waiting batch that holds the fewest.
 
     Args:
-        size: slots in all.
-        least: a batch gets so many even where others have taken all, so that one whose model has no worker cannot
-            stop the others.
+        size: slots in total.
+        least: slots that a batch gets even if the others hold all, so that a batch whose model has no worker cannot
+            block the others.
     """
 
     def __init__(self, size: int, least: int = 1) -> None:
@@ -25,7 +25,7 @@ class SharedWindow:
         self._waiting: Final[dict[Share, asyncio.Future[None]]] = {}
 
     def share(self) -> "Share":
-        """The slots of one batch; `close` them in the end."""
+        """Return the share of one batch; `close` it at the end."""
         return Share(self)
 
     async def acquire(self, share: "Share") -> None:
@@ -57,7 +57,7 @@ class SharedWindow:
 
 
 class Share:
-    """What one batch has of a window. One task at a time may wait for a slot."""
+    """The slots of one batch. One task at a time may wait for a slot."""
 
     def __init__(self, window: SharedWindow) -> None:
         self._window: Final = window
@@ -70,7 +70,7 @@ class Share:
         self._window.release(self, 1)
 
     def close(self) -> None:
-        """Give back what was not released."""
+        """Release the slots that are still held."""
         self._window.release(self, self.num_taken)
 
 
@@ -84,13 +84,13 @@ async def answer_lines(
     share: Share,
     deliver: Callable[[int, LineAnswer], Awaitable[None]],
 ) -> None:
-    """Send the lines and deliver each answer; a line keeps its slot until its answer has been delivered.
+    """Send the lines and deliver each answer. A line holds its slot until its answer is delivered.
 
-    A line that was stopped is not delivered. The first error of a line or of `deliver` ends them all.
+    A stopped line is not delivered. The first error of a line or of `deliver` ends all lines.
     """
 
     async def answer(number: int, line: BatchLine) -> None:
-        with contextlib.suppress(LineStoppedError):  # it gets its error with all that have no answer
+        with contextlib.suppress(LineStoppedError):  # the batch writes its error
             await deliver(number, await requests.answer(line))
         share.release()
 

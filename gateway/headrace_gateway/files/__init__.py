@@ -1,6 +1,6 @@
-"""Files over HTTP: uploads for batches, and what batches have written.
+"""Files over HTTP: uploads for batches, and the output of batches.
 
-stored_files     the directory, which all replicas share: one folder for each API key
-upload           a multipart body, read as it comes and written to the disk
+stored_files     the directory, which all replicas share: one folder per API key
+upload           parses a multipart body and writes its file to disk as it arrives
 files_endpoint   `/v1/files`
 """

@@ -1,4 +1,4 @@
-"""Threads for the directory of files: a disk that hangs must not take those that the rest of the gateway needs."""
+"""A thread pool for the directory of files, so that a disk that hangs does not block the gateway's other threads."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Value = TypeVar("Value")
 
 
 def start_in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) -> "asyncio.Future[Value]":
-    """Begin it; it runs to its end also where nobody waits for it any more."""
+    """Start the call. It runs to completion even if the caller stops waiting."""
     return asyncio.get_running_loop().run_in_executor(_THREADS, partial(act, *args, **named))
 
 
 async def in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) -> Value:
-    """Call it in one of the threads."""
+    """Run the call in one of these threads."""
     return await start_in_file_thread(act, *args, **named)

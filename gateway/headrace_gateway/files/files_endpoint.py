@@ -22,20 +22,20 @@ from headrace_gateway.object_list import object_list, read_limit
 
 MOST_LISTED: Final = 10_000
 MOST_FILES: Final = 10_000
-"""Of one key."""
+"""Files of one key."""
 _UPLOAD_SECONDS: Final = 3600.0
 _WRITE_BYTES: Final = 2**20
 _CHECK_BYTES: Final = 16 * 2**20
-"""Bytes of an upload after which it is asked again whether its key may keep more."""
+"""Bytes of an upload after which the key's storage limit is checked again."""
 
 logger = logging.getLogger(__name__)
 
 
 def files_of(request: Request) -> StoredFiles:
-    """The directory. Raises ApiError 501 where the gateway has none."""
+    """Return the directory. Raises ApiError 501 if the gateway has none."""
     files = gateway_of(request).files
     if files is None:
-        message = "this gateway keeps no files: start it with --files DIR, a directory that all replicas share"
+        message = "this gateway stores no files: start it with --files DIR, a directory that all replicas share"
         raise ApiError(501, "server_error", "no_files", message, headers=NO_RETRY)
     return files
 
@@ -45,7 +45,7 @@ async def upload(request: Request) -> Response:
     files, key, gateway = files_of(request), key_of(request), gateway_of(request)
     form = UploadForm(request.headers.get("content-type", ""))
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        message = "compressed bodies are not read: send the body without Content-Encoding"
+        message = "compressed bodies are not supported: send the body without Content-Encoding"
         raise ApiError(415, "invalid_request_error", "unsupported_media_type", message)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > gateway.settings.max_file_bytes + FORM_BYTES:
@@ -58,7 +58,7 @@ async def upload(request: Request) -> Response:
         message = f"the upload took longer than {_UPLOAD_SECONDS:g} seconds"
         raise ApiError(408, "invalid_request_error", "upload_timeout", message) from None
     except ClientDisconnect:
-        raise invalid("the connection was lost before the whole body came") from None
+        raise invalid("the connection closed before the whole body arrived") from None
     except OSError as error:
         raise storage_error(error) from error
 
@@ -75,7 +75,7 @@ async def _store(request: Request, form: UploadForm, files: StoredFiles, key: Ap
             if body_size > room:
                 raise keeps_too_much(settings.max_kept_bytes)
             await in_file_thread(partial.write, data)
-            if body_size - checked_at > _CHECK_BYTES:  # other uploads of the key may have come
+            if body_size - checked_at > _CHECK_BYTES:  # other uploads of the key may have finished
                 checked_at = body_size
                 room = body_size + await find_room(files, key, settings.max_kept_bytes)
         filename, purpose, seconds = form.finish()
@@ -84,13 +84,13 @@ async def _store(request: Request, form: UploadForm, files: StoredFiles, key: Ap
 
 
 async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
-    """The bytes of the file, about a megabyte at a time. What comes after the form is not read."""
+    """Yield the bytes of the file, about a megabyte at a time. Anything after the form is not read."""
     most = gateway_of(request).settings.max_file_bytes
     parts: list[bytes] = []
     size = body_size = 0
     async for data in request.stream():
         body_size += len(data)
-        if body_size > most + FORM_BYTES:  # of parts without data, or before the first, the form counts nothing
+        if body_size > most + FORM_BYTES:  # parts without data, and bytes before the first part
             raise _too_large(most)
         form.write(data)
         if part := form.take():
@@ -110,16 +110,16 @@ async def _partial(files: StoredFiles, key: ApiKey) -> AsyncIterator[PartialFile
     try:
         yield partial
     finally:
-        await asyncio.shield(start_in_file_thread(partial.discard))  # done also where this is cancelled again
+        await asyncio.shield(start_in_file_thread(partial.discard))  # done even if this is cancelled again
 
 
 async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:
-    """Bytes that the key may keep besides what it has. Raises ApiError 403 where there are none."""
+    """Return how many more bytes the key may store. Raises ApiError 403 if there are none."""
     size, count = await in_file_thread(files.used, key)
     if size >= most:
         raise keeps_too_much(most)
     if count >= MOST_FILES:
-        message = f"the key has {count} files, and may have {MOST_FILES}: delete some"
+        message = f"the key has {count} files, the limit is {MOST_FILES}: delete some"
         headers = {"connection": "close"}
         raise ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
     return most - size
@@ -139,7 +139,7 @@ async def list_files(request: Request) -> Response:
     if after is not None:
         places = [place for place, file in enumerate(found) if file.id == after]
         if not places:
-            raise invalid(f"after must be the id of a file of this list, not {after[:80]!r}", param="after")
+            raise invalid(f"after must be the id of a file in this list, not {after[:80]!r}", param="after")
         found = found[places[0] + 1 :]
     return JsonResponse(object_list([file.shape() for file in found[:limit]], has_more=len(found) > limit))
 
@@ -167,7 +167,7 @@ async def read_content(request: Request) -> Response:
 
 
 async def delete_file(request: Request) -> Response:
-    """`DELETE /v1/files/{id}`. A batch that reads the file has kept it for itself."""
+    """`DELETE /v1/files/{id}`. A batch keeps its own copy of its input."""
     files, file_id = files_of(request), request.path_params["id"]
     if not await _in_thread(files.delete, key_of(request), file_id):
         raise _no_file(file_id)
@@ -175,7 +175,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def find(files: StoredFiles, key: ApiKey, file_id: str) -> Any:
-    """What is known of a file of this key, and its path. Raises ApiError 404."""
+    """Return the metadata and the path of a file of this key. Raises ApiError 404."""
     found = await _in_thread(files.find, key, file_id)
     if found is None:
         raise _no_file(file_id)
@@ -190,17 +190,17 @@ async def _in_thread(act: Any, *args: Any) -> Any:
 
 
 def storage_error(error: OSError) -> ApiError:
-    """What a client is told where the disk refuses: 507 where it is full, else 503."""
-    logger.warning("the directory of files refused: %s", error.strerror)
+    """Map a disk error to an HTTP error: 507 if the disk is full, else 503."""
+    logger.warning("files directory failed: %s", error.strerror)
     if is_full(error):
-        message = "the gateway's disk is full: nothing was kept"
+        message = "the gateway's disk is full: nothing was stored"
         return ApiError(507, "server_error", "storage_full", message, headers=NO_RETRY)
     message = "the gateway's directory of files cannot be used; try again"
     return ApiError(503, "server_error", "storage_unavailable", message, headers={"retry-after": "5"})
 
 
 def _no_file(file_id: str) -> ApiError:
-    return not_found(f"no file {file_id[:80]!r} is kept")
+    return not_found(f"no file {file_id[:80]!r}: it has expired, or this key does not own it")
 
 
 def _too_large(most: int) -> ApiError:
@@ -210,7 +210,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def keeps_too_much(most: int) -> ApiError:
-    message = f"the files of this key may have {most} bytes in all: delete some"
+    message = f"the files of this key may take {most} bytes in total: delete some"
     headers = {"connection": "close"}
     return ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
 

@@ -1,13 +1,13 @@
 """`StoredFiles`: files in a directory that all replicas share, one folder for each API key.
 
     DIR/<owner>/file-<id>         the content
-    DIR/<owner>/file-<id>.json    what is known of it; without this the file does not exist
-    DIR/<owner>/.part-<random>    being written; what a killed process leaves is swept
-    DIR/<owner>/batch_<id>/       of a batch that has not ended
-    DIR/redis-id                  of the Redis that has these batches
+    DIR/<owner>/file-<id>.json    its metadata; without it the file does not exist
+    DIR/<owner>/.part-<random>    an upload in progress; the sweep deletes what a killed process leaves
+    DIR/<owner>/batch_<id>/       files of a batch that has not ended
+    DIR/redis-id                  the id of the Redis that stores these batches
 
-A file is found in the folder of the key that asks, so no key reaches another's. Names that users give are never paths.
-All methods block: call them in a thread. They raise OSError.
+A file is looked up in the folder of the caller's key, so one key cannot reach the files of another. Names from users
+are never used as paths. All methods block: call them in a thread. They raise OSError.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ import msgspec
 from headrace_gateway.keys import ApiKey
 
 KEPT_SECONDS: Final = 30 * 86_400
-"""Life of a file whose user names none."""
+"""Default life of a file."""
 _STALE_SECONDS: Final = 7200
-"""A part that has not been written to for so long belongs to no live upload."""
+"""A part that was not written to for this long belongs to no live upload."""
 _ID: Final = re.compile(r"file-[0-9a-f]{32}")
 _PART: Final = ".part-"
 _OWNER: Final = re.compile(r"[0-9a-f]{32}")
 _OURS: Final = re.compile(r"file-[0-9a-f]{32}(\.json)?|\.part-[0-9a-f]{32}(\.about)?|batch_[0-9a-f]{32}")
 _REDIS_ID: Final = "redis-id"
 _LEAST_BYTES: Final = 4096
-"""A file takes at least a block of the disk."""
+"""A file takes at least one block of the disk."""
 _CHUNK_BYTES: Final = 2**20
 
 logger = logging.getLogger(__name__)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """What is known of a file. Times are Unix seconds."""
+    """The metadata of a file. Times are Unix seconds."""
 
     id: str
     bytes: int
@@ -55,27 +55,29 @@ class StoredFile(msgspec.Struct, frozen=True):
     purpose: str
 
     def shape(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """Return OpenAI's file object."""
         return {**msgspec.structs.asdict(self), "object": "file", "status": "processed", "status_details": None}
 
 
 class FileLostError(Exception):
-    """A part of a file is not there, or shorter than it was written."""
+    """A part of a file is missing, or shorter than it was written."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk, or what its user may have of it, is full."""
+    """Return whether the disk or the user's quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def owner_of(name: str, tenant: str | None) -> str:
-    """The folder of an API key."""
+    """Return the folder name of an API key."""
     return hashlib.blake2b(msgspec.json.encode([name, tenant]), digest_size=16).hexdigest()
 
 
 class StoredFiles:
-    """Args:
-    root: made where it does not exist.
+    """Files in a directory.
+
+    Args:
+        root: created if it does not exist.
     now: Unix seconds.
     """
 
@@ -84,7 +86,7 @@ class StoredFiles:
         self._now: Final = now
 
     def folder(self, key: ApiKey) -> Path:
-        """The folder of a key, made where it does not exist."""
+        """Return the folder of a key; create it if it does not exist."""
         folder = self._root / owner_of(key.name, key.tenant)
         if is_missing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,23 +94,23 @@ class StoredFiles:
         return folder
 
     def used(self, key: ApiKey) -> tuple[int, int]:
-        """Bytes and number of what is in the folder of a key: files, uploads and batches that have not ended."""
+        """Return the bytes and the number of entries in a key's folder: files, uploads and open batches."""
         size = count = 0
         for path in self.folder(key).rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # it was deleted in the meantime
                 if path.suffix != ".json" and not path.is_dir():
                     size += max(path.lstat().st_size, _LEAST_BYTES)
                     count += 1
         return size, count
 
     def begin(self, key: ApiKey) -> "PartialFile":
-        """Begin a file; nobody sees it before its `finish`."""
+        """Create a file. It is visible only after its `finish`."""
         return PartialFile(self.folder(key), self._now)
 
     def assemble(self, key: ApiKey, parts: Sequence[tuple[Path, int]], **about: Any) -> StoredFile:
-        """Make a file of the first bytes of each part. `about` goes to `PartialFile.finish`.
+        """Make a file from the leading bytes of each part. `about` is passed to `PartialFile.finish`.
 
-        Raises FileLostError where a part is not there, or shorter.
+        Raises FileLostError if a part is missing or shorter.
         """
         partial = self.begin(key)
         try:
@@ -119,7 +121,7 @@ class StoredFiles:
             partial.discard()
 
     def find(self, key: ApiKey, file_id: str) -> tuple[StoredFile, Path] | None:
-        """What is known of a file, and its content; None where there is none, or it has expired."""
+        """Return the metadata and the path of a file; None if it does not exist or has expired."""
         if not _ID.fullmatch(file_id):
             return None
         path = self._root / owner_of(key.name, key.tenant) / file_id
@@ -127,14 +129,14 @@ class StoredFiles:
         return None if file is None or self._now() >= file.expires_at else (file, path)
 
     def all(self, key: ApiKey) -> list[StoredFile]:
-        """The files of a key, the oldest first."""
+        """Return the files of a key, oldest first."""
         now = self._now()
         found = [_read(path) for path in self.folder(key).glob("file-*.json")]
         files = [file for file in found if file is not None and now < file.expires_at]
         return sorted(files, key=lambda file: (file.created_at, file.id))
 
     def delete(self, key: ApiKey, file_id: str) -> bool:
-        """Whether it was there."""
+        """Delete a file; return whether it existed."""
         found = self.find(key, file_id)
         if found is None:
             return False
@@ -142,26 +144,26 @@ class StoredFiles:
         return True
 
     def batch_folder(self, key: ApiKey, batch_id: str) -> Path:
-        """Where a batch keeps its input and what it has written, until it has ended."""
+        """Return the folder where a batch stores its input and its answers until it ends."""
         return self._root / owner_of(key.name, key.tenant) / batch_id
 
     def redis_id(self, new: str | None = None) -> str | None:
-        """The id of the Redis whose batches are in the directory. `new` is kept where there is none, if given."""
+        """Return the id of the Redis that stores these batches. If the directory has none, `new` becomes its id."""
         path = self._root / _REDIS_ID
         if new is not None:
             whole = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
             with open(whole, "x", opener=_private) as target:
                 target.write(new)
-            whole.replace(path)  # never half of an id, whenever this process dies
+            whole.replace(path)  # atomic, so that a reader never sees half an id
         try:
             return path.read_text()
         except FileNotFoundError:
             return None
 
     def sweep(self) -> list[Path]:
-        """Delete what has expired, and what killed processes have left; nothing that has another's name.
+        """Delete expired files and leftovers of killed processes. Only names that this class writes are touched.
 
-        Returns the folders of batches that have not changed for long; only Redis knows whether these have ended.
+        Returns the folders of batches that have not changed for long. Only Redis knows whether those batches ended.
         """
         found: list[Path] = []
         for folder in _entries(self._root, _OWNER):
@@ -171,11 +173,11 @@ class StoredFiles:
                 except FileNotFoundError:
                     pass
                 except OSError as error:
-                    logger.warning("the directory of files could not be swept: %s: %s", entry.name, error.strerror)
+                    logger.warning("files directory not swept: %s: %s", entry.name, error.strerror)
         return found
 
     def _is_old_folder(self, entry: "os.DirEntry[str]") -> bool:
-        """Whether it is a batch's that has not changed for long; a file is deleted where nobody will want it."""
+        """Return whether it is a batch's folder that has not changed for long. Delete it if it is an obsolete file."""
         path, now = Path(entry), self._now()
         is_stale = now - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
         if entry.is_dir(follow_symlinks=False):
@@ -190,14 +192,14 @@ class StoredFiles:
 
 
 class PartialFile:
-    """A file that is being written; `finish` or `discard` it."""
+    """A file that is being written. End it with `finish` or `discard`."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self._folder: Final = folder
         self._now: Final = now
         self._path: Final = folder / f"{_PART}{secrets.token_hex(16)}"
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._lock: Final = threading.Lock()  # a descriptor must not be closed, and used anew, under a thread's write
+        self._lock: Final = threading.Lock()  # no thread may write to a descriptor that was closed and reused
         self.size = 0
 
     def write(self, data: bytes) -> None:
@@ -208,7 +210,7 @@ class PartialFile:
         self.size += len(data)
 
     def copy(self, path: Path, size: int) -> None:
-        """Append the first `size` bytes of a file. Raises FileLostError where it has fewer."""
+        """Append the first `size` bytes of a file. Raises FileLostError if it has fewer."""
         try:
             with path.open("rb") as source:
                 while size:
@@ -218,15 +220,15 @@ class PartialFile:
                     self.write(data)
                     size -= len(data)
         except FileNotFoundError:
-            raise FileLostError(f"{path.name} is not there") from None
+            raise FileLostError(f"{path.name} is missing") from None
 
     def finish(
         self, *, filename: str, purpose: str, kept_seconds: int = KEPT_SECONDS, file_id: str | None = None
     ) -> StoredFile:
-        """Make it a file, which is on the disk when this returns.
+        """Make the file visible. It is flushed to the disk when this returns.
 
         Args:
-            file_id: None: a new one. A file of the same id is replaced.
+            file_id: None: a new id. A file with the same id is replaced.
         """
         file_id = f"file-{secrets.token_hex(16)}" if file_id is None else file_id
         created = int(self._now())
@@ -248,7 +250,7 @@ class PartialFile:
         return file
 
     def discard(self) -> None:
-        """Leave nothing behind; does nothing after `finish`."""
+        """Delete what was written; do nothing after `finish`."""
         if self._fd >= 0:
             self._close()
             self._path.unlink(missing_ok=True)
@@ -260,14 +262,14 @@ class PartialFile:
 
 
 def copy_to_disk(source: Path, target: Path) -> None:
-    """Copy a file; the copy is on the disk when this returns."""
+    """Copy a file. The copy is flushed to the disk when this returns."""
     shutil.copyfile(source, target)
     with target.open("rb") as copy:
         os.fsync(copy.fileno())
 
 
 def is_missing(path: Path) -> bool:
-    """Whether the disk says that there is no such path; False where it says nothing."""
+    """Return whether the path certainly does not exist; False if the disk does not answer."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -278,7 +280,7 @@ def is_missing(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Flush the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -287,14 +289,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def _entries(folder: Path, names: "re.Pattern[str]") -> "list[os.DirEntry[str]]":
-    """What a folder has of such names; nothing where it cannot be read."""
+    """Return the entries of a folder whose names match; none if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if names.fullmatch(entry.name)]
     except FileNotFoundError:
         return []
     except OSError as error:
-        logger.warning("the directory of files could not be swept: %s: %s", folder.name, error.strerror)
+        logger.warning("files directory not swept: %s: %s", folder.name, error.strerror)
         return []
 
 

@@ -1,4 +1,4 @@
-"""`UploadForm`: a multipart body with one file, read as it comes; the file's bytes are handed on, never kept."""
+"""`UploadForm`: parses a multipart body with one file as it arrives. The file's bytes are passed on, not stored."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.problems import Problems
 
 FORM_BYTES: Final = 65_536
-"""What a form may hold beside the file."""
+"""Bytes that a form may have besides the file."""
 MAX_FILENAME: Final = 255
 _MAX_VALUE: Final = 256
 _FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -20,12 +20,12 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 
 
 class UploadForm:
-    """Feed it the body with `write`, take the file's bytes with `take`, and call `finish` in the end.
+    """Feed it the body with `write`, fetch the file's bytes with `take`, and call `finish` at the end.
 
-    All raise ApiError 400 with what is wrong.
+    All methods raise ApiError 400 with the problem.
 
     Args:
-        content_type: of the request. Raises ApiError 415 where it is no form.
+        content_type: of the request. Raises ApiError 415 if it is not a form's.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -52,7 +52,7 @@ class UploadForm:
         self._header_name, self._header_value = b"", b""
         self._disposition = b""
         self._field: str | None = None
-        """Of the part that is read; None: the file's."""
+        """The field of the current part; None: it is the file."""
         self._data: list[bytes] = []
         self._value = b""
         self._num_other_bytes = 0
@@ -67,12 +67,12 @@ class UploadForm:
             raise _broken(str(error)) from None
 
     def take(self) -> bytes:
-        """The file's bytes since the last call."""
+        """Return the file's bytes since the last call."""
         data, self._data = b"".join(self._data), []
         return data
 
     def finish(self) -> tuple[str, str, int | None]:
-        """The file's name, its purpose, and the seconds for which it is to be kept."""
+        """Return the file's name, its purpose, and the seconds for which it is kept."""
         if not self.has_ended:
             raise _broken("it ends before its last boundary")
         problems = Problems()
@@ -80,7 +80,7 @@ class UploadForm:
             problems.add("file", "the form must have a file")
         purpose = self._values.get("purpose")
         if purpose != "batch":
-            problems.add("purpose", "purpose must be batch: files are for batches alone", "unsupported_value")
+            problems.add("purpose", "purpose must be batch: files are used only by batches", "unsupported_value")
         anchor, text = (self._values.get(name) for name in _FIELDS[1:])
         if anchor not in (None, "created_at") or (anchor is None) != (text is None):
             problems.add("expires_after[anchor]", "expires_after must have the anchor created_at, and seconds")
@@ -113,7 +113,7 @@ class UploadForm:
             raise _broken("a part has no Content-Disposition with a name")
         if name == "file":
             if self.filename is not None:
-                raise invalid("the form must have one file, and has several", param="file")
+                raise invalid("the form must have exactly one file", param="file")
             if b"filename" not in options:
                 raise invalid("file must be sent as a file, with a filename", param="file")
             self.filename = _shown_name(options[b"filename"].decode("utf-8", "replace"))
@@ -122,7 +122,7 @@ class UploadForm:
         if name not in _FIELDS:
             raise invalid(f"unknown field {name[:64]!r}", code="unsupported_parameter", param=name[:64])
         if name in self._values:
-            raise invalid(f"{name} is there twice", param=name)
+            raise invalid(f"{name} is given twice", param=name)
         self._field = name
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
@@ -143,15 +143,15 @@ class UploadForm:
     def _bounded(self, data: bytes) -> bytes:
         self._num_other_bytes += len(data)
         if self._num_other_bytes > FORM_BYTES:
-            raise _broken(f"it holds more than {FORM_BYTES} bytes beside the file")
+            raise _broken(f"it has more than {FORM_BYTES} bytes besides the file")
         return data
 
 
 def _broken(reason: str) -> ApiError:
-    return invalid(f"the body is no multipart form: {reason}", code="invalid_form")
+    return invalid(f"the body is not a valid multipart form: {reason}", code="invalid_form")
 
 
 def _shown_name(given: str) -> str:
-    """A name that can be shown; it is no path."""
+    """Return the file name without what cannot be displayed. It is not a path."""
     name = _CONTROL.sub("", re.split(r"[/\\]", given)[-1]).strip()
     return name[-MAX_FILENAME:] or "upload"

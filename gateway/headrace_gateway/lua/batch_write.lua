@@ -1,7 +1,7 @@
 -- KEYS: BATCH, TOKENS
 -- ARGV: id, token, statuses, fields[], values[]
--- token: of the claim. statuses: in which it may be written, between commas.
--- Returns '' where it was written, 'lost' where another holds the batch or it is gone, else its status.
+-- token: of the claim. statuses: comma-separated, those in which it may be written.
+-- Returns '' if it was written, 'lost' if another claim holds the batch or it is gone, else its status.
 local status = redis.call('HGET', BATCH, 'status')
 if not status or redis.call('HGET', TOKENS, id) ~= token then
   return 'lost'

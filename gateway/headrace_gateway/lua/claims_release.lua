@@ -1,5 +1,5 @@
 -- ARGV: item, token, due_in_ms
--- due_in_ms: '' for never. Returns 0 where it is another's by now.
+-- due_in_ms: '' removes the item. Returns 0 if the claim is lost.
 if not is_held(item, token) then
   return 0
 end

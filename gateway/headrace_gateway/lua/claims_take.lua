@@ -1,7 +1,7 @@
 -- ARGV: most, held_ms
 -- Returns each item with its token.
 local due = redis.call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, tonumber(most))
--- a Redis that has lost its last second counts on from its clock, so that no token is given twice
+-- counts on from the clock: if Redis loses its last second of writes, no token is given twice
 local counted = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local last = tonumber(redis.call('HGET', TOKENS, '') or 0)
 local taken = {}

@@ -1,7 +1,7 @@
--- Redis's clock is every replica's.
+-- All replicas use Redis's clock.
 -- ARGV: requests_a_minute, tokens_a_minute
--- 0: no bound.
--- Returns {admitted, requests left, tokens left, seconds until one more may be admitted}; numbers as texts.
+-- 0: no limit.
+-- Returns {admitted, requests left, tokens left, seconds until the next can be admitted}; numbers as strings.
 local bounds = {requests = tonumber(requests_a_minute), tokens = tonumber(tokens_a_minute)}
 local levels, wait = {}, 0
 for name, bound in pairs(bounds) do

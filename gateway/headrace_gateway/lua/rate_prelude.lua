@@ -1,6 +1,6 @@
 -- KEYS: RATE
--- Token buckets: each holds what a minute brings, is refilled evenly, and may fall below zero.
--- A field of the hash: the level and the time in seconds at which it was written.
+-- Token buckets: each holds the amount of one minute, refills evenly, and may go below zero.
+-- A field of the hash has the level and the Unix seconds at which it was written.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 
@@ -20,7 +20,7 @@ local function keep(levels, bounds)
     redis.call('HSET', RATE, name, string.format('%.6f %.6f', level, now))
     full = math.max(full, (bounds[name] - level) * 60 / bounds[name])
   end
-  -- one that is full again need not be kept
+  -- a full bucket equals an absent one, so the key may expire
   local left = redis.call('TTL', RATE)
   redis.call('EXPIRE', RATE, math.max(left, math.ceil(full) + 60))
 end

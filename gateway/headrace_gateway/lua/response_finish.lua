@@ -1,6 +1,6 @@
 -- KEYS: TOKENS, RESPONSE, ENVELOPE
 -- ARGV: item, token, state, kept_seconds, stream_seconds
--- Returns 0 where the claim is another's by now, and else 1, or the state where one was stored before.
+-- Returns 0 if the claim is lost, the stored state if there is one already, else 1.
 if redis.call('HGET', TOKENS, item) ~= token then
   return 0
 end

@@ -1,7 +1,6 @@
 -- KEYS: RESPONSE
 -- ARGV: input, kept_seconds
--- A repeat of the request changes nothing.
--- Returns 1 where its end is stored already.
+-- Repeating it has no effect. Returns 1 if the end of the response is stored already.
 if redis.call('HSETNX', RESPONSE, 'input', input) == 1 then
   redis.call('EXPIRE', RESPONSE, kept_seconds)
 end

@@ -1,6 +1,6 @@
 -- KEYS: DUE[], UNDELIVERED[], ENDPOINT[]
--- Returns of each endpoint: how many are due, how many are
--- undelivered, seconds since the oldest was announced, milliseconds until it may be sent to, digest of its disabled URL.
+-- Returns for each endpoint: number due, number undelivered, seconds since the oldest was announced, milliseconds until
+-- the endpoint may be sent to, digest of its disabled URL.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local levels = {}

@@ -1,8 +1,8 @@
 -- KEYS: EVENT, UNDELIVERED, ENDPOINT
 -- ARGV: id, token, name, failed, pause_ms, disabled, is_taken, remembered_seconds, life_seconds
 -- id: of the event. name: of the endpoint. failed: attempts, or 'done'. disabled: digest of the URL to disable, or ''.
--- is_taken: 1 where the receiver took it. remembered_seconds: of a delivered event. life_seconds: of an event.
--- Returns 0 where the claim is lost.
+-- is_taken: 1 if the receiver accepted it. remembered_seconds: of a delivered event. life_seconds: of an event.
+-- Returns 0 if the claim is lost.
 if not is_held(id, token) then
   return 0
 end
@@ -24,7 +24,7 @@ end
 local resume = tonumber(redis.call('HGET', ENDPOINT, 'resume') or 0)
 local pause = tonumber(pause_ms)
 if pause > 0 then
-  if resume <= now then -- attempts that were under way together are one pause
+  if resume <= now then -- concurrent attempts count as one pause
     redis.call('HINCRBY', ENDPOINT, 'slowed', 1)
   end
   redis.call('HSET', ENDPOINT, 'resume', math.max(resume, now + pause))

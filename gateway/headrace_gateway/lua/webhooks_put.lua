@@ -1,6 +1,6 @@
 -- KEYS: EVENT, UNDELIVERED, ENDPOINT
 -- ARGV: id, name, event, life_seconds, digest
--- id: of the event. name: of the endpoint. digest: of its URL. Returns 1 where the delivery is new.
+-- id: of the event. name: of the endpoint. digest: of its URL. Returns 1 if the delivery is new.
 if redis.call('HGET', ENDPOINT, 'disabled') == digest then
   return 0
 end

@@ -1,4 +1,4 @@
-"""`python -m headrace_gateway.openapi write`: write docs/openapi.json anew."""
+"""`python -m headrace_gateway.openapi write`: write docs/openapi.json."""
 
 import sys
 

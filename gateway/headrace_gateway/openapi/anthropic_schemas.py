@@ -1,4 +1,4 @@
-"""JSON Schemas of Anthropic's Messages API. Rules between fields are not told; `anthropic_fields` checks them."""
+"""JSON Schemas of Anthropic's Messages API. They omit rules between fields, which `anthropic_fields` checks."""
 
 from typing import Final
 
@@ -13,6 +13,7 @@ from headrace_gateway.openapi.schemas import (
     OBJECT,
     STRING,
     Schema,
+    answer,
     array,
     closed,
     either,
@@ -127,7 +128,7 @@ _FIELDS: Final[dict[str, Schema]] = {
 
 
 def body(served: frozenset[str], *required: str) -> Schema:
-    """The body that has these fields."""
+    """Return the body with these fields."""
     required = ("model", "messages", *required)
     properties = {name: _FIELDS[name] if name in required else or_null(_FIELDS[name]) for name in sorted(served)}
     for name, reason in sorted(field_tables.MESSAGES_IGNORED.items()):
@@ -135,16 +136,8 @@ def body(served: frozenset[str], *required: str) -> Schema:
     return closed(properties, *required)
 
 
-def _answer(properties: Schema, *optional: str) -> Schema:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [name for name in properties if name not in optional],
-    }
-
-
 _NULL: Final[Schema] = {"type": "null"}
-MESSAGE: Final = _answer(
+MESSAGE: Final = answer(
     {
         "id": STRING,
         "type": {"const": "message"},
@@ -152,9 +145,9 @@ MESSAGE: Final = _answer(
         "model": STRING,
         "content": array(
             either(
-                _answer({"type": {"const": "text"}, "text": STRING, "citations": _NULL}),
-                _answer({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
-                _answer(
+                answer({"type": {"const": "text"}, "text": STRING, "citations": _NULL}),
+                answer({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
+                answer(
                     {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": OBJECT, "caller": OBJECT}
                 ),
             )
@@ -165,14 +158,14 @@ MESSAGE: Final = _answer(
         "stop_sequence": or_null(STRING),
         "stop_details": _NULL,
         "container": _NULL,
-        "usage": _answer(
+        "usage": answer(
             {
                 "input_tokens": INTEGER,
                 "cache_creation_input_tokens": INTEGER,
                 "cache_read_input_tokens": INTEGER,
                 "cache_creation": _NULL,
                 "output_tokens": INTEGER,
-                "output_tokens_details": or_null(_answer({"thinking_tokens": INTEGER})),
+                "output_tokens_details": or_null(answer({"thinking_tokens": INTEGER})),
                 "server_tool_use": _NULL,
                 "inference_geo": _NULL,
                 "service_tier": {"const": "standard"},
@@ -180,11 +173,11 @@ MESSAGE: Final = _answer(
         ),
     }
 )
-TOKENS: Final = _answer({"input_tokens": INTEGER})
-ERROR: Final = _answer(
+TOKENS: Final = answer({"input_tokens": INTEGER})
+ERROR: Final = answer(
     {
         "type": {"const": "error"},
-        "error": _answer({"type": STRING, "message": STRING}),
+        "error": answer({"type": STRING, "message": STRING}),
         "request_id": STRING,
     }
 )

@@ -1,7 +1,7 @@
 """The API as an OpenAPI 3.1 document, served at `/openapi.json`.
 
-The bodies of requests are made from the tables by
-which requests are read, so the two cannot differ.
+The request bodies are generated from the tables that the gateway reads requests by,
+so the two cannot differ.
 """
 
 import json
@@ -26,7 +26,7 @@ from headrace_gateway.responses import MAX_PAGE
 PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
 
 _ERRORS: Final = {
-    400: "A field, a header or the JSON is wrong",
+    400: "A field, a header or the JSON is invalid",
     401: "The API key is missing or unknown",
     403: "The request comes from a host or an origin that is not allowed",
     404: "The model or the answer does not exist, or belongs to another key",
@@ -34,15 +34,15 @@ _ERRORS: Final = {
     413: "The body is too large",
     415: "The body is not application/json, or compressed",
     422: "The Idempotency-Key was used with another request",
-    429: "A bound of the key, the tenant or the queue is reached",
+    429: "A limit of the key, the tenant or the queue is reached",
     499: "The request was cancelled",
     500: "The engine failed",
-    501: "The gateway keeps no files, or the model's workers answer no calls of the tokenizer",
-    503: "The queue, or a worker's tokenizer, cannot be reached",
+    501: "The gateway stores no files, or the model's workers do not support tokenizer calls",
+    503: "The queue or the tokenizer is unavailable",
     504: "The request's deadline passed",
     507: "The disk is full",
 }
-_OF_MESSAGES: Final = _ERRORS | {529: "The queue is full, or cannot be reached"}
+_OF_MESSAGES: Final = _ERRORS | {529: "The queue is full or unavailable"}
 _WHEN_ASKED: Final = (400, 401, 403, 404, 413, 415, 429, 501, 503)
 _WHEN_STORED: Final = (400, 401, 403, 404, 408, 413, 415, 429, 501, 503, 507)
 _WHEN_CREATED: Final = tuple(status for status in _ERRORS if status not in (408, 501, 507))
@@ -59,7 +59,7 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "Headrace",
             "version": "v1",
-            "description": "OpenAI's API on a queue. Every stream can be rejoined at any replica.",
+            "description": "OpenAI's API on a queue. A client can rejoin a stream at any replica.",
         },
         "security": [{}, {"bearer": []}, {"key": []}],
         "paths": {
@@ -112,7 +112,7 @@ def document() -> dict[str, Any]:
             "/tokenize": {"post": _ask("tokenize", "Tokenized")},
             "/detokenize": {"post": _ask("detokenize", "Detokenized")},
             **_files_and_batches(),
-            "/health": {"get": _operation("health", "The process lives", (403,), {"200": _json("Probe")})},
+            "/health": {"get": _operation("health", "The process is alive", (403,), {"200": _json("Probe")})},
             "/ready": {
                 "get": _operation(
                     "ready", "Redis answers", (403,), {"200": _json("Probe"), "503": {**_json("Probe"), **_retry()}}
@@ -263,7 +263,7 @@ def _kept(name: str, summary: str, answer: str, *parameters: dict[str, Any]) -> 
 
 
 def _of_anthropic(operation: dict[str, Any]) -> dict[str, Any]:
-    """With errors in Anthropic's shape, whose 529 is our 503."""
+    """Return the operation with errors in Anthropic's format, where our 503 becomes 529."""
     told = {status: response for status, response in operation["responses"].items() if status < "400"}
     failures = {int(status) for status in operation["responses"].keys() - told.keys() - {"503"}}
     for status in sorted(failures | {529}):
@@ -276,7 +276,7 @@ def _read(name: str, answer: str) -> dict[str, Any]:
     unfinished = {**_json("Unfinished"), **_retry()}
     responses = {"200": _answer_or_stream(answer), "202": unfinished}
     place: Schema = {"type": "string", "pattern": f"^{cursor.PATTERN}$"}
-    return _operation(name, f"Read a {answer} again, or rejoin its stream", _WHEN_READ, responses) | {
+    return _operation(name, f"Retrieve a {answer}, or rejoin its stream", _WHEN_READ, responses) | {
         "parameters": [
             _parameter("path", "id", schemas.STRING),
             _parameter("query", "stream", schemas.BOOLEAN),
@@ -309,5 +309,5 @@ routes: Final = [Route("/openapi.json", show, methods=["GET"])]
 
 
 def text() -> str:
-    """The document as docs/openapi.json holds it."""
+    """Return the text of docs/openapi.json."""
     return json.dumps(document(), indent=1, ensure_ascii=False) + "\n"

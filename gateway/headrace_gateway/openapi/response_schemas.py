@@ -12,6 +12,7 @@ from headrace_gateway.openapi.schemas import (
     OBJECT,
     STRING,
     Schema,
+    answer,
     array,
     closed,
     either,
@@ -115,7 +116,7 @@ FIELDS_OF_REQUEST: Final[dict[str, Schema]] = {
     "truncation": {"const": "disabled"},
     "stream_options": closed({"include_obfuscation": {}}),
 }
-"""Fields that the other endpoints lack, or that mean something else there."""
+"""Fields that the other endpoints do not have, or that mean something else there."""
 SAMPLING: Final = field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys()
 
 _CONFIG: Final[Schema] = {
@@ -149,11 +150,7 @@ _ITEM_SHAPE: Final[Schema] = {
 }
 
 
-def _object(properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": [*properties]}
-
-
-RESPONSE: Final = _object(
+RESPONSE: Final = answer(
     {
         "id": STRING,
         "object": {"const": "response"},
@@ -161,11 +158,11 @@ RESPONSE: Final = _object(
         "completed_at": or_null(INTEGER),
         "model": STRING,
         "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
-        "error": or_null(_object({"code": STRING, "message": STRING})),
-        "incomplete_details": or_null(_object({"reason": STRING})),
+        "error": or_null(answer({"code": STRING, "message": STRING})),
+        "incomplete_details": or_null(answer({"reason": STRING})),
         "output": array(_ITEM_SHAPE),
         "usage": or_null(
-            _object(
+            answer(
                 {
                     "input_tokens": INTEGER,
                     "input_tokens_details": OBJECT,
@@ -178,8 +175,8 @@ RESPONSE: Final = _object(
         **_CONFIG,
     }
 )
-DELETED: Final = _object({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
-ITEMS: Final = _object(
+DELETED: Final = answer({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
+ITEMS: Final = answer(
     {
         "object": {"const": "list"},
         "data": array(_ITEM_SHAPE),
@@ -191,7 +188,7 @@ ITEMS: Final = _object(
 
 
 def request(shared: dict[str, Any]) -> Schema:
-    """The body of `POST /v1/responses`; `shared` has the fields that other endpoints take, too."""
+    """Return the body of `POST /v1/responses`. `shared` has the fields that it shares with other endpoints."""
     properties: Schema = {}
     for name in sorted(field_tables.RESPONSE | SAMPLING):
         schema = FIELDS_OF_REQUEST[name] if name in FIELDS_OF_REQUEST else shared[name]

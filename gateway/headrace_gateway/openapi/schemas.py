@@ -1,6 +1,6 @@
-"""JSON Schemas of the API: one a field of the requests, and those of the answers.
+"""JSON Schemas of the API: one per request field, and those of the answers.
 
-Cross-field rules are not told here; `chat_fields` and `completion_fields` check them.
+They omit rules between fields, which `chat_fields` and `completion_fields` check.
 """
 
 from typing import Any, Final
@@ -40,7 +40,7 @@ def array(items: Schema, **bounds: int) -> Schema:
 
 
 def closed(properties: Schema, *required: str) -> Schema:
-    """An object that holds nothing else."""
+    """Return an object schema that allows no other properties."""
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
@@ -235,14 +235,14 @@ FIELDS: Final[dict[str, Schema]] = {
     "stream_interval": integer(1, MAX_TOKENS),
     "vllm_xargs": {"type": "object", "maxProperties": rules.MAX_EXTRA_ARGS},
 }
-"""By field, as both endpoints take it."""
+"""The schema of each field, where both endpoints share it."""
 CHAT_FIELDS: Final = {"logprobs": BOOLEAN, "max_tokens": integer(1, MAX_TOKENS)}
 COMPLETION_FIELDS: Final = {"logprobs": integer(0, MAX_LOGPROBS), "max_tokens": integer(0, MAX_TOKENS)}
-"""Fields that mean something else in each."""
+"""Fields that mean something else in each endpoint."""
 
 
-def _answer(properties: Schema, *optional: str) -> Schema:
-    """An object of an answer: further properties may come with later releases."""
+def answer(properties: Schema, *optional: str) -> Schema:
+    """Return an object schema of an answer. Later releases may add properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -250,31 +250,31 @@ def _answer(properties: Schema, *optional: str) -> Schema:
     }
 
 
-ERROR: Final = _answer(
-    {"error": _answer({"message": STRING, "type": STRING, "param": or_null(STRING), "code": or_null(STRING)})}
+ERROR: Final = answer(
+    {"error": answer({"message": STRING, "type": STRING, "param": or_null(STRING), "code": or_null(STRING)})}
 )
-_USAGE: Final = _answer(
+_USAGE: Final = answer(
     {
         "prompt_tokens": INTEGER,
         "completion_tokens": INTEGER,
         "total_tokens": INTEGER,
-        "prompt_tokens_details": _answer({"cached_tokens": INTEGER}),
-        "completion_tokens_details": _answer({"reasoning_tokens": INTEGER}),
+        "prompt_tokens_details": answer({"cached_tokens": INTEGER}),
+        "completion_tokens_details": answer({"reasoning_tokens": INTEGER}),
     },
     "prompt_tokens_details",
     "completion_tokens_details",
 )
-_CHAT_TOKEN: Final = _answer({"token": STRING, "logprob": NUMBER, "bytes": or_null(array(integer(0, 255)))})
-_CHAT_LOGPROBS: Final = _answer(
+_CHAT_TOKEN: Final = answer({"token": STRING, "logprob": NUMBER, "bytes": or_null(array(integer(0, 255)))})
+_CHAT_LOGPROBS: Final = answer(
     {
         "content": array(
-            _answer({**_CHAT_TOKEN["properties"], "top_logprobs": array(_CHAT_TOKEN, maxItems=MAX_LOGPROBS)})
+            answer({**_CHAT_TOKEN["properties"], "top_logprobs": array(_CHAT_TOKEN, maxItems=MAX_LOGPROBS)})
         ),
         "refusal": {"type": "null"},
     }
 )
-_ANSWER_CALL: Final = _answer(
-    {"id": STRING, "type": {"const": "function"}, "function": _answer({"name": STRING, "arguments": STRING})}
+_ANSWER_CALL: Final = answer(
+    {"id": STRING, "type": {"const": "function"}, "function": answer({"name": STRING, "arguments": STRING})}
 )
 _CHOICE: Final = {
     "index": INTEGER,
@@ -283,15 +283,15 @@ _CHOICE: Final = {
     "token_ids": array(INTEGER),
 }
 _ANSWER: Final = {"id": STRING, "created": INTEGER, "model": STRING, "service_tier": STRING}
-CHAT_COMPLETION: Final = _answer(
+CHAT_COMPLETION: Final = answer(
     {
         **_ANSWER,
         "object": {"const": "chat.completion"},
         "choices": array(
-            _answer(
+            answer(
                 {
                     **_CHOICE,
-                    "message": _answer(
+                    "message": answer(
                         {
                             "role": {"const": "assistant"},
                             "content": or_null(STRING),
@@ -317,17 +317,17 @@ CHAT_COMPLETION: Final = _answer(
     "metadata",
     "prompt_logprobs",
 )
-COMPLETION: Final = _answer(
+COMPLETION: Final = answer(
     {
         **_ANSWER,
         "object": {"const": "text_completion"},
         "choices": array(
-            _answer(
+            answer(
                 {
                     **_CHOICE,
                     "text": STRING,
                     "logprobs": or_null(
-                        _answer(
+                        answer(
                             {
                                 "tokens": array(STRING),
                                 "token_logprobs": array(or_null(NUMBER)),
@@ -348,8 +348,8 @@ COMPLETION: Final = _answer(
     },
     "service_tier",
 )
-UNFINISHED: Final = _answer({"id": STRING, "created": INTEGER, "model": STRING, "status": {"const": "in_progress"}})
-MODEL: Final = _answer(
+UNFINISHED: Final = answer({"id": STRING, "created": INTEGER, "model": STRING, "status": {"const": "in_progress"}})
+MODEL: Final = answer(
     {
         "id": STRING,
         "object": {"const": "model"},
@@ -361,5 +361,5 @@ MODEL: Final = _answer(
         "permission": {"type": "array"},
     }
 )
-MODELS: Final = _answer({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})})
-PROBE: Final = _answer({"status": {"enum": ["ok", "unavailable"]}, "reason": STRING}, "reason")
+MODELS: Final = answer({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})})
+PROBE: Final = answer({"status": {"enum": ["ok", "unavailable"]}, "reason": STRING}, "reason")

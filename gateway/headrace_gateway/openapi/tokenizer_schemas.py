@@ -1,4 +1,4 @@
-"""JSON Schemas of the endpoints that ask a model's tokenizer."""
+"""JSON Schemas of the endpoints that call a model's tokenizer."""
 
 from typing import Final
 
@@ -11,6 +11,7 @@ from headrace_gateway.openapi.schemas import (
     INTEGER,
     STRING,
     Schema,
+    answer,
     array,
     closed,
     either,
@@ -38,12 +39,8 @@ DETOKENIZE_REQUEST: Final = closed(
 )
 
 
-def _answer(properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": [*properties]}
-
-
-TOKENIZED: Final = _answer(
+TOKENIZED: Final = answer(
     {"count": INTEGER, "max_model_len": INTEGER, "tokens": array(INTEGER), "token_strs": or_null(array(STRING))}
 )
-DETOKENIZED: Final = _answer({"prompt": STRING})
-RESPONSE_TOKENS: Final = _answer({"object": {"const": "response.input_tokens"}, "input_tokens": INTEGER})
+DETOKENIZED: Final = answer({"prompt": STRING})
+RESPONSE_TOKENS: Final = answer({"object": {"const": "response.input_tokens"}, "input_tokens": INTEGER})

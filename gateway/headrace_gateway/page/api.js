@@ -1,4 +1,4 @@
-// Calls of the gateway: the key goes into a header and nowhere else.
+// Calls to the gateway. The API key is sent in a header only.
 
 const KEY = "headrace.key";
 
@@ -14,7 +14,7 @@ export class ApiProblem extends Error {
   }
 }
 
-// Sends a request and returns its response. Throws ApiProblem for any other answer than success.
+// Sends a request and returns its response. Throws ApiProblem for a response that is not a success.
 export async function send(path, { base = "", body, method = body === undefined ? "GET" : "POST", headers = {}, signal } = {}) {
   const all = { ...headers };
   if (key.get()) all.Authorization = `Bearer ${key.get()}`;
@@ -45,7 +45,7 @@ async function problemOf(response) {
   }
 }
 
-// Splits text that comes in any pieces into events: {raw, event, id, data}; a comment has data null.
+// Splits text that arrives in any pieces into events: {raw, event, id, data}; a comment has data null.
 export class EventParser {
   #rest = "";
 
@@ -69,7 +69,7 @@ function parseBlock(raw) {
   return found;
 }
 
-// Calls `onEvent(event)` for each event until the stream ends; returns whether [DONE] came.
+// Calls `onEvent(event)` for each event until the stream ends; returns whether [DONE] arrived.
 export async function readEvents(response, onEvent) {
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
@@ -85,7 +85,7 @@ export async function readEvents(response, onEvent) {
   }
 }
 
-// The chunk in an event, or null where it holds none. Throws what a stream says to have failed.
+// Returns the chunk of an event, or null if it has none. Throws the error that a stream reports.
 export function chunkOf(event) {
   if (event.data === null || event.data === "[DONE]" || event.event === "ping") return null;
   const chunk = JSON.parse(event.data);

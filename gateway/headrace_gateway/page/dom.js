@@ -1,4 +1,4 @@
-// The document: every text goes in as text, since outputs of models and dead letters are anybody's.
+// Writes to the document. All text is inserted as text, since model outputs and dead letters are untrusted.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -14,7 +14,7 @@ export function element(tag, { text, className, ...attributes } = {}, ...childre
 }
 
 export function setState(node, text, tone = "") {
-  if (node.textContent !== text) node.textContent = text; // each change is read aloud
+  if (node.textContent !== text) node.textContent = text; // screen readers read each change aloud
   node.dataset.tone = tone;
 }
 
@@ -23,7 +23,7 @@ export function showProblem(node, error) {
   node.textContent = error ? error.message ?? String(error) : "";
 }
 
-// Appends to the last text of `node`; keeps the end in sight where it was in sight.
+// Appends to the last text of `node`; keeps its end in view if it was in view.
 export function appendText(node, text, scroller = node) {
   const atEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 24;
   if (node.lastChild instanceof Text) node.lastChild.appendData(text);

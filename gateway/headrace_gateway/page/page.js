@@ -1,4 +1,4 @@
-// The page as a whole: the key, the models, and which view is shown.
+// The page: the key, the models, and the selected view.
 
 import { ask, key } from "./api.js";
 import { $ } from "./dom.js";

@@ -1,4 +1,4 @@
-// One chat completion, live: its text, its figures, its events, and the same request as a curl command.
+// One chat completion as it streams: its text, figures and events, and the same request as a curl command.
 
 import { ask, chunkOf, readEvents, send } from "./api.js";
 import { $, DASH, appendText, element, seconds, setState, showProblem } from "./dom.js";
@@ -78,7 +78,7 @@ class Figures {
     return (performance.now() - this.sent) / 1000;
   }
 
-  // A stream whose status came before a worker took the request does not say how long it waited.
+  // A stream whose status was sent before a worker began does not say how long it waited.
   waited(response) {
     const told = response.headers.get("x-headrace-queued-ms");
     $("play-queued").textContent = told === null ? `over ${seconds(this.now())}` : seconds(told / 1000);
@@ -160,7 +160,7 @@ async function run() {
   $("play-stop").disabled = true;
 }
 
-// A closed connection alone would leave the request to be rejoined.
+// Closing the connection alone would leave the request running, for a client to rejoin.
 function stop() {
   if (running && requestId) ask(`/headrace/requests/${encodeURIComponent(requestId)}/cancel`, { body: {} }).catch(() => {});
   running?.abort();

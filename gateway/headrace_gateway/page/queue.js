@@ -1,4 +1,4 @@
-// The queues at this moment, one request, and the dead letters. Polls while it is seen, once a second at most.
+// The queues, one request, and the dead letters. Polls at most once a second, while the view is visible.
 
 import { ApiProblem, ask } from "./api.js";
 import { $, DASH, confirmed, element, seconds, setState, showProblem } from "./dom.js";

@@ -1,4 +1,4 @@
-// One stream over many connections: cut it, rejoin it here or at another replica, and count what came.
+// One stream over several connections: cut it, rejoin it here or at another replica, and count what arrived.
 
 import { ask, chunkOf, readEvents, send } from "./api.js";
 import { $, DASH, appendText, element, setState, showProblem } from "./dom.js";
@@ -6,7 +6,7 @@ import { $, DASH, appendText, element, setState, showProblem } from "./dom.js";
 const RESUME = { "X-Headrace-Resume": "1" };
 let stream = null;
 
-// What one reader has received, whatever connections it came over.
+// What one reader has received, over all its connections.
 class Reader {
   constructor(output) {
     this.output = output;
@@ -57,7 +57,7 @@ class Stream {
     await this.connect(base, (signal) => send(path, { base, headers: { ...RESUME, Accept: "text/event-stream" }, signal }));
   }
 
-  // Reads one connection to its end, its cut or its failure.
+  // Reads one connection until it ends, is cut or fails.
   async connect(base, open) {
     const controller = new AbortController();
     this.current = controller;
@@ -142,7 +142,7 @@ class Stream {
     $("join-second").disabled = this.id === null;
   }
 
-  // From the beginning, beside the first reader, who notices nothing.
+  // Reads from the start, without disturbing the first reader.
   async readAgain() {
     this.second?.abort(); // a browser opens six connections to a host and no more
     const controller = (this.second = new AbortController());
@@ -176,7 +176,7 @@ class Stream {
   }
 }
 
-// What differs between the tokens that came and the whole answer; null where nothing does.
+// Returns the difference between the received tokens and the whole answer; null if there is none.
 function differences(reader, answer) {
   const choice = answer.choices[0];
   if (reader.text !== (choice.message.content ?? "")) return "The joined text is not the text of the finished answer.";

@@ -1,1 +1,1 @@
-"""Parsers that find tool calls and reasoning in a model's text: pure, fed piece by piece, whatever the pieces are."""
+"""Parsers that find tool calls and reasoning in a model's text. They are pure. Text may arrive in any pieces."""

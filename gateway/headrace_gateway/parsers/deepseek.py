@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001, RUF002 - the tokens of these models have such characters
+# ruff: noqa: RUF001, RUF002 - these models' tokens contain such characters
 """DeepSeek V3 and R1, and V3.1: calls between special tokens.
 
 V3:   `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line end, and the arguments as a fenced block of JSON.
@@ -8,7 +8,7 @@ V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁e
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept, read_arguments
+from headrace_gateway.parsers.json_call import Found, PendingText, read_arguments
 from headrace_gateway.parsers.json_reader import read_value
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
 
@@ -30,31 +30,31 @@ _NAME = re.compile(r"[^\s<>`{}\[\]\"]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
-        kept = Kept(tag)
-        found = yield from _read_call(reader, writer, kept)
+        pending = PendingText(tag)
+        found = yield from _read_call(reader, writer, pending)
         if found is Found.OTHER:
-            kept.goes_to(writer.content)
+            pending.send_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 
 
-def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
-    yield from reader.space(kept)
+def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
+    yield from reader.space(pending)
     first: list[str] = []
     second: list[str] = []
-    yield from reader.all_of(_NAME, kept.also(first))
-    yield from reader.space(kept)
-    if not (yield from reader.next_is(_SEPARATOR, kept)):
+    yield from reader.all_of(_NAME, pending.tee(first))
+    yield from reader.space(pending)
+    if not (yield from reader.next_is(_SEPARATOR, pending)):
         return (yield from _no_call(reader))
-    yield from reader.space(kept)
-    yield from reader.all_of(_NAME, kept.also(second))
-    if (yield from reader.space(kept)) == "`":
-        yield from reader.next_is(_FENCE, kept)
-        yield from reader.space(kept)
+    yield from reader.space(pending)
+    yield from reader.all_of(_NAME, pending.tee(second))
+    if (yield from reader.space(pending)) == "`":
+        yield from reader.next_is(_FENCE, pending)
+        yield from reader.space(pending)
     if (yield from reader.peek()) != "{":
         return (yield from _no_call(reader))
     name = "".join(second or first)
@@ -63,9 +63,9 @@ def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Fou
         writer.begin_call(name)
         yield from read_arguments(reader, writer)
     else:
-        kept.goes_to(writer.content)
-        yield from read_value(reader, kept)
-    sink: Sink = drop if is_call else kept
+        pending.send_to(writer.content)
+        yield from read_value(reader, pending)
+    sink: Sink = drop if is_call else pending
     yield from reader.space(sink)
     yield from reader.next_is(_FENCE_END, sink)
     yield from reader.space(sink)

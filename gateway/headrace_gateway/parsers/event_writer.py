@@ -1,4 +1,4 @@
-"""Where the readers of all formats write what they found. Drops white space around calls and counts the calls."""
+"""Collects the events of all parsers. It drops white space around calls and counts the calls."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -6,7 +6,7 @@ from typing import TypeAlias
 from headrace_gateway.call import ToolForm
 from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, ParserEvent, Reasoning
 
-# White space is kept back, as a call may follow. A longer run is passed on, so that what is kept back is bounded.
+# White space is held back, as a call may follow. Of a longer run the start is passed on, which bounds the buffer.
 _MAX_SPACE = 64
 _TextKind: TypeAlias = type[Content] | type[Reasoning] | type[CallArguments]
 
@@ -15,7 +15,7 @@ class EventWriter:
     """Collects events until they are taken.
 
     Args:
-        tools: those that may be called.
+        tools: the functions that may be called.
         parallel: False: everything after the first call is dropped.
     """
 
@@ -38,11 +38,11 @@ class EventWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more will be reported."""
+        """Whether all further text is dropped."""
         return self.calls > 0 and not self._parallel and not self._in_call
 
     def take(self) -> list[ParserEvent]:
-        """Return the events since the last time."""
+        """Return the events since the last call."""
         self._close()
         taken, self._events = self._events, []
         return taken
@@ -54,7 +54,7 @@ class EventWriter:
         self._write(Reasoning, text)
 
     def trim(self) -> None:
-        """Drop the white space here: before, as far as it is kept back, and until the next other character."""
+        """Drop the adjacent white space: what is held back, and what follows."""
         self._space = ""
         self._trim = True
 
@@ -74,13 +74,13 @@ class EventWriter:
             self._add(CallArguments, json)
 
     def end_call(self) -> None:
-        """End a call that is complete. Without arguments it gets an empty object."""
+        """End a complete call. Without arguments it gets an empty object."""
         if self._in_call and not self._wrote:
             self.arguments("{}")
         self._in_call = False
 
     def finish(self) -> None:
-        """Report the white space that was kept back."""
+        """Emit the white space that was held back."""
         if self._space and not self.is_full:
             self._add(self._kind, self._space)
         self._space = ""
@@ -111,7 +111,7 @@ class EventWriter:
         self._pieces.append(text)
 
     def _close(self) -> None:
-        """Make one event of the pieces that belong together."""
+        """Merge the collected pieces into one event."""
         if self._last is not None:
             text = "".join(self._pieces)
             if self._last is CallArguments:

@@ -1,4 +1,4 @@
-"""What a parser reports. The same text gives the same events joined, however it was cut into pieces."""
+"""The events of a parser. Merged, they depend on the text alone, not on the pieces in which it arrived."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,14 +13,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thought before it answered."""
+    """Text that the model produced as reasoning, before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A tool call whose name is complete; calls are counted from 0."""
+    """The start of a tool call, once its name is complete. Calls are numbered from 0."""
 
     index: int
     name: str
@@ -28,7 +28,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the last call: pieces of one JSON text."""
+    """The next piece of the last call's arguments, which together are one JSON text."""
 
     index: int
     json: str

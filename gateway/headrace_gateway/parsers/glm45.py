@@ -1,9 +1,9 @@
-"""GLM 4.5 to 5: `<tool_call>NAME<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`, with line ends in 4.5."""
+"""GLM 4.5 to 5: `<tool_call>NAME<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>`, with line breaks in 4.5."""
 
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -19,24 +19,24 @@ _AFTER = TagSet("<arg_key>", "</tool_call>")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
-        kept = Kept(tag)
-        found = yield from _read_call(reader, writer, kept)
+        pending = PendingText(tag)
+        found = yield from _read_call(reader, writer, pending)
         if found is Found.OTHER:
-            kept.goes_to(writer.content)
+            pending.send_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 
 
-def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
     pieces: list[str] = []
-    yield from reader.space(kept)
-    yield from reader.all_of(_NAME, kept.also(pieces))
-    yield from reader.space(kept)
-    follows = yield from reader.next_is(_AFTER, kept)
+    yield from reader.space(pending)
+    yield from reader.all_of(_NAME, pending.tee(pieces))
+    yield from reader.space(pending)
+    follows = yield from reader.next_is(_AFTER, pending)
     if not follows and not (yield from reader.peek()):
         return Found.CUT
     name = "".join(pieces)
@@ -52,7 +52,7 @@ def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Fou
 
 
 def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[str | None]:
-    """Read a name behind its opening tag, and its value. Returns the tag behind them; None where there is none."""
+    """Read a name after its opening tag, and its value. Return the tag after them; None if there is none."""
     key: list[str] = []
     value: list[str] = []
     if (end := (yield from reader.until(_KEY_END, key.append))) != "</arg_key>":
@@ -62,7 +62,7 @@ def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[str | N
         return None
     end = yield from reader.until(_VALUE_END, value.append)
     text = "".join(value)
-    if end is None:  # the model forgot the value's closing tag, or the text is cut
+    if end is None:  # the model left out the value's closing tag, or the text is cut off
         text = text.rstrip()
         if not text.endswith("</tool_call>"):
             return None

@@ -1,13 +1,13 @@
 """gpt-oss: messages `<|start|>assistant<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|>`.
 
-The analysis channel holds reasoning, a recipient `functions.NAME` makes a message a call, all else is content.
+The analysis channel is reasoning. A recipient `functions.NAME` makes a message a call. All else is content.
 """
 
 import re
 from typing import Final
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Kept, read_arguments
+from headrace_gateway.parsers.json_call import PendingText, read_arguments
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
 
 _MESSAGE: Final = "<|message|>"
@@ -16,7 +16,7 @@ _CHANNEL: Final = "<|channel|>"
 _HEADER = TagSet(_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _FIRST = TagSet(_START, _CHANNEL, _MESSAGE, "to=")
 _BEGIN = TagSet(_START, _CHANNEL)
-# A reasoning model may speak of other tags.
+# The reasoning may quote other tags.
 _TEXT_END = TagSet("<|end|>", "<|return|>", _START)
 _CALL_END = TagSet("<|call|>", "<|end|>", "<|return|>", _START)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
@@ -24,12 +24,12 @@ _NAME = re.compile(r"[\w\-]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read messages to the end. The prompt has begun the first one's header."""
-    kept = Kept()
-    yield from reader.space(kept)
-    header = yield from reader.next_is(_FIRST, kept)
-    if header is None:  # a model that does not write messages
-        kept.goes_to(writer.content)
+    """Read messages to the end. The prompt contains the start of the first header."""
+    pending = PendingText()
+    yield from reader.space(pending)
+    header = yield from reader.next_is(_FIRST, pending)
+    if header is None:  # the model does not write messages
+        pending.send_to(writer.content)
         header = yield from reader.until(_BEGIN, writer.content)
     while header is not None:
         channel, recipient, is_complete = yield from _read_header(reader, header)
@@ -39,7 +39,7 @@ def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
 
 
 def _read_header(reader: TextReader, first: str) -> Steps[tuple[str, str, bool]]:
-    """Read up to the message, and skip headers that have none. Returns channel, recipient, and whether it came."""
+    """Read up to the message; skip headers without one. Return channel, recipient, and whether a message follows."""
     pieces = [first]
     while pieces[-1] != _MESSAGE:
         tag = yield from reader.until(_HEADER, pieces.append)
@@ -56,7 +56,7 @@ def _read_header(reader: TextReader, first: str) -> Steps[tuple[str, str, bool]]
 
 
 def _read_body(reader: TextReader, writer: EventWriter, channel: str, recipient: str) -> Steps[str | None]:
-    """Read a message. Returns the tag behind it; None at the end."""
+    """Read a message. Return the tag after it; None at the end of the text."""
     writer.trim()
     if recipient in writer.tools:
         writer.begin_call(recipient)

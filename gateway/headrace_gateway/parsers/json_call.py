@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with `name` and `arguments` (or `parameters`), which several formats share."""
+"""Calls written as JSON objects with `name` and `arguments` (or `parameters`), as in several formats."""
 
 import re
 from enum import Enum, auto
@@ -11,22 +11,22 @@ _OPEN = TagSet("{", "[")
 _COLON = TagSet(":")
 _CLOSING = re.compile(r"[\s}\]]+")
 _SEPARATORS = re.compile(r"[\s,;]+")
-# Any other first key shows early that an object is no call.
+# With any other first key an object is not a call, which shows early.
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 
 
 class Found(Enum):
-    """What stood where a call was expected."""
+    """What was found where a call was expected."""
 
     CALL = auto()
     OTHER = auto()
-    """Text that is no call; it is content, as far as it was read."""
+    """Text that is not a call. What was read of it is content."""
     CUT = auto()
-    """The text ended before this could be told."""
+    """The text ended before the decision."""
 
 
-class Kept:
-    """Text that is content if no call follows. Behind the decision, it is passed on or dropped."""
+class PendingText:
+    """Text that becomes content if no call follows. After the decision, text is passed on or dropped."""
 
     __slots__ = ("_pieces", "_sink")
 
@@ -44,8 +44,8 @@ class Kept:
     def holds_text(self) -> bool:
         return any(self._pieces)
 
-    def also(self, pieces: list[str]) -> Sink:
-        """Return a sink that keeps text here, and among these pieces."""
+    def tee(self, pieces: list[str]) -> Sink:
+        """Return a sink that writes to this buffer and to `pieces`."""
 
         def both(text: str) -> None:
             self(text)
@@ -53,44 +53,44 @@ class Kept:
 
         return both
 
-    def goes_to(self, sink: Sink) -> None:
-        """Decide where this text and what follows goes."""
+    def send_to(self, sink: Sink) -> None:
+        """Send this text, and all that follows, to a sink."""
         sink("".join(self._pieces))
         self._sink = sink
         self._pieces = []
 
 
-def read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
-    """Read one object, several ones, or an array of them. Ends behind the last one that is a call."""
-    char = yield from reader.space(kept)
+def read_calls(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
+    """Read one object, several, or an array of them. Stop after the last one that is a call."""
+    char = yield from reader.space(pending)
     if char == "[":
-        yield from reader.next_is(_OPEN, kept)
-    found = yield from read_call(reader, writer, kept)
+        yield from reader.next_is(_OPEN, pending)
+    found = yield from read_call(reader, writer, pending)
     while found is Found.CALL:
         yield from reader.all_of(_SEPARATORS, drop)
         if (yield from reader.peek()) != "{":
             return Found.CALL
-        further = Kept()
+        further = PendingText()
         if (yield from read_call(reader, writer, further)) is not Found.CALL:
-            further.goes_to(writer.content)
+            further.send_to(writer.content)
             return Found.CALL
     return found
 
 
-def read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
-    """Read an object. It is a call where its name is among the tools; brackets behind it are dropped."""
-    char = yield from reader.space(kept)
+def read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
+    """Read an object. It is a call if its name is among the tools. Brackets after it are dropped."""
+    char = yield from reader.space(pending)
     if char != "{":
         return Found.OTHER if char else Found.CUT
-    yield from reader.next_is(_OPEN, kept)
-    found = yield from _CallObject(reader, writer, kept).read()
+    yield from reader.next_is(_OPEN, pending)
+    found = yield from _CallObject(reader, writer, pending).read()
     if found is Found.CALL:
         yield from reader.all_of(_CLOSING, drop)
     return found
 
 
 def read_arguments(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Pass the arguments of the call that began on, and end it. A text of JSON within a string is taken out of it."""
+    """Pass on the arguments of the current call and end the call. Arguments that are JSON in a string are decoded."""
     char = yield from reader.peek()
     if not char:
         return
@@ -112,22 +112,22 @@ def _write_arguments(writer: EventWriter, written: str) -> None:
 
 
 class _CallObject:
-    """Reads the members of an object behind its opening brace."""
+    """Reads the members of an object after its opening brace."""
 
-    def __init__(self, reader: TextReader, writer: EventWriter, kept: Kept) -> None:
+    def __init__(self, reader: TextReader, writer: EventWriter, pending: PendingText) -> None:
         self._reader = reader
         self._writer = writer
-        self._kept = kept
+        self._pending = pending
         self._early: str | None = None
-        """Arguments that stand before the name."""
+        """Arguments that precede the name."""
         self._named = False
         self._is_call = False
 
     def read(self) -> Steps[Found]:
-        reader, kept = self._reader, self._kept
-        yield from reader.space(kept)
+        reader, pending = self._reader, self._pending
+        yield from reader.space(pending)
         while (yield from reader.peek()) == '"' and (yield from self._member()):
-            yield from reader.all_of(_SEPARATORS, kept)
+            yield from reader.all_of(_SEPARATORS, pending)
         is_cut = not (yield from reader.peek())
         if not self._is_call:
             return Found.CUT if is_cut else Found.OTHER
@@ -136,30 +136,30 @@ class _CallObject:
         return Found.CALL
 
     def _member(self) -> Steps[bool]:
-        """Read a key and its value. False: this is no JSON, or no call."""
-        reader, kept = self._reader, self._kept
-        key = yield from read_string(reader, kept)
+        """Read a key and its value. Return False if this is not JSON, or not a call."""
+        reader, pending = self._reader, self._pending
+        key = yield from read_string(reader, pending)
         if key is None or (not self._named and key not in _KEYS):
             return False
-        yield from reader.space(kept)
-        if not (yield from reader.next_is(_COLON, kept)):
+        yield from reader.space(pending)
+        if not (yield from reader.next_is(_COLON, pending)):
             return False
-        yield from reader.space(kept)
+        yield from reader.space(pending)
         if key == "name" and not self._named:
             return (yield from self._name())
         if key in ("arguments", "parameters") and (self._is_call or not self._named) and self._early is None:
             yield from self._arguments()
         else:
-            yield from read_value(reader, kept)
+            yield from read_value(reader, pending)
         return True
 
     def _name(self) -> Steps[bool]:
-        name = yield from read_string(self._reader, self._kept)
+        name = yield from read_string(self._reader, self._pending)
         if name is None:
             return False
         self._named = True
         self._is_call = name in self._writer.tools
-        self._kept.goes_to(drop if self._is_call else self._writer.content)
+        self._pending.send_to(drop if self._is_call else self._writer.content)
         if self._is_call:
             self._writer.begin_call(name)
             _write_arguments(self._writer, self._early or "")
@@ -171,5 +171,5 @@ class _CallObject:
             yield from read_arguments(self._reader, self._writer)
             return
         pieces: list[str] = []
-        yield from read_value(self._reader, self._kept.also(pieces))
+        yield from read_value(self._reader, self._pending.tee(pieces))
         self._early = "".join(pieces)

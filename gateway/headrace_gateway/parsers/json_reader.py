@@ -1,4 +1,4 @@
-"""JSON that arrives in pieces: passes values on as they are written, and checks no more than where they end."""
+"""JSON that arrives in pieces. Values are passed on as they arrive. Only their ends are checked."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _SCALAR = re.compile(r'[^\s,:;{}\[\]"<]+')
 class _Scanner:
     """Finds the end of an object, an array or a string.
 
-    Outside a string, `<` is no JSON. It begins the tag that ends the call, so a value with too few brackets ends there.
+    Outside a string, `<` is not JSON. It starts the tag that ends the call, so a value with missing brackets ends.
     """
 
     __slots__ = ("_depth", "_escaped", "_in_string")
@@ -52,7 +52,7 @@ class _Scanner:
 
 
 def read_value(reader: TextReader, sink: Sink) -> Steps[bool]:
-    """Pass one value on. Returns False where the text ended before the value did, or where no value is."""
+    """Pass one value on. Return False if the text ends before the value, or if there is no value."""
     char = yield from reader.peek()
     if char and char in '"{[':
         return (yield from reader.scan(_Scanner(), sink))
@@ -63,7 +63,7 @@ def read_value(reader: TextReader, sink: Sink) -> Steps[bool]:
 
 
 def read_string(reader: TextReader, sink: Sink) -> Steps[str | None]:
-    """Pass one string on. Returns what it stands for; None where there is no complete string."""
+    """Pass one string on. Return its decoded value; None if there is no complete string."""
     pieces: list[str] = []
 
     def both(text: str) -> None:
@@ -76,9 +76,9 @@ def read_string(reader: TextReader, sink: Sink) -> Steps[str | None]:
 
 
 def decoded_string(written: str) -> str | None:
-    """Return what a JSON string stands for. Control characters are let pass.
+    """Decode a JSON string. Control characters are allowed.
 
-    None where it is malformed, or where its escapes stand for a lone surrogate, which no answer can carry.
+    Returns None if it is malformed, or if its escapes give a lone surrogate, which no answer can contain.
     """
     try:
         value = json.loads(written, strict=False)

@@ -1,7 +1,7 @@
 """Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, or it follows `<|python_tag|>`."""
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept, read_calls
+from headrace_gateway.parsers.json_call import Found, PendingText, read_calls
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -11,12 +11,12 @@ _TAGS = TagSet(
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls at the start and behind each tag. JSON elsewhere is content, as is Python behind the tag."""
+    """Read calls at the start and after each tag. JSON elsewhere is content, and so is Python after the tag."""
     tag: str | None = _PYTHON_TAG
     while tag is not None:
         if tag == _PYTHON_TAG:
-            kept = Kept()
-            char = yield from reader.space(kept)
-            if char not in ("{", "[") or (yield from read_calls(reader, writer, kept)) is not Found.CALL:
-                kept.goes_to(writer.content)
+            pending = PendingText()
+            char = yield from reader.space(pending)
+            if char not in ("{", "[") or (yield from read_calls(reader, writer, pending)) is not Found.CALL:
+                pending.send_to(writer.content)
         tag = yield from reader.until(_TAGS, writer.content)

@@ -3,7 +3,7 @@
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept, read_arguments, read_calls
+from headrace_gateway.parsers.json_call import Found, PendingText, read_arguments, read_calls
 from headrace_gateway.parsers.json_reader import read_value
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -15,37 +15,37 @@ _NAME = re.compile(r"[^\s\[\]{}<>\"]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag != _OPEN:
             continue
-        kept = Kept(tag)
-        char = yield from reader.space(kept)
+        pending = PendingText(tag)
+        char = yield from reader.space(pending)
         if char in ("[", "{"):
-            found = yield from read_calls(reader, writer, kept)
+            found = yield from read_calls(reader, writer, pending)
         else:
-            found = yield from _read_named(reader, writer, kept)
+            found = yield from _read_named(reader, writer, pending)
         if found is Found.OTHER:
-            kept.goes_to(writer.content)
+            pending.send_to(writer.content)
         elif found is Found.CUT:
             writer.trim()
 
 
-def _read_named(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+def _read_named(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
     pieces: list[str] = []
-    yield from reader.all_of(_NAME, kept.also(pieces))
-    char = yield from reader.space(kept)
-    if (yield from reader.next_is(_CALL_ID, kept)):
-        yield from reader.all_of(_NAME, kept)
-        yield from reader.space(kept)
-    has_tag = yield from reader.next_is(_ARGS, kept)
-    char = yield from reader.space(kept)
+    yield from reader.all_of(_NAME, pending.tee(pieces))
+    char = yield from reader.space(pending)
+    if (yield from reader.next_is(_CALL_ID, pending)):
+        yield from reader.all_of(_NAME, pending)
+        yield from reader.space(pending)
+    has_tag = yield from reader.next_is(_ARGS, pending)
+    char = yield from reader.space(pending)
     if char != "{" and (char or not has_tag):
         return Found.OTHER if char else Found.CUT
     name = "".join(pieces)
     if name not in writer.tools:
-        kept.goes_to(writer.content)
-        yield from read_value(reader, kept)
+        pending.send_to(writer.content)
+        yield from read_value(reader, pending)
         return Found.OTHER
     writer.begin_call(name)
     yield from read_arguments(reader, writer)

@@ -1,4 +1,4 @@
-"""What the writer of an answer asks of a parser."""
+"""The interface of a parser."""
 
 from typing import Protocol
 
@@ -6,12 +6,12 @@ from headrace_gateway.parsers.events import ParserEvent
 
 
 class OutputParser(Protocol):
-    """Reads the text of one choice. It keeps back only what may still become a tag."""
+    """Parses the text of one choice. It holds back only text that may become a tag."""
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Read the next piece."""
+        """Parse the next piece."""
         ...
 
     def finish(self) -> list[ParserEvent]:
-        """Report what was kept back, as the text has ended: by itself, at max_tokens, or with an error."""
+        """Emit what was held back. The text has ended: normally, at max_tokens, or with an error."""
         ...

@@ -1,4 +1,4 @@
-"""Literals of Python, turned into JSON without building values, so that no depth of nesting costs recursion."""
+"""Converts Python literals to JSON without building values, so that deep nesting needs no recursion."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _BRACKETS: Final = {"[": "[", "(": "[", "{": "{", "]": "]", ")": "]", "}": "}"}
 
 
 def json_of_python(text: str) -> str | None:
-    """Return the JSON of a literal: tuples become arrays. None where the text is none, or has no JSON."""
+    """Return the JSON of a literal; tuples become arrays. None if the text is not a literal, or has no JSON."""
     pieces: list[str] = []
     position = 0
     while position < len(text):
@@ -34,7 +34,7 @@ def json_of_python(text: str) -> str | None:
         piece = _converted(match)
         if piece is None:
             return None
-        if match["close"] and pieces and pieces[-1] == ", ":  # Python allows a comma behind the last item
+        if match["close"] and pieces and pieces[-1] == ", ":  # Python allows a trailing comma
             pieces.pop()
         pieces.append(piece)
     written = "".join(pieces)
@@ -58,7 +58,7 @@ def _converted(match: re.Match[str]) -> str | None:
 
 
 def _string(written: str) -> str | None:
-    """Return the JSON of a string. An escape that Python does not know stays as it is."""
+    """Return the JSON of a string. An escape unknown to Python stays as it is."""
     text = written.lstrip("rRuU")
     raw = len(written) - len(text) and written[0] in "rR"
     text = text[1:-1]

@@ -1,10 +1,10 @@
-"""Llama 4 and Olmo 3: calls as Python writes them, `[f(a=1), g(b="x")]`; Olmo puts them between tags."""
+"""Llama 4 and Olmo 3: calls in Python syntax, `[f(a=1), g(b="x")]`. Olmo puts them between tags."""
 
 import re
 from typing import Final
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.python_literal import json_of_python
 from headrace_gateway.parsers.schema_values import ObjectWriter, quoted
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader, drop
@@ -23,42 +23,42 @@ _CLOSING = re.compile(r"[\s\]]+")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls at the start and behind each tag. A list elsewhere is content."""
+    """Read calls at the start and after each tag. A list elsewhere is content."""
     tag: str | None = "<|python_start|>"
     while tag is not None:
         if tag in _START:
-            kept = Kept()
-            yield from reader.space(kept)
-            if (yield from reader.next_is(_LIST, kept)) or tag == "<function_calls>":
-                found = yield from _read_calls(reader, writer, kept)
+            pending = PendingText()
+            yield from reader.space(pending)
+            if (yield from reader.next_is(_LIST, pending)) or tag == "<function_calls>":
+                found = yield from _read_calls(reader, writer, pending)
             else:
                 found = Found.OTHER
             if found is not Found.CALL:
-                kept.goes_to(writer.content)
+                pending.send_to(writer.content)
         tag = yield from reader.until(_TAGS, writer.content)
 
 
-def _read_calls(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
-    found = yield from _read_call(reader, writer, kept)
+def _read_calls(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
+    found = yield from _read_call(reader, writer, pending)
     while found is Found.CALL:
         yield from reader.all_of(_SEPARATORS, drop)
-        further = Kept()
+        further = PendingText()
         if (yield from _read_call(reader, writer, further)) is Found.CALL:
             continue
         if further.holds_text:
-            further.goes_to(writer.content)
+            further.send_to(writer.content)
         else:
             yield from reader.all_of(_CLOSING, drop)
         break
     return found
 
 
-def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Found]:
+def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
     pieces: list[str] = []
-    yield from reader.space(kept)
-    yield from reader.all_of(_NAME, kept.also(pieces))
+    yield from reader.space(pending)
+    yield from reader.all_of(_NAME, pending.tee(pieces))
     name = "".join(pieces)
-    if not (yield from reader.next_is(_ARGUMENTS, kept)) or name not in writer.tools:
+    if not (yield from reader.next_is(_ARGUMENTS, pending)) or name not in writer.tools:
         return Found.OTHER
     writer.begin_call(name)
     arguments = ObjectWriter(writer, writer.tools[name])
@@ -71,7 +71,7 @@ def _read_call(reader: TextReader, writer: EventWriter, kept: Kept) -> Steps[Fou
 
 
 def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
-    """Read `name=value`. False: no argument follows, or it is cut."""
+    """Read `name=value`. Return False if no argument follows, or if it is cut off."""
     key: list[str] = []
     yield from reader.space()
     yield from reader.all_of(_NAME, key.append)
@@ -87,7 +87,7 @@ def _read_argument(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
 
 
 class _Value:
-    """Finds the end of an argument: a comma or a bracket outside of its own brackets and strings."""
+    """Finds the end of an argument: a comma or a bracket outside its own brackets and strings."""
 
     __slots__ = ("_depth", "_escaped", "_quote")
     _OUTSIDE: Final = re.compile(r"['\"\[\](){},]")

@@ -1,12 +1,12 @@
 """Qwen3-Coder and Qwen 3.5: `<tool_call><function=NAME><parameter=K>text</parameter></function></tool_call>`.
 
-The model at times leaves out `<tool_call>`, or the end of a parameter, and calls before it closes its reasoning.
+Some models leave out `<tool_call>` or the end of a parameter, or call before they close the reasoning.
 """
 
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[^\s<>{}=]+")
 _MEMBER = TagSet("<parameter=", "</parameter>", "</function>", "</tool_call>")
 _END = ("\n</function>", "</parameter></function>", "</function>", "</tool_call>")
 _CLOSE = TagSet("</function>", "</tool_call>")
-# A value that begins on a line of its own ends so, too: such tags within its lines are text.
+# A value that starts on a line of its own also ends on one. The same tags inside a line are text.
 _LINE_END = TagSet(
     "\n</parameter>", "\n<parameter=", "\n</function>", "</parameter></function>", "</parameter><parameter="
 )
@@ -28,27 +28,27 @@ _INLINE_END = TagSet("</parameter>", "<parameter=", "</function>")
 
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
-    """Read calls among text to the end."""
+    """Read calls and the text around them to the end."""
     while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
         if tag in STARTS:
-            kept = Kept()
-            found = yield from read_call(reader, writer, tag, kept)
+            pending = PendingText()
+            found = yield from read_call(reader, writer, tag, pending)
             if found is Found.OTHER:
-                kept.goes_to(writer.content)
+                pending.send_to(writer.content)
             elif found is Found.CUT:
                 writer.trim()
 
 
-def read_call(reader: TextReader, writer: EventWriter, tag: str, kept: Kept) -> Steps[Found]:
-    """Read a call behind one of STARTS."""
-    kept(tag)
+def read_call(reader: TextReader, writer: EventWriter, tag: str, pending: PendingText) -> Steps[Found]:
+    """Read a call after one of STARTS."""
+    pending(tag)
     if tag == _OPEN:
-        yield from reader.space(kept)
-        if not (yield from reader.next_is(_ONLY_FUNCTION, kept)):
+        yield from reader.space(pending)
+        if not (yield from reader.next_is(_ONLY_FUNCTION, pending)):
             return Found.OTHER if (yield from reader.peek()) else Found.CUT
     pieces: list[str] = []
-    yield from reader.all_of(_NAME, kept.also(pieces))
-    if not (yield from reader.next_is(_ANGLE, kept)):
+    yield from reader.all_of(_NAME, pending.tee(pieces))
+    if not (yield from reader.next_is(_ANGLE, pending)):
         return Found.OTHER if (yield from reader.peek()) else Found.CUT
     name = "".join(pieces)
     if name not in writer.tools:
@@ -64,7 +64,7 @@ def read_call(reader: TextReader, writer: EventWriter, tag: str, kept: Kept) -> 
 
 
 def _read_parameters(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]:
-    """Read all parameters of a function. False: the text ended before they did."""
+    """Read all parameters of a function. Return False if the text ends first."""
     tag = yield from _next_member(reader)
     while tag is not None and tag.endswith("<parameter="):
         key: list[str] = []
@@ -83,7 +83,7 @@ def _read_parameters(reader: TextReader, arguments: ObjectWriter) -> Steps[bool]
 
 
 def _next_member(reader: TextReader) -> Steps[str | None]:
-    """Read the tag that follows; a stray end of a parameter is skipped."""
+    """Read the next tag, skipping stray ends of parameters."""
     tag: str | None = "</parameter>"
     while tag == "</parameter>":
         yield from reader.space()

@@ -1,21 +1,21 @@
-"""Reasoning between two tags before the answer. The opening tag may stand at the end of the prompt instead."""
+"""Reasoning between two tags before the answer. The opening tag may be at the end of the prompt instead."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept
+from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """Which tags open reasoning, and which one closes each."""
+    """The tags that open reasoning, and the closing tag of each."""
 
     closing: dict[str, str]
 
     def opened_by(self, prompt_tail: str | None) -> str | None:
-        """Return the opening tag that the prompt ends with."""
+        """Return the opening tag at the end of the prompt."""
         end = (prompt_tail or "").rstrip()
         return next((tag for tag in self.closing if end.endswith(tag)), None)
 
@@ -26,9 +26,9 @@ MISTRAL = ReasoningTags({"[THINK]": "[/THINK]", "<think>": "</think>"})
 
 
 class CallReader(Protocol):
-    """Reads a call behind the tag that began it."""
+    """Reads a call after its opening tag."""
 
-    def __call__(self, reader: TextReader, writer: EventWriter, tag: str, kept: Kept) -> Steps[Found]: ...
+    def __call__(self, reader: TextReader, writer: EventWriter, tag: str, pending: PendingText) -> Steps[Found]: ...
 
 
 def read_reasoning(
@@ -40,13 +40,13 @@ def read_reasoning(
     starts: tuple[str, ...] = (),
     read_call: CallReader | None = None,
 ) -> Steps[None]:
-    """Read reasoning, if the text begins with it or the prompt opened it, up to its closing tag.
+    """Read reasoning up to its closing tag, if the text starts with it or the prompt has opened it.
 
     White space around it is dropped.
 
     Args:
-        first: where the text begins with one of these tags, there is no reasoning, even if the prompt opened it.
-        starts: tags that `read_call` reads a call behind. A call ends the reasoning, too.
+        first: if the text starts with one of these tags, there is no reasoning, even if the prompt has opened it.
+        starts: tags after which `read_call` reads a call. A call also ends the reasoning.
     """
     space: list[str] = []
     yield from reader.space(space.append)
@@ -58,11 +58,11 @@ def read_reasoning(
     closing = tags.closing[opening]
     ends = TagSet(closing, *starts)
     while (tag := (yield from reader.until(ends, writer.reasoning))) not in (None, closing):
-        kept = Kept()
+        pending = PendingText()
         assert tag is not None and read_call is not None
-        if (yield from read_call(reader, writer, tag, kept)) is Found.CALL:
+        if (yield from read_call(reader, writer, tag, pending)) is Found.CALL:
             yield from reader.space()
             yield from reader.next_is(TagSet(closing))
             break
-        kept.goes_to(writer.reasoning)
+        pending.send_to(writer.reasoning)
     writer.trim()

@@ -1,4 +1,4 @@
-"""Which parser a name stands for, and how reasoning and tool calls are read one behind the other."""
+"""Maps names to parsers, and chains the reasoning parser and the tool parser."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -31,12 +31,12 @@ _READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
     }
 )
 _REASONING: Final = MappingProxyType({"think": THINK, "mistral": MISTRAL})
-# gpt-oss: reasoning and calls are messages of the same format.
+# In gpt-oss, reasoning and calls are messages of one format.
 _HARMONY: Final = "openai"
 TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
 REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
 _NOTHING: Final = TagSet()
-# A grammar of a forced choice cannot know that the prompt has opened the reasoning: the model may call at once.
+# The grammar of a forced choice does not know that the prompt has opened the reasoning, so the model may call at once.
 _FIRST_TAGS: Final = {
     "hermes": TagSet("<tool_call>"),
     "llama3_json": TagSet("{"),
@@ -55,14 +55,14 @@ def make_parser(
     """Make the parser of one choice.
 
     Args:
-        tool_parser: one of TOOL_PARSERS; None: the text holds no calls to look for.
-        reasoning_parser: one of REASONING_PARSERS; None: the text holds no reasoning to look for.
-        tools: those that may be called; a call of another one is content.
-        prompt_tail: the prompt's end, which tells whether the template has opened the reasoning; None: unknown, so no.
+        tool_parser: one of TOOL_PARSERS; None: the text is not searched for calls.
+        reasoning_parser: one of REASONING_PARSERS; None: the text is not searched for reasoning.
+        tools: the functions that may be called. A call of any other one is content.
+        prompt_tail: the end of the prompt, which shows whether the template has opened the reasoning; None: it has not.
         parallel: False: everything after the first call is dropped.
 
     Raises:
-        UnknownParserError: a name is unknown, or the two do not go together.
+        UnknownParserError: a name is unknown, or the two cannot be combined.
     """
     _check(tool_parser, "tool_parser", TOOL_PARSERS)
     _check(reasoning_parser, "reasoning_parser", REASONING_PARSERS)
@@ -91,7 +91,7 @@ def _read(
     if tool_parser == _HARMONY or (tool_parser is None and reasoning_parser == _HARMONY):
         yield from harmony.read(reader, writer)
         return
-    # A grammar makes gpt-oss write the calls of another format: then it writes no messages.
+    # Under a grammar gpt-oss writes calls in another format, and no messages.
     if reasoning_parser is not None and reasoning_parser != _HARMONY:
         tags = _REASONING[reasoning_parser]
         if tool_parser == "qwen3_xml":
@@ -107,7 +107,7 @@ def _read(
 
 
 class _StepParser:
-    """Runs the steps of a reader as text comes."""
+    """Runs a reader as text arrives."""
 
     def __init__(self, reader: TextReader, writer: EventWriter, steps: Steps[None]) -> None:
         self._reader = reader

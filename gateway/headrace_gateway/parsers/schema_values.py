@@ -1,4 +1,4 @@
-"""Arguments that a model wrote as plain text: turned into JSON by the types of the function's parameters."""
+"""Converts arguments that a model wrote as plain text to JSON, by the types of the function's parameters."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _INTEGER: Final = re.compile(r"-?\d+(\.0*)?")
 
 
 class ObjectWriter:
-    """Writes the arguments of the call that began, one by one, such that they are one JSON object together."""
+    """Writes the arguments of the current call one by one. Together they are one JSON object."""
 
     def __init__(self, writer: EventWriter, tool: ToolForm) -> None:
         properties = (tool.parameters or {}).get("properties")
@@ -23,12 +23,12 @@ class ObjectWriter:
         self._written: set[str] = set()
 
     def add_text(self, name: str, text: str) -> None:
-        """Write an argument whose type only the schema tells."""
+        """Write an argument whose type is in the schema only."""
         if name not in self._written:
             self.add(name, json_of_text(text, self._properties.get(name)))
 
     def add(self, name: str, written: str) -> None:
-        """Write an argument that is JSON. A name that came before is left out."""
+        """Write an argument that is JSON. A repeated name is dropped."""
         if name not in self._written:
             self._writer.arguments(f"{', ' if self._written else '{'}{quoted(name)}: {written}")
             self._written.add(name)
@@ -44,7 +44,7 @@ def quoted(text: str) -> str:
 
 
 def json_of_text(text: str, schema: Any) -> str:
-    """Return JSON for a text: by its schema's types, and a string where it is of none of them."""
+    """Return the JSON of a text, by the types in its schema; a string if it has none of them."""
     types = _types(schema)
     if types == {"string"}:
         return quoted(text)
@@ -56,7 +56,7 @@ def json_of_text(text: str, schema: Any) -> str:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """Return the types that a schema names; all of them where it names none."""
+    """Return the types that a schema names; all types if it names none."""
     if not isinstance(schema, Mapping):
         return _ALL
     named = schema.get("type")
@@ -67,7 +67,7 @@ def _types(schema: Any) -> frozenset[str]:
     for keyword in ("anyOf", "oneOf"):
         options = schema.get(keyword)
         if isinstance(options, list) and options:
-            # One level is enough: deeper ones may be of any type.
+            # One level is enough: deeper types are not restricted.
             return frozenset[str]().union(*(_types_of_option(option) for option in options))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
@@ -81,7 +81,7 @@ def _types_of_option(option: Any) -> frozenset[str]:
 
 
 def _kinds(written: str) -> frozenset[str]:
-    """Return the types that a text of JSON is of; none where it is not JSON, or too deep to be checked."""
+    """Return the types of a JSON text; none if it is not JSON, or nested too deeply to check."""
     try:
         value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
@@ -102,4 +102,4 @@ def _kinds(written: str) -> frozenset[str]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -1,17 +1,17 @@
-"""Formats that put calls as JSON objects behind a tag: Hermes, Granite, Phi-4-mini."""
+"""Formats with calls as JSON objects after a tag: Hermes, Granite, Phi-4-mini."""
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, Kept, read_calls
+from headrace_gateway.parsers.json_call import Found, PendingText, read_calls
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
 class TaggedJson:
-    """A format.
+    """One format.
 
     Args:
-        opening: tags that calls follow.
+        opening: tags that precede calls.
         closing: tags that may end them.
-        special: tokens that are no text.
+        special: special tokens, which are not part of the text.
     """
 
     def __init__(self, opening: tuple[str, ...], closing: tuple[str, ...], special: tuple[str, ...]) -> None:
@@ -20,26 +20,26 @@ class TaggedJson:
         self._closing = TagSet(*closing)
 
     def read(self, reader: TextReader, writer: EventWriter) -> Steps[None]:
-        """Read calls among text to the end."""
+        """Read calls and the text around them to the end."""
         while (tag := (yield from reader.until(self._tags, writer.content))) is not None:
             if tag not in self._opening:
                 continue
-            kept = Kept(tag)
-            found = yield from read_calls(reader, writer, kept)
+            pending = PendingText(tag)
+            found = yield from read_calls(reader, writer, pending)
             if found is Found.CALL:
                 yield from reader.space()
                 yield from reader.next_is(self._closing)
             elif found is Found.OTHER:
-                kept.goes_to(writer.content)
+                pending.send_to(writer.content)
             else:
                 writer.trim()
 
 
-# Qwen 2.5 and 3 and Granite 4 write as Hermes does.
+# Qwen 2.5 and 3 and Granite 4 use the format of Hermes.
 HERMES = TaggedJson(
     ("<tool_call>",), ("</tool_call>",), ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|end_of_text|>")
 )
-# <|tool_call|> and an array: Granite 3; <function_call>: Granite 20B; <tool_call>: Granite 3.1 at times, and 4.
+# <|tool_call|> and an array: Granite 3; <function_call>: Granite 20B; <tool_call>: sometimes Granite 3.1, and 4.
 GRANITE = TaggedJson(
     ("<|tool_call|>", "<function_call>", "<tool_call>"),
     ("<|/tool_call|>", "</function_call>", "</tool_call>"),

@@ -1,6 +1,6 @@
-"""Text that arrives in pieces, read by generators. A generator yields where it needs the next piece.
+"""Text that arrives in pieces and is read by generators. A generator yields when it needs the next piece.
 
-Reading passes text on as soon as it can. What is kept back is a tail that may still become a tag.
+Text is passed on as soon as possible. Only a tail that may become a tag is held back.
 """
 
 import re
@@ -9,18 +9,18 @@ from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
-"""Yields where it needs more text, and returns T."""
+"""Yields when it needs more text, and returns T."""
 Sink: TypeAlias = Callable[[str], None]
 
 
 def drop(text: str) -> None:
-    """Be a sink that keeps nothing."""
+    """Discard text: the empty sink."""
 
 
 class TagSet:
-    """Tags that are looked for at the same time.
+    """Tags that are searched for at the same time.
 
-    No tag may contain another one: otherwise what is found would depend on how the text was cut.
+    No tag may contain another one: otherwise the match would depend on the pieces in which the text arrives.
     """
 
     __slots__ = ("_longest", "_prefixes", "pattern")
@@ -34,7 +34,7 @@ class TagSet:
         self._longest = max(map(len, self._prefixes), default=0)
 
     def tail(self, text: str, start: int) -> int:
-        """Return the length of the longest end of `text[start:]` that begins a tag."""
+        """Return the length of the longest suffix of `text[start:]` that starts a tag."""
         for length in range(min(self._longest, len(text) - start), 0, -1):
             if text[len(text) - length :] in self._prefixes:
                 return length
@@ -42,7 +42,7 @@ class TagSet:
 
 
 class TextReader:
-    """The text that has come and is not read yet."""
+    """The text that has arrived and is not yet read."""
 
     __slots__ = ("_position", "_text", "ended")
 
@@ -59,7 +59,7 @@ class TextReader:
         self.ended = True
 
     def until(self, tags: TagSet, sink: Sink) -> Steps[str | None]:
-        """Pass text on until a tag comes. Returns the tag, which is read; None at the end of the text."""
+        """Pass text on up to a tag. Return the tag, which is consumed; None at the end of the text."""
         while (match := tags.pattern.search(self._text, self._position)) is None:
             kept = 0 if self.ended else tags.tail(self._text, self._position)
             self._pass_on(len(self._text) - kept, sink)
@@ -71,14 +71,14 @@ class TextReader:
         return match[0]
 
     def next_is(self, tags: TagSet, sink: Sink = drop) -> Steps[str | None]:
-        """Read a tag if the text goes on with one, and pass it on. Returns the tag, or None."""
+        """If a tag comes next, consume it and pass it on. Return the tag, or None."""
         tag = yield from self.is_at(tags)
         if tag is not None:
             self._pass_on(self._position + len(tag), sink)
         return tag
 
     def is_at(self, tags: TagSet) -> Steps[str | None]:
-        """Return the tag that the text goes on with, and leave it; None where it goes on with none."""
+        """Return the tag that comes next without consuming it; None if none does."""
         while (match := tags.pattern.match(self._text, self._position)) is None:
             left = len(self._text) - self._position
             if self.ended or (left and tags.tail(self._text, self._position) < left):
@@ -87,7 +87,7 @@ class TextReader:
         return match[0]
 
     def peek(self) -> Steps[str]:
-        """Return the next character and leave it; an empty text at the end."""
+        """Return the next character without consuming it; an empty text at the end."""
         while self._position == len(self._text):
             if self.ended:
                 return ""
@@ -95,7 +95,7 @@ class TextReader:
         return self._text[self._position]
 
     def all_of(self, characters: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """Pass on the characters that match, up to the first that does not. The pattern matches one or more."""
+        """Pass on matching characters up to the first that does not match. The pattern matches one or more."""
         while True:
             match = characters.match(self._text, self._position)
             if match is not None:
@@ -105,12 +105,12 @@ class TextReader:
             yield
 
     def space(self, sink: Sink = drop) -> Steps[str]:
-        """Pass on white space. Returns the next character, which is left; an empty text at the end."""
+        """Pass on white space. Return the next character without consuming it; an empty text at the end."""
         yield from self.all_of(_SPACE, sink)
         return (yield from self.peek())
 
     def scan(self, scanner: Callable[[str, int], tuple[int, bool]], sink: Sink) -> Steps[bool]:
-        """Pass on what a scanner takes: it returns where it stopped and whether it is done. False: the text ended."""
+        """Pass on what a scanner accepts. It returns its end and whether it is done. False: the text ended first."""
         while True:
             end, done = scanner(self._text, self._position)
             self._pass_on(end, sink)

@@ -1,5 +1,6 @@
-"""Webhooks: operators' receivers are told when a stored answer or a batch ends. Standard Webhooks 1.0.0.
+"""Webhooks: operators' receivers are notified when a stored answer or a batch ends. Standard Webhooks 1.0.0.
 
-`announcer.py` is what the rest of the gateway calls. `outbox.py` keeps deliveries in Redis, `sender.py` takes and sends
-them, `retries.py` says what an attempt means, `post.py` and `network.py` make one, `addresses.py` says whom it reaches.
+`announcer.py` is the interface to the rest of the gateway. `outbox.py` stores deliveries in Redis. `sender.py` takes
+and sends them. `retries.py` decides what follows an attempt. `post.py` and `network.py` make one. `addresses.py`
+decides which addresses it may reach.
 """

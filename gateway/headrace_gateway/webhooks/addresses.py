@@ -1,6 +1,7 @@
-"""Which addresses a webhook may reach. A URL's host is somebody's DNS entry, which can point into this network.
+"""Which addresses a webhook may reach. The owner of a host's DNS entry can point it into this network.
 
-Source: IANA's registries of special-purpose IPv4 and IPv6 addresses. The tables are ours, since Python's change.
+Source: IANA's registries of special-purpose IPv4 and IPv6 addresses. The tables are ours, since Python's change between
+releases.
 """
 
 import ipaddress
@@ -22,13 +23,13 @@ _PRIVATE: Final = _networks(
     "::1/128",
     "fc00::/7",
 )
-"""Reached only where the operator allows it for the endpoint."""
+"""Reached only if the operator allows it for the endpoint."""
 _NEVER: Final = _networks(
     "0.0.0.0/8",
     "100.100.100.200/32",  # Alibaba Cloud's metadata
     "168.63.129.16/32",  # Azure's metadata
     "fd00:ec2::254/128",  # AWS's metadata
-    "169.254.0.0/16",  # link-local; clouds hand out credentials there
+    "169.254.0.0/16",  # link-local; clouds serve credentials there
     "192.0.0.0/24",
     "192.0.2.0/24",
     "192.88.99.0/24",  # relays of 6to4
@@ -43,20 +44,20 @@ _NEVER: Final = _networks(
     "3fff::/20",
 )
 _PUBLIC_V6: Final = ipaddress.ip_network("2000::/3")
-"""Every other IPv6 address is special: IPv4-mapped, NAT64, link-local, multicast."""
+"""All other IPv6 addresses are special: IPv4-mapped, NAT64, link-local, multicast."""
 
 
 def refusal_of(address: str, *, allow_private: bool) -> str | None:
-    """Why a webhook may not go to this IP address; None where it may."""
+    """Return why a webhook may not reach this IP address; None if it may."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
-        return f"{address[:64]!r} is no IP address"
+        return f"{address[:64]!r} is not an IP address"
     is_never = _is_in(parsed, _NEVER)
     if not is_never and _is_in(parsed, _PRIVATE):
-        return None if allow_private else f"{parsed} is a private address, which allow_private does not allow"
+        return None if allow_private else f"{parsed} is a private address; allow_private = true allows it"
     if is_never or (parsed.version == 6 and parsed not in _PUBLIC_V6):
-        return f"{parsed} is an address of special use"
+        return f"{parsed} is a special-purpose address"
     return None
 
 

@@ -1,4 +1,4 @@
-"""`Webhooks`: what the rest of the gateway knows of them."""
+"""`Webhooks`: the interface of webhooks to the rest of the gateway."""
 
 import asyncio
 import ssl
@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from headrace_gateway.background_task import keep_running
 from headrace_gateway.event_stream import end_tasks
-from headrace_gateway.role import keep_running
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import EVENT_TYPES, Event
@@ -24,9 +24,11 @@ EndpointFile = WatchedFile[Mapping[str, Endpoint]]
 
 
 class Webhooks:
-    """Args:
-    client: from the broker's `connections.connect_async`.
-    endpoints: None: nobody is told anything.
+    """Webhooks of one replica.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        endpoints: None: no webhooks are sent.
     """
 
     def __init__(
@@ -44,9 +46,9 @@ class Webhooks:
         self._sender: Sender | None = None
 
     async def announce(self, event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
-        """Tell the endpoints that want to know. It is kept in Redis when this returns; repeats change nothing.
+        """Queue an event for its subscribed endpoints. It is in Redis when this returns. Repeats have no effect.
 
-        Announce before the change is noted as done, and do both again where one failed: neither is lost then.
+        Announce a change before it is recorded as done, and repeat both after a failure: then neither is lost.
 
         Args:
             event_type: one of EVENT_TYPES.
@@ -55,7 +57,7 @@ class Webhooks:
             at: unix seconds of the change.
 
         Raises:
-            redis.RedisError: nothing is sure; announce it again.
+            redis.RedisError: it may or may not be in Redis; announce it again.
         """
         assert event_type in EVENT_TYPES, event_type
         if self._endpoints is None:
@@ -63,11 +65,11 @@ class Webhooks:
         event = Event(event_type, object_id, at, key, tenant)
         for endpoint in self._endpoints.content().values():
             if endpoint.wants(event) and await self._outbox.put(event, endpoint) and self._sender is not None:
-                self._sender.nudge(endpoint.name)
+                self._sender.wake(endpoint.name)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Deliver while the block runs: a role of each replica."""
+        """Deliver events while the block runs: a background task of each replica."""
         if self._endpoints is None:
             yield
             return

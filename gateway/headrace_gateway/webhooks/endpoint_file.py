@@ -1,4 +1,4 @@
-"""The webhook file: who is told of what, and the secrets that sign it.
+"""The webhook file: the endpoints, the events that each subscribes to, and the secrets that sign them.
 
     [[endpoints]]
     name = "billing"
@@ -40,16 +40,16 @@ _MOST_SECRETS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A receiver."""
+    """A receiver of webhooks."""
 
     name: str
     url: str = field(repr=False)
     """Its query may hold a secret: it is never logged."""
     secrets: tuple[bytes, ...] = field(repr=False)
     tenant: str | None = None
-    """Only objects of this tenant; None: of all."""
+    """Only objects of this tenant; None: of every tenant."""
     keys: frozenset[str] | None = None
-    """Only objects of the API keys with these names; None: of all."""
+    """Only objects of the API keys with these names; None: of every key."""
     types: frozenset[str] = frozenset(EVENT_TYPES)
     allow_private: bool = False
 
@@ -77,13 +77,13 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_endpoints(path: Path) -> Mapping[str, Endpoint]:
-    """The endpoints by name. Raises GatewaySettingsError, which quotes no URL and nothing that could be a secret."""
+    """Return the endpoints by name. Raises GatewaySettingsError, which quotes no URL and no secret."""
     document, text = read_toml(_WHAT, path)
     problems = _mode_problems(path)
     entries = document.pop("endpoints", [])
-    problems += [f"there is an unknown field {name[:64]!r}" for name in document]
+    problems += [f"unknown field {name[:64]!r}" for name in document]
     if not isinstance(entries, list) or not entries:
-        problems.append("it holds no [[endpoints]]")
+        problems.append("it has no [[endpoints]]")
         entries = []
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADING.match(line)]
     found: dict[str, Endpoint] = {}
@@ -104,12 +104,12 @@ def _mode_problems(path: Path) -> list[str]:
     except OSError:
         return []
     if mode & (stat.S_IROTH | stat.S_IWOTH):
-        return [f"it holds secrets, and every user may read or write it (mode {mode:04o}): chmod o= {path}"]
+        return [f"it contains secrets, but any user may read or write it (mode {mode:04o}): chmod o= {path}"]
     return []
 
 
 def _endpoint(raw: Any, others: Mapping[str, Endpoint]) -> tuple[Endpoint | None, Sequence[str]]:
-    """The endpoint of one table, or everything that is wrong with it."""
+    """Return the endpoint of one table, or all its problems."""
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:
@@ -151,18 +151,18 @@ def _url_problems(entry: _Entry) -> list[str]:
         url = urlsplit(entry.url)
         port = url.port
     except ValueError:
-        return ["url is no URL"]
+        return ["url is not a valid URL"]
     if not _URL.fullmatch(entry.url):
         return ["url must be 1 to 2048 printable ASCII characters without spaces"]
     if url.scheme not in ("https", "http") or not url.hostname or port == 0:
         return ["url must be https:// with a host, such as https://hooks.example.org/headrace"]
     problems = []
     if url.scheme == "http" and not entry.allow_http:
-        problems.append("url must begin with https://; allow_http = true lets it be http://")
+        problems.append("url must begin with https://; allow_http = true permits http://")
     if "@" in url.netloc:
-        problems.append("url must have no user name and no password")
+        problems.append("url must not contain a user name or a password")
     if "#" in entry.url:
-        problems.append("url must have no fragment")
+        problems.append("url must not contain a fragment")
     if _is_literal(url):
         refusal = refusal_of(str(url.hostname), allow_private=entry.allow_private)
         problems += [] if refusal is None else [f"url must lead to a public address: {refusal}"]

@@ -1,4 +1,4 @@
-"""`Event`: what a receiver is told. It names an object and says nothing of its content."""
+"""`Event`: the content of a webhook. It names an object and contains nothing of the object's text."""
 
 import hashlib
 from typing import Final
@@ -31,11 +31,11 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """Derived, so that all who announce the same change announce one event."""
+        """Derived from the change, so that repeated announcements give one event."""
         return f"evt_{hashlib.blake2b(f'{self.type}/{self.object_id}'.encode(), digest_size=16).hexdigest()}"
 
     def body(self) -> bytes:
-        """The JSON that receivers get, the same bytes at each attempt."""
+        """Return the JSON that receivers get: the same bytes at each attempt."""
         return msgspec.json.encode(
             {
                 "id": self.id,

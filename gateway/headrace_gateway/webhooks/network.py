@@ -1,4 +1,4 @@
-"""`CheckedNetwork`: connections to the very addresses that were checked: no second DNS answer comes in between."""
+"""`CheckedNetwork`: connects to the addresses that were checked, without a second DNS lookup."""
 
 import asyncio
 import socket
@@ -12,17 +12,18 @@ from headrace_gateway.webhooks.addresses import refusal_of
 
 _THREADS: Final = 16
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Host and port to IP addresses, the best first. Raises OSError."""
+"""Resolves a host and a port to IP addresses, the preferred one first. Raises OSError."""
 
 
 class AddressRefusedError(Exception):
-    """The host leads to an address that webhooks may not reach."""
+    """The host resolves to an address that webhooks may not reach."""
 
 
 class Resolver:
-    """The system's resolver, in threads of its own: it may take half a minute, and the queue's client needs threads.
+    """The system's resolver, in a thread pool of its own: a lookup may take half a minute, and the queue's client needs
+    the default threads.
 
-    One lookup of a host is under way at a time, so a host that is never found holds one thread.
+    Concurrent lookups of one host are shared, so a host that does not resolve holds one thread.
     """
 
     def __init__(self) -> None:
@@ -35,12 +36,12 @@ class Resolver:
             lookup = asyncio.get_running_loop().run_in_executor(self._threads, _addresses, host, port)
             self._lookups[host, port] = lookup
             lookup.add_done_callback(lambda done: self._ended((host, port), done))
-        return await asyncio.shield(lookup)  # one who waits no longer does not end it for the others
+        return await asyncio.shield(lookup)  # a cancelled caller does not cancel it for the others
 
     def _ended(self, asked: tuple[str, int], lookup: asyncio.Future[Sequence[str]]) -> None:
         del self._lookups[asked]
         if not lookup.cancelled():
-            lookup.exception()  # asyncio logs one that nobody waited for any more
+            lookup.exception()  # else asyncio logs it as never retrieved
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -52,10 +53,10 @@ def _addresses(host: str, port: int) -> Sequence[str]:
 
 
 class CheckedNetwork(httpcore2.AsyncNetworkBackend):
-    """httpcore's way to the network for one endpoint.
+    """The network of httpcore for one endpoint.
 
     Args:
-        allow_private: whether the operator lets it reach private addresses.
+        allow_private: whether the operator lets the endpoint reach private addresses.
     """
 
     def __init__(self, resolve: Resolve, *, allow_private: bool) -> None:
@@ -71,11 +72,11 @@ class CheckedNetwork(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connect to the first address that answers. Raises AddressRefusedError where one of them is refused."""
+        """Connect to the first address that answers. Raises AddressRefusedError if any of them is refused."""
         try:
             addresses = await self._resolve(host, port)
         except (OSError, UnicodeError) as error:
-            raise httpcore2.ConnectError(f"the host is not found: {error}") from error
+            raise httpcore2.ConnectError(f"the host does not resolve: {error}") from error
         for address in addresses:
             refusal = refusal_of(address, allow_private=self._allow_private)
             if refusal is not None:

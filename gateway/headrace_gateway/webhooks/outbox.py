@@ -1,6 +1,6 @@
-"""`Outbox`: deliveries in Redis. Each endpoint has Claims of its own, so a slow one holds nobody else up.
+"""`Outbox`: deliveries in Redis. Each endpoint has Claims of its own, so a slow endpoint does not delay the others.
 
-An event is announced to an endpoint in one script: it is there whole or not at all, and it is there once.
+One script announces an event to an endpoint, atomically and at most once.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from headrace_gateway.redis_keys import endpoint_key, event_key, undelivered_key
 from headrace_gateway.scripts import script
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import Event
-from headrace_gateway.webhooks.retries import LIFE_SECONDS, Verdict
+from headrace_gateway.webhooks.retries import LIFE_SECONDS, Decision
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -24,9 +24,9 @@ _PUT: Final = script("claims_prelude", "webhooks_put")
 _NOTE: Final = script("claims_prelude", "webhooks_note")
 _LEVELS: Final = script("webhooks_levels")
 LEASE_SECONDS: Final = 45.0
-"""Longer than an attempt: a replica that has died is found out by it."""
+"""Longer than an attempt: the claim of a replica that has died expires after it."""
 _REMEMBERED_SECONDS: Final = 3600
-"""After its delivery an event that is announced again is known for so long."""
+"""A delivered event that is announced again is recognised for this long."""
 _DONE: Final = b"done"
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Event)
@@ -34,18 +34,18 @@ _DECODER: Final = msgspec.msgpack.Decoder(Event)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """An event for one endpoint that is not delivered yet."""
+    """An undelivered event for one endpoint."""
 
     event: Event
     failed: int
-    """Attempts that have failed."""
+    """Failed attempts so far."""
     slowed: int
     """Pauses of the endpoint since its last success."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Where an endpoint stands."""
+    """The state of an endpoint's deliveries."""
 
     due: int
     undelivered: int
@@ -55,7 +55,7 @@ class Level:
 
 
 class Outbox:
-    """Methods raise Redis's errors.
+    """Methods raise redis-py's errors.
 
     Args:
         client: from the broker's `connections.connect_async`.
@@ -70,47 +70,47 @@ class Outbox:
         self._levels: Final = client.register_script(_LEVELS.text)
 
     def claims(self, name: str) -> Claims:
-        """The work of the endpoint with this name: items are ids of events."""
+        """Return the claims of the endpoint with this name. Items are event ids."""
         if name not in self._claims:
             self._claims[name] = Claims(self._client, f"webhook:{name}", seconds=self._lease_seconds)
         return self._claims[name]
 
     async def put(self, event: Event, endpoint: Endpoint) -> bool:
-        """Add a delivery; False where it is there or done already, or the endpoint is disabled."""
+        """Add a delivery; return False if it exists, is done, or the endpoint is disabled."""
         args = (event.id, endpoint.name, _ENCODER.encode(event), LIFE_SECONDS, _digest(endpoint))
         return bool(await self._put(keys=self._keys(event.id, endpoint.name), args=args))
 
     async def delivery(self, event_id: str, name: str) -> Delivery | None:
-        """What is to be delivered; None where it is done or its life is over."""
+        """Return the delivery; None if it is done or the event has expired."""
         packed, failed = await self._client.hmget(event_key(event_id), ["", name])
         if not isinstance(packed, bytes) or failed is None or failed == _DONE:
             return None
         slowed = await self._client.hget(endpoint_key(name), "slowed")
         return Delivery(_DECODER.decode(packed), int(failed), int(slowed or 0))
 
-    async def note(self, claim: Claim, endpoint: Endpoint, verdict: Verdict, *, failed: int) -> bool:
-        """Note an attempt and let go of the claim; False where it is another's by now.
+    async def note(self, claim: Claim, endpoint: Endpoint, decision: Decision, *, failed: int) -> bool:
+        """Record an attempt and release the claim; return False if the claim is lost.
 
-        A replica that dies in between leaves a delivery that is sent again when its claim runs out.
+        If the replica dies before that, the event is sent again when the claim expires.
         """
-        is_done = verdict.outcome in ("delivered", "given_up")
+        is_done = decision.outcome in ("delivered", "given_up")
         noted = await self._write_note(
             claim,
             endpoint.name,
             "done" if is_done else failed,
-            pause=verdict.pause,
-            disable=_digest(endpoint) if verdict.outcome == "gone" else "",
-            is_taken=verdict.outcome == "delivered",
+            pause=decision.pause,
+            disable=_digest(endpoint) if decision.outcome == "gone" else "",
+            is_taken=decision.outcome == "delivered",
         )
         claims = self.claims(endpoint.name)
-        return noted and await (claims.finish(claim) if is_done else claims.put_back(claim, after=verdict.after))
+        return noted and await (claims.finish(claim) if is_done else claims.put_back(claim, after=decision.after))
 
     async def is_kept(self, event_id: str) -> bool:
-        """Whether the event's life, or the time for which it is remembered after its delivery, is not over."""
+        """Return whether the event is remembered: it has not expired, or was delivered a short time ago."""
         return bool(await self._client.exists(event_key(event_id)))
 
     async def drop(self, claim: Claim, name: str) -> bool:
-        """Forget a delivery that nobody is to have any more; False where the claim is another's by now."""
+        """Delete a delivery that no endpoint wants; return False if the claim is lost."""
         return await self._write_note(claim, name, "done") and await self.claims(name).finish(claim)
 
     async def _write_note(
@@ -127,7 +127,7 @@ class Outbox:
         return bool(await self._note(keys=self._keys(claim.item, name), args=args))
 
     async def levels(self, endpoints: Sequence[Endpoint]) -> list[Level]:
-        """Where each endpoint stands, in one call of Redis."""
+        """Return the state of each endpoint, in one call to Redis."""
         names = [endpoint.name for endpoint in endpoints]
         keys = _LEVELS.keys(
             due=[self.claims(name).due_key for name in names],
@@ -152,10 +152,10 @@ class Outbox:
 
 
 async def enable(client: "redis.asyncio.Redis", name: str) -> bool:
-    """Let an endpoint have webhooks again after its receiver answered 410; False where it was not disabled."""
+    """Re-enable an endpoint whose receiver answered 410; return False if it was not disabled."""
     return bool(await client.hdel(endpoint_key(name), "disabled"))
 
 
 def _digest(endpoint: Endpoint) -> str:
-    """A disabled endpoint is its URL: where the operator gives it another one, it is enabled."""
+    """Disabling applies to the URL: if the operator changes it, the endpoint is enabled."""
     return hashlib.blake2b(endpoint.url.encode(), digest_size=16).hexdigest()

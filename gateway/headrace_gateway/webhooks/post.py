@@ -1,4 +1,4 @@
-"""`Poster`: one POST to one endpoint. It follows no redirect, uses no proxy, and its answer's body is not looked at."""
+"""`Poster`: one POST to one endpoint. It follows no redirects, uses no proxy, and ignores the response's body."""
 
 import asyncio
 import contextlib
@@ -22,10 +22,12 @@ _DRAIN_BYTES: Final = 64 * 2**10
 
 
 class Poster:
-    """Args:
-    resolve: gives the addresses of a host.
-    tls: checks certificates against host names; None: with the system's authorities, or those of SSL_CERT_FILE.
-    seconds: a whole attempt may take, from the lookup of the host to the status.
+    """Makes the attempts of one replica.
+
+    Args:
+        resolve: resolves a host to addresses.
+        tls: verifies certificates and host names; None: with the system's authorities, or those of SSL_CERT_FILE.
+        seconds: time limit of an attempt, from the DNS lookup to the status.
     """
 
     def __init__(self, resolve: Resolve, *, tls: ssl.SSLContext | None = None, seconds: float = _SECONDS) -> None:
@@ -34,7 +36,7 @@ class Poster:
         self._seconds: Final = seconds
 
     async def __call__(self, endpoint: Endpoint, headers: Mapping[str, str], body: bytes) -> Attempt:
-        """Send it. Each attempt has a connection of its own, to an address checked for it."""
+        """Make an attempt, on a new connection to an address that was checked for it."""
         answers: list[Attempt] = []
         try:
             async with asyncio.timeout(self._seconds):
@@ -52,7 +54,7 @@ class Poster:
     async def _exchange(
         self, endpoint: Endpoint, headers: Mapping[str, str], body: bytes, answers: list[Attempt]
     ) -> None:
-        """Append the answer as soon as its headers are there: what its body does afterwards changes nothing."""
+        """Append the response as soon as its headers arrive, so that its body cannot change the outcome."""
         network = CheckedNetwork(self._resolve, allow_private=endpoint.allow_private)
         all_headers = {
             "host": urlsplit(endpoint.url).netloc,
@@ -77,7 +79,7 @@ class Poster:
 
 
 async def _drain(response: httpcore2.Response) -> None:
-    """Read a short body, so that the receiver's server does not log a client that left."""
+    """Read a short body, so that the receiver's server does not log a dropped connection."""
     size = 0
     with contextlib.suppress(TimeoutError):  # the status is what counts
         async with asyncio.timeout(_DRAIN_SECONDS):
@@ -88,7 +90,7 @@ async def _drain(response: httpcore2.Response) -> None:
 
 
 def _retry_after(headers: Sequence[tuple[bytes, bytes]]) -> float | None:
-    """Seconds, from a number of them or from a date; None where there is none that can be read."""
+    """Parse seconds or a date into seconds; None if absent or invalid."""
     text = next((value for name, value in headers if name.lower() == b"retry-after"), b"").decode("latin-1").strip()
     if text.isdecimal() and text.isascii() and len(text) < 10:
         return float(text)

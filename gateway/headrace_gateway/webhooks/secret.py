@@ -1,4 +1,4 @@
-"""Secrets and signatures of Standard Webhooks 1.0.0: HMAC-SHA256 over id, time and body."""
+"""Secrets and signatures of Standard Webhooks 1.0.0: HMAC-SHA256 over id, timestamp and body."""
 
 import base64
 import binascii
@@ -15,12 +15,12 @@ FORM: Final = f"{PREFIX} and the base64 of {_LEAST_BYTES} to {_MOST_BYTES} bytes
 
 
 def new_secret() -> str:
-    """A secret of 32 random bytes."""
+    """Return a secret of 32 random bytes."""
     return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 def secret_bytes(secret: str) -> bytes | None:
-    """The key of the HMAC; None where the secret has not the form that FORM states."""
+    """Return the HMAC key; None if the secret is not in the format FORM."""
     try:
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
     except (binascii.Error, ValueError):
@@ -29,11 +29,11 @@ def secret_bytes(secret: str) -> bytes | None:
 
 
 def signed_headers(event_id: str, body: bytes, keys: Sequence[bytes], *, at: int) -> dict[str, str]:
-    """The three headers of an attempt.
+    """Return the three headers of an attempt.
 
     Args:
-        keys: one signature is made with each, so that a receiver can have any of them.
-        at: unix seconds of the attempt.
+        keys: one signature is made with each, so that the receiver may have any of them.
+        at: Unix seconds of the attempt.
     """
     signed = f"{event_id}.{at}.".encode() + body
     digests = (hmac.digest(key, signed, hashlib.sha256) for key in keys)

@@ -1,6 +1,6 @@
-"""`Sender`: the role that delivers webhooks; every replica has one, and they share the deliveries.
+"""`Sender`: the background task that delivers webhooks. Every replica runs one, and they share the deliveries.
 
-A delivery whose replica dies between sending and noting is sent again with the same webhook-id: at least once.
+If a replica dies between sending and recording, the delivery is sent again with the same webhook-id: at least once.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from headrace_gateway.claims import Claim
 from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.outbox import Delivery, Outbox
-from headrace_gateway.webhooks.retries import LIFE_SECONDS, Attempt, Verdict, judge
+from headrace_gateway.webhooks.retries import LIFE_SECONDS, Attempt, Decision, decide
 from headrace_gateway.webhooks.secret import signed_headers
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.logging import frames
 
 _LOOK_SECONDS: Final = 1.0
 _CONCURRENCY: Final = 8
-"""Attempts that one replica has under way at one endpoint."""
+"""Concurrent attempts of one replica at one endpoint."""
 _GRACE_SECONDS: Final = 5.0
-"""Attempts under way may take so long after the server's end; others send the rest again when their claims run out."""
+"""Time limit of open attempts at shutdown. Other replicas send the rest again when the claims expire."""
 
 _FILE_SECONDS: Final = 600.0
-"""All replicas have a new version of the file after so long."""
+"""After this long every replica has loaded a new version of the file."""
 _OTHERS_SECONDS: Final = 30.0
 
 Post = Callable[[Endpoint, Mapping[str, str], bytes], Awaitable[Attempt]]
@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Args:
-    endpoints: gives the newest version of the webhook file.
-    post: makes one attempt.
-    draw: gives numbers from 0 to 1 for the jitter.
-    look_seconds: time between two looks at what is due.
+    """Delivers the events that are due.
+
+    Args:
+        endpoints: returns the newest version of the webhook file.
+        post: makes one attempt.
+        draw: returns numbers from 0 to 1 for the jitter.
+        poll_seconds: time between two polls.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Sender:
         *,
         draw: Callable[[], float] = random.random,
         now: Callable[[], float] = time.time,
-        look_seconds: float = _LOOK_SECONDS,
+        poll_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._outbox: Final = outbox
         self._endpoints: Final = endpoints
@@ -61,14 +63,14 @@ class Sender:
         self._metrics: Final = metrics
         self._draw: Final = draw
         self._now: Final = now
-        self._look_seconds: Final = look_seconds
+        self._poll_seconds: Final = poll_seconds
         self._open: set[str] = set()
-        """Names of endpoints that may be sent to."""
+        """Names of the endpoints that may be sent to."""
         self._workers: Final[dict[str, set[asyncio.Task[None]]]] = defaultdict(set)
         self._is_running = False
 
     async def run(self) -> None:
-        """Deliver until cancelled; `finish` ends what is under way then."""
+        """Deliver until cancelled. Then call `finish`."""
         self._is_running, is_redis_up = True, True
         task = asyncio.current_task()
         assert task is not None
@@ -76,34 +78,34 @@ class Sender:
             # asyncio.wait_for of Python 3.11, in redis-py, can lose a cancellation
             while not task.cancelling():
                 try:
-                    await self._look()
+                    await self._poll()
                 except REDIS_ERRORS as error:
                     if is_redis_up:
-                        logger.warning("webhooks wait for Redis: %s", type(error).__name__)
+                        logger.warning("webhooks waiting for Redis: %s", type(error).__name__)
                     is_redis_up = False
                 else:
                     is_redis_up = True
                 if not task.cancelling():
-                    await asyncio.sleep(self._look_seconds)
+                    await asyncio.sleep(self._poll_seconds)
         finally:
             self._is_running = False
 
     async def finish(self) -> None:
-        """Let attempts under way end, and cut off those that take too long."""
+        """Wait for open attempts to end, and cancel those that take too long."""
         workers = [worker for workers in self._workers.values() for worker in workers]
         if workers:
             await asyncio.wait(workers, timeout=_GRACE_SECONDS)
         await end_tasks(*workers)
 
-    def nudge(self, name: str) -> None:
-        """Send what is due to this endpoint at once; the next look would do so, too."""
+    def wake(self, name: str) -> None:
+        """Send what is due to this endpoint now, without waiting for the next poll."""
         if self._is_running and name in self._open and len(self._workers[name]) < _CONCURRENCY:
             worker = asyncio.create_task(self._work(name))
             self._workers[name].add(worker)
             worker.add_done_callback(self._workers[name].discard)
 
-    async def _look(self) -> None:
-        """Start what is due, and tell the metrics how things stand."""
+    async def _poll(self) -> None:
+        """Start what is due, and update the metrics."""
         endpoints = list(self._endpoints().values())
         levels = dict(zip((endpoint.name for endpoint in endpoints), await self._outbox.levels(endpoints), strict=True))
         self._open = {name for name, level in levels.items() if not level.is_paused and not level.is_disabled}
@@ -115,10 +117,10 @@ class Sender:
         )
         for name, level in levels.items():
             for _ in range(min(level.due, _CONCURRENCY)):
-                self.nudge(name)
+                self.wake(name)
 
     async def _work(self, name: str) -> None:
-        """Deliver one after the other until nothing is due."""
+        """Deliver one event after the other until none is due."""
         claims = self._outbox.claims(name)
         try:
             while name in self._open and self._is_running:
@@ -131,8 +133,8 @@ class Sender:
                 else:
                     return
         except REDIS_ERRORS as error:
-            logger.warning("webhook not noted, it is sent again: endpoint=%s (%s)", name, type(error).__name__)
-        except Exception as error:  # noqa: BLE001  # its claim runs out, and the others go on
+            logger.warning("webhook not recorded, will be resent: endpoint=%s (%s)", name, type(error).__name__)
+        except Exception as error:  # noqa: BLE001  # its claim expires, and the other deliveries continue
             logger.error("webhook failed: endpoint=%s\n%s", name, frames(error))
 
     async def _deliver(self, endpoint: Endpoint, claim: Claim) -> None:
@@ -146,42 +148,42 @@ class Sender:
         body = delivery.event.body()
         headers = signed_headers(claim.item, body, endpoint.secrets, at=int(self._now()))
         attempt = await self._post(endpoint, headers, body)
-        verdict = judge(attempt, failed_before=delivery.failed, slowed_before=delivery.slowed, jitter=self._draw())
-        if verdict.pause or verdict.outcome == "gone":
+        decision = decide(attempt, failed_before=delivery.failed, slowed_before=delivery.slowed, jitter=self._draw())
+        if decision.pause or decision.outcome == "gone":
             self._open.discard(endpoint.name)
-        await self._outbox.note(claim, endpoint, verdict, failed=delivery.failed + 1)
-        self._metrics.webhook_attempted(verdict.outcome)
-        _log(endpoint, delivery, attempt, verdict)
+        await self._outbox.note(claim, endpoint, decision, failed=delivery.failed + 1)
+        self._metrics.webhook_attempted(decision.outcome)
+        _log(endpoint, delivery, attempt, decision)
 
     async def _end(self, endpoint: Endpoint, claim: Claim) -> None:
-        """Forget an event that is done, or one whose life ended before it was."""
+        """Delete an event that is done, or that expired before it was."""
         is_kept = await self._outbox.is_kept(claim.item)
         if await self._outbox.drop(claim, endpoint.name) and not is_kept:
             self._metrics.webhook_attempted("given_up")
             days = LIFE_SECONDS // 86400
-            logger.error("webhook given up: endpoint=%s event=%s (%d days are over)", endpoint.name, claim.item, days)
+            logger.error("webhook expired: endpoint=%s event=%s (after %d days)", endpoint.name, claim.item, days)
 
     async def _decline(self, endpoint: Endpoint, claim: Claim, delivery: Delivery) -> None:
-        """Forget an event that nobody wants; a new one is left to others first, whose file may be a newer version."""
+        """Delete an event that no endpoint wants. Leave a new one to other replicas first: their file may be newer."""
         what = f"endpoint={endpoint.name} event={delivery.event.id} type={delivery.event.type}"
         if self._now() - delivery.event.created_at < _FILE_SECONDS:
             await self._outbox.claims(endpoint.name).put_back(claim, after=_OTHERS_SECONDS)
-            logger.info("webhook left to other replicas, the file here does not want it: %s", what)
+            logger.info("webhook left to other replicas, not in this replica's file: %s", what)
         elif await self._outbox.drop(claim, endpoint.name):
-            logger.warning("webhook dropped, the file does not want it: %s", what)
+            logger.warning("webhook dropped, not in the webhook file: %s", what)
 
 
-def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, verdict: Verdict) -> None:
-    """One line an attempt. The URL stays out of it: its query may hold a secret."""
+def _log(endpoint: Endpoint, delivery: Delivery, attempt: Attempt, decision: Decision) -> None:
+    """Log one line per attempt, without the URL, whose query may contain a secret."""
     what = (
         f"endpoint={endpoint.name} event={delivery.event.id} type={delivery.event.type} attempt={delivery.failed + 1}"
     )
     why = attempt.failure if attempt.status is None else f"status {attempt.status}"
-    if verdict.outcome == "delivered":
+    if decision.outcome == "delivered":
         logger.info("webhook delivered: %s status=%s", what, attempt.status)
-    elif verdict.outcome == "failed":
-        logger.warning("webhook not delivered, again in %.0f s: %s (%s)", verdict.after, what, why)
-    elif verdict.outcome == "gone":
+    elif decision.outcome == "failed":
+        logger.warning("webhook not delivered, retry in %.0f s: %s (%s)", decision.after, what, why)
+    elif decision.outcome == "gone":
         logger.error("webhook endpoint disabled by its status 410, see `headrace webhook-enable`: %s", what)
     else:
         logger.error("webhook given up: %s (%s)", what, why)

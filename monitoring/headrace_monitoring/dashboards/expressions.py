@@ -29,9 +29,9 @@ def rate(metric: str, by: str = "", where: str = "") -> str:
     return f"sum{_by(by)}(rate(headrace_{metric}{{@{where}}}[$__rate_interval]))"
 
 
-def increase(metric: str, by: str, window: str = "1h") -> str:
-    """Events within a window that ends now."""
-    return f"sum by ({by}) (increase(headrace_{metric}{{@}}[{window}]))"
+def increase(metric: str, by: str) -> str:
+    """Events within the last hour."""
+    return f"sum by ({by}) (increase(headrace_{metric}{{@}}[1h]))"
 
 
 def mean(histogram: str, by: str = "") -> str:
@@ -51,7 +51,7 @@ def quantiles(histogram: str) -> list[Query]:
 def share_within(histogram: str, objective: float, window: str) -> str:
     """The exact share of observations up to an objective; works because the objective is a bucket's bound."""
     within = f'sum(rate(headrace_{histogram}_bucket{{@,le="{objective}"}}[{window}]))'
-    return f"{within} / sum(rate(headrace_{histogram}_count{{@}}[{window}]))"
+    return f"{within} / sum(rate(headrace_{histogram}_count{{@}}[1h]))"
 
 
 def queue_level(metric: str, by: str, where: str = "") -> str:

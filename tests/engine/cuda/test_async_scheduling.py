@@ -15,8 +15,6 @@ from headrace_engine.runner.contracts import LaunchedStep, StepBatch
 from headrace_engine.runner.sampling import graph_sampling
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from headrace_engine.runner.cuda.sampling import DeviceSampler, draw_from_all
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
-
-pytestmark = pytest.mark.torch
 
 
 def row(u: float, **params: Any) -> SamplingRow:

@@ -25,8 +25,6 @@ from headrace_engine.runner.linear.device_linear import DeviceLinear, TritonLine
 from headrace_engine.runner.linear.prepared_linear import LinearKind
 from headrace_engine.runner.models import paged_model
 
-pytestmark = pytest.mark.torch
-
 
 def fused_layers(core: EngineCore) -> list[FusedDecoderLayer]:
     """The fused ones, all by products of one kind."""

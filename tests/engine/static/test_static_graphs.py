@@ -27,8 +27,6 @@ from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.shapes import Shape
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 class Traced:
     """A core on the static runner, compiled by a backend that keeps what it is given."""
@@ -149,7 +147,7 @@ def test_graphs_hold_the_operators_that_are_listed_and_none_that_neuron_refuses(
     for traced in (llama_traced, mistral_traced, *others):
         assert [problem for graph in traced.graphs for problem in graph.problems()] == []
         found = sum((graph.operators() for graph in traced.graphs), Counter[str]())
-        num_layers = len(traced.runner._part.decoder.model.layers)
+        num_layers = len(traced.runner._shard.decoder.model.layers)
         # K/V memory is written in place, once a layer for keys and once for values
         assert found["aten.index_put.default"] == found["aten.copy_.default"] == 2 * num_layers * len(traced.graphs)
         assert found["aten.topk.default"] == len(traced.graphs)

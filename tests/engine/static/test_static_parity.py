@@ -22,8 +22,6 @@ from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.static import weights
 
-pytestmark = pytest.mark.torch
-
 MakeModel = Callable[[str], TinyModel]
 
 

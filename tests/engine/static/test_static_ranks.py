@@ -21,8 +21,6 @@ from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.xla import XLA
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 def config_of(model: TinyModel, **options: Any) -> EngineConfig:
     buckets = {"prefill_buckets": [48], "decode_buckets": [4], "context_buckets": [112]}

@@ -13,8 +13,6 @@ from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, draw, kno
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 VOCABULARY = 1000
 
 

@@ -31,8 +31,6 @@ from headrace_engine.runner.static.shapes import Shape
 from headrace_engine.runner.static.xla import XLA
 from headrace_engine.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.torch
-
 
 def config_of(model: TinyModel) -> EngineConfig:
     buckets = {"prefill_buckets": [16, 64], "decode_buckets": [1, 8], "context_buckets": [112]}

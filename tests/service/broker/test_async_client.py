@@ -26,8 +26,6 @@ from headrace_broker.results import CompletionOutput
 from headrace_broker.streams import StreamWrite, StreamWriter
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 
 @pytest.fixture
 async def client(redis_server: EmbeddedServer) -> AsyncIterator[AsyncClient]:

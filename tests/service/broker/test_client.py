@@ -35,8 +35,6 @@ from headrace_broker.results import CompletionOutput, ErrorInfo
 from headrace_broker.streams import StreamWrite, StreamWriter
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 STORES_RESULTS = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's own
 RESULT = GenerateResult("r", [CompletionOutput(0, "hi", [7], finish_reason="stop")], Usage(1, 0, 1))
 

@@ -27,8 +27,6 @@ from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take, tenant_of
 
-pytestmark = pytest.mark.redis
-
 
 def serve(leases: Leases, costs: Mapping[str, int], requests: int) -> Counter[str]:
     """Runs requests one after the other; returns the tokens that each tenant got."""

@@ -23,8 +23,6 @@ from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.settings import BrokerSettings
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take
 
-pytestmark = pytest.mark.redis
-
 
 def test_what_waits_for_long_is_served_under_an_unending_load_of_better_priority(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"

@@ -10,8 +10,6 @@ from headrace_broker.keys import LEASE_RECORDS_KEY, queue_lists, waiting_key
 from headrace_broker.leases import LeasedMessage, Leases
 from service.broker.tenant_messages import LISTS, QUEUE, names, numbered, push, take
 
-pytestmark = pytest.mark.redis
-
 BETTER_THAN_9 = 3
 """Lists, in the order in which they are served."""
 

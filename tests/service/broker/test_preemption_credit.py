@@ -13,8 +13,6 @@ from headrace_broker.keys import sorted_ids_key
 from headrace_broker.transport import STEP, Transport
 from service.broker.test_event_loop import QUEUE, Loop
 
-pytestmark = pytest.mark.redis
-
 
 @pytest.fixture
 def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:

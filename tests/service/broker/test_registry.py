@@ -11,7 +11,6 @@ from headrace_broker.events import pack
 from headrace_broker.keys import MODELS_KEY
 from headrace_broker.registry import known_models, read_models, register_model
 
-pytestmark = pytest.mark.redis
 OLD = {"max_model_len": 64, "seen": 5.0, "worker": "w"}
 
 

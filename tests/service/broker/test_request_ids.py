@@ -15,8 +15,6 @@ from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import Ending, StreamWrite, StreamWriter
 from service.workers.messages import message
 
-pytestmark = pytest.mark.redis
-
 LISTS = queue_lists("headrace.m")
 OTHER_LISTS = queue_lists("headrace.n")
 

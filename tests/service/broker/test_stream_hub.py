@@ -16,8 +16,6 @@ from headrace_broker.stream_hub import MAX_SUBSCRIBERS, StreamHub, Subscription
 from headrace_broker.streams import StreamWrite, StreamWriter
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 PATIENCE = 30.0
 """Seconds that only a failure takes in full."""
 

@@ -2,7 +2,6 @@
 
 import uuid
 
-import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,8 +10,6 @@ from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, read_entry
 from headrace_broker.keys import stream_key
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
-
-pytestmark = pytest.mark.redis
 
 WORKERS = 3
 ACTIONS = st.lists(

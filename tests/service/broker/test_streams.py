@@ -11,7 +11,6 @@ from headrace_broker.streams import END_STREAM, Ending, StreamWrite, StreamWrite
 from headrace_broker.submission import cancel_call
 from headrace_broker.subscriber import read_stream, read_streams
 
-pytestmark = pytest.mark.redis
 TTL = 60
 
 

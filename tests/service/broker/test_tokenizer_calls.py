@@ -21,8 +21,6 @@ from headrace_broker.tokenizer_calls import (
     TokenizerCalls,
 )
 
-pytestmark = pytest.mark.redis
-
 
 @pytest.fixture
 def client(redis_server: EmbeddedServer) -> "Iterator[redis.Redis]":

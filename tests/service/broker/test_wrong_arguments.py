@@ -16,8 +16,6 @@ from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.keys import DEAD_LETTERS_KEY, MODELS_KEY
 from headrace_broker.streams import StreamWrite, StreamWriter
 
-pytestmark = pytest.mark.redis
-
 ODD: Final[tuple[Any, ...]] = (
     0,
     1.5,

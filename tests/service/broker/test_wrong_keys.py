@@ -31,8 +31,6 @@ from headrace_broker.reasons import DeadLetterReason
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, names
 from service.servers import make_server
 
-pytestmark = pytest.mark.redis
-
 DUE: Final = 1.0
 """A lease that ended long ago, unix seconds."""
 PUT: Final[dict[str, Callable[["redis.Redis", str], object]]] = {

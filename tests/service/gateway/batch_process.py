@@ -27,7 +27,7 @@ def write_input(path: Path, bodies: Iterable[dict[str, Any]], url: str = "/v1/ch
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The answers in a file; every line of it is whole."""
+    """Return the answers in a file. Every line must be complete."""
     text = path.read_bytes() if path.exists() else b""
     assert not text or text.endswith(b"\n"), "the last line has no end"
     return [json.loads(line) for line in text.splitlines()]
@@ -53,8 +53,8 @@ class BatchProcess:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
 
         def prepare() -> None:
-            if in_background:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # whatever the shell that runs the tests does with it
+            signal.signal(signal.SIGINT, signal.SIG_IGN if in_background else signal.SIG_DFL)
             if max_file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
 
@@ -71,7 +71,7 @@ class BatchProcess:
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for it while the process runs."""
+        """Wait until it holds while the process runs."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert self.process.poll() is None, self.process.communicate()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -14,16 +13,9 @@ from service.workers.service import Service
 __all__ = ["model_folder"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.service)
-            item.add_marker(pytest.mark.redis)
-
-
 @dataclass(frozen=True)
 class RunningGateway:
-    """Two replicas before one queue."""
+    """Two replicas before one queue; a test that kills anything of it starts it again."""
 
     service: Service
     replicas: tuple[GatewayProcess, GatewayProcess]
@@ -34,7 +26,7 @@ class RunningGateway:
         return self.replicas[0].url
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gateway(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     folder = tmp_path_factory.mktemp("gateway")
     with make_server(appendonly=True) as server:

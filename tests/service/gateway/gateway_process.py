@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from service.ports import free_port
+from headrace_broker.embedded import free_port
 
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "gateway"]
 PATIENCE = 60.0
-"""Seconds that only a failure takes in full; a slow machine may need much of it."""
+"""Seconds; only a failing test takes all of it, but a slow machine may need much of it."""
 
 
 class GatewayProcess:
@@ -41,7 +41,7 @@ class GatewayProcess:
             )
 
     def wait_ready(self) -> "GatewayProcess":
-        """Wait until it answers that it can serve."""
+        """Wait until it is ready."""
         deadline = time.monotonic() + PATIENCE
         while self.get("/ready") != 200:
             assert self.process.poll() is None, self.log_text()
@@ -50,7 +50,7 @@ class GatewayProcess:
         return self
 
     def get(self, path: str) -> int | None:
-        """The status of a GET, None where nobody listens."""
+        """Return the status of a GET; None if nothing listens."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request("GET", path)
@@ -68,7 +68,7 @@ class GatewayProcess:
         self.process.wait()
 
     def close(self) -> None:
-        """End it; a failure where it does not end by itself."""
+        """Stop it; fail if it does not exit by itself."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

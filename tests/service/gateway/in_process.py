@@ -14,7 +14,7 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 @asynccontextmanager
 async def running_app(redis_url: str, **options: Any) -> AsyncIterator[tuple[Any, httpx2.AsyncClient]]:
-    """The application and a client of it. `metrics` goes to the application, the rest to its settings."""
+    """The application and an HTTP client. `metrics` goes to the application, the rest to its settings."""
     metrics = options.pop("metrics", None) or GatewayMetrics()
     app = make_app(GatewaySettings(redis_url=redis_url, **options), metrics=metrics)
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
@@ -26,7 +26,7 @@ async def running_app(redis_url: str, **options: Any) -> AsyncIterator[tuple[Any
 
 
 def write_keys(path: Path, *names: str, **rights: str) -> dict[str, str]:
-    """A key file; the keys by name. `rights` are lines for every key, as TOML writes their values."""
+    """Write a key file; return the keys by name. `rights` are TOML lines for every key."""
     made = {name: new_key(name) for name in names}
     lines = "".join(f"{name} = {value}\n" for name, value in rights.items())
     path.write_text("".join(entry + lines for _, entry in made.values()), encoding="utf-8")

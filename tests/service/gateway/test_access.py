@@ -1,4 +1,4 @@
-"""Who may ask the gateway for what, and what every answer carries."""
+"""Authentication and access, and the headers and errors of every response."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """Return the error in OpenAI's format."""
     body = response.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -59,7 +59,7 @@ async def test_no_endpoint_but_the_public_ones_answers_without_a_key(
             assert (await client.get(path)).status_code == 401, path
 
 
-async def test_a_wrong_key_is_told_as_openai_tells_it(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_a_wrong_key_gets_openais_error(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     write_keys(tmp_path / "keys", "web")
     async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
         response = await client.get("/v1/models", headers=bearer("sk-my-secret"))
@@ -71,7 +71,7 @@ async def test_a_wrong_key_is_told_as_openai_tells_it(redis_server: EmbeddedServ
         assert (await client.get("/v1/models", headers={"x-api-key": b"\xff\xfe"})).status_code == 401
 
 
-async def test_a_key_is_taken_from_either_header(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_a_key_is_accepted_in_either_header(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", "web", "other")
     async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
         for headers in (bearer(keys["web"]), {"authorization": f"bearer  {keys['other']}"}, {"x-api-key": keys["web"]}):
@@ -97,12 +97,12 @@ async def test_a_key_sees_the_models_that_it_may_use(
             assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
 
 
-def test_without_a_key_file_it_does_not_start_where_others_reach_it(redis_server: EmbeddedServer) -> None:
+def test_without_a_key_file_it_does_not_start_on_a_public_address(redis_server: EmbeddedServer) -> None:
     with pytest.raises(GatewaySettingsError, match="loopback"):
         make_app(GatewaySettings(redis_url=redis_server.url, host="0.0.0.0"))
 
 
-async def test_every_answer_has_an_id_and_repeats_the_callers_apart(anybody: httpx2.AsyncClient) -> None:
+async def test_every_response_has_an_id_and_returns_the_callers_separately(anybody: httpx2.AsyncClient) -> None:
     for path in ("/health", "/v1/models", "/nope"):
         response = await anybody.get(path, headers={"X-Request-Id": "mine-1"})
         assert response.headers["x-request-id"].startswith("req_")
@@ -112,7 +112,7 @@ async def test_every_answer_has_an_id_and_repeats_the_callers_apart(anybody: htt
         assert "x-client-request-id" not in (await anybody.get("/health", headers={"X-Request-Id": bad})).headers
 
 
-async def test_unknown_paths_and_methods_are_named_in_openais_shape(anybody: httpx2.AsyncClient) -> None:
+async def test_unknown_paths_and_methods_get_openais_error(anybody: httpx2.AsyncClient) -> None:
     for path in ("/v1/embeddings", "/v1/models/x/../..", "/v1/chat/completions/", "/favicon.ico"):
         response = await anybody.post(path, headers=JSON)
         assert response.status_code in (404, 405), path
@@ -121,7 +121,7 @@ async def test_unknown_paths_and_methods_are_named_in_openais_shape(anybody: htt
     response = await anybody.delete("/v1/models")
     assert response.status_code == 405
     assert "GET" in response.headers["allow"]
-    assert error_of(response)["message"] == "/v1/models does not take DELETE"
+    assert error_of(response)["message"] == "/v1/models does not allow DELETE"
 
 
 BODIES = {
@@ -185,7 +185,7 @@ async def test_a_page_of_an_allowed_site_may_call_with_any_header(redis_server: 
             assert "access-control-allow-origin" not in response.headers
 
 
-async def test_a_fault_of_the_gateway_is_answered_without_its_text(
+async def test_an_internal_error_does_not_reveal_its_text(
     redis_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(_request: object) -> None:
@@ -218,7 +218,7 @@ async def test_requests_and_refusals_are_counted(redis_server: EmbeddedServer, t
     assert b"headrace_gateway_key_file_valid 1.0" in shown
 
 
-async def test_without_redis_it_lives_and_is_not_ready(tmp_path: Path) -> None:
+async def test_without_redis_it_is_alive_but_not_ready(tmp_path: Path) -> None:
     async with running_app("redis://127.0.0.1:1/0") as (_, client):
         assert (await client.get("/health")).status_code == 200
         response = await client.get("/ready")
@@ -229,7 +229,7 @@ async def test_without_redis_it_lives_and_is_not_ready(tmp_path: Path) -> None:
         assert "127.0.0.1" not in response.text
 
 
-async def test_while_redis_says_nothing_generations_are_refused_at_once() -> None:
+async def test_while_redis_hangs_generations_are_refused_at_once() -> None:
     with make_server() as frozen:
         async with running_app(frozen.url) as (app, client):
             assert frozen.pid is not None
@@ -247,4 +247,4 @@ async def test_while_redis_says_nothing_generations_are_refused_at_once() -> Non
             while app.state.redis_watch.is_down:
                 await asyncio.sleep(0.01)
             response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
-            assert error_of(response)["code"] == "model_not_found"  # it was asked
+            assert error_of(response)["code"] == "model_not_found"  # the worker's registry was read

@@ -33,14 +33,14 @@ def client(gateway: RunningGateway) -> Iterator[anthropic.Anthropic]:
 
 
 def options_of(options: dict[str, Any]) -> dict[str, Any]:
-    """With what every call here has; the SDK has no arguments of the API's sampling parameters."""
+    """Create a message with the arguments of every call here; the SDK has no arguments for the sampling parameters."""
     body = {name: options[name] for name in ("temperature", "top_k") if name in options}
     rest = {name: value for name, value in options.items() if name not in body}
     return {"messages": MESSAGES, "max_tokens": 6, "extra_body": {"temperature": 0, **body}, **rest}
 
 
 def create(client: anthropic.Anthropic, gateway: RunningGateway, **options: Any) -> Message:
-    """The answer, after its body was held against the SDK's type without any leniency."""
+    """Return the answer after strict validation of its body against the SDK's type."""
     options = options_of(options)
     response = client.messages.with_raw_response.create(model=gateway.model, **options)
     assert response.headers["request-id"].startswith("req_")
@@ -48,7 +48,7 @@ def create(client: anthropic.Anthropic, gateway: RunningGateway, **options: Any)
 
 
 def events_of(client: anthropic.Anthropic, gateway: RunningGateway, **options: Any) -> list[Any]:
-    """The events of the stream, each held against the SDK's type; their names are their types."""
+    """Return the events of the stream after strict validation against the SDK's types; their names are their types."""
     options = options_of(options)
     response = client.messages.with_raw_response.create(model=gateway.model, stream=True, **options)
     blocks = "\n".join(response.http_response.iter_lines()).split("\n\n")
@@ -83,7 +83,7 @@ def test_the_events_of_a_stream_come_in_anthropics_order(client: anthropic.Anthr
     assert "".join(event.delta.text for event in events[2:-3]) == create(client, gateway).content[0].text  # type: ignore[union-attr]
 
 
-def test_the_stream_helper_accumulates_what_the_plain_call_answers(
+def test_the_stream_helper_accumulates_the_non_streaming_answer(
     client: anthropic.Anthropic, gateway: RunningGateway
 ) -> None:
     with client.messages.stream(
@@ -99,7 +99,7 @@ def test_the_stream_helper_accumulates_what_the_plain_call_answers(
     )
 
 
-def test_cached_tokens_are_told_apart(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
+def test_cached_tokens_are_reported_separately(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
     messages: list[Any] = [{"role": "user", "content": "the wheel " * 60}]
     create(client, gateway, messages=messages)
     again = create(client, gateway, messages=messages)
@@ -108,7 +108,9 @@ def test_cached_tokens_are_told_apart(client: anthropic.Anthropic, gateway: Runn
     assert again.usage.input_tokens + again.usage.cache_read_input_tokens == counted
 
 
-def test_a_stop_sequence_is_named_and_left_out(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
+def test_a_stop_sequence_is_reported_and_left_out_of_the_text(
+    client: anthropic.Anthropic, gateway: RunningGateway
+) -> None:
     text = create(client, gateway, max_tokens=20).content[0].text  # type: ignore[union-attr]
     stop = text[3:6]
     answer = create(client, gateway, max_tokens=20, stop_sequences=["never seen", stop])
@@ -116,9 +118,7 @@ def test_a_stop_sequence_is_named_and_left_out(client: anthropic.Anthropic, gate
     assert "".join(block.text for block in answer.content) == text[: text.index(stop)]  # type: ignore[union-attr]
 
 
-def test_an_answer_goes_on_behind_the_assistants_last_words(
-    client: anthropic.Anthropic, gateway: RunningGateway
-) -> None:
+def test_an_answer_continues_the_assistants_last_message(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
     begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "hello the"}]
     chat = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
     body = {"model": gateway.model, "max_tokens": 6, "temperature": 0, **chat}
@@ -155,7 +155,7 @@ def test_a_forced_tool_streams_the_same_call(client: anthropic.Anthropic, gatewa
     assert (final.content[0].name, final.content[0].input) == (plain.content[0].name, plain.content[0].input)  # type: ignore[union-attr]
 
 
-def test_a_schema_is_kept(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
+def test_the_output_follows_a_schema(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
     config: Any = {"format": {"type": "json_schema", "schema": PAINT["input_schema"]}, "effort": "low"}
     answer = create(client, gateway, output_config=config, max_tokens=60)
     assert json.loads(answer.content[0].text)["colour"] in ("red", "green")  # type: ignore[union-attr]
@@ -171,7 +171,7 @@ def test_a_schema_is_kept(client: anthropic.Anthropic, gateway: RunningGateway) 
         {"thinking": {"type": "adaptive"}},
     ],
 )
-def test_a_count_is_what_the_message_is_charged(
+def test_a_count_equals_the_input_tokens_of_the_message(
     client: anthropic.Anthropic, gateway: RunningGateway, extra: dict[str, Any]
 ) -> None:
     response = client.messages.with_raw_response.count_tokens(**{"model": gateway.model, "messages": MESSAGES, **extra})
@@ -180,7 +180,7 @@ def test_a_count_is_what_the_message_is_charged(
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_what_claude_code_sends_is_taken(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
+def test_a_request_of_claude_code_is_accepted(client: anthropic.Anthropic, gateway: RunningGateway) -> None:
     mark: Any = {"cache_control": {"type": "ephemeral"}}
     answer = client.beta.messages.create(
         model=gateway.model,
@@ -211,7 +211,7 @@ def test_what_claude_code_sends_is_taken(client: anthropic.Anthropic, gateway: R
         ),
     ],
 )
-def test_each_fault_is_the_sdks_own_exception(
+def test_each_error_raises_the_sdks_own_exception(
     client: anthropic.Anthropic,
     gateway: RunningGateway,
     options: dict[str, Any],
@@ -230,7 +230,7 @@ def test_each_fault_is_the_sdks_own_exception(
         assert body["request_id"] == raised.value.request_id
 
 
-def test_a_stream_that_broke_is_rejoined_at_another_replica(gateway: RunningGateway) -> None:
+def test_a_broken_stream_is_rejoined_at_another_replica(gateway: RunningGateway) -> None:
     body = {"model": gateway.model, "max_tokens": 12, "messages": MESSAGES, "temperature": 0, "stream": True}
     first, second = (httpx2.Client(base_url=replica.url, timeout=60) for replica in gateway.replicas)
     with first, second:

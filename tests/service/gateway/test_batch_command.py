@@ -1,9 +1,10 @@
-"""`headrace batch run` beside a gateway, with a real worker: what it answers, and what it survives."""
+"""`headrace batch run` and a gateway with a real worker: the answers, and the faults that the command survives."""
 
 import json
 import signal
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from service.gateway.batch_process import BatchProcess, read_lines, write_input
 from service.gateway.conftest import RunningGateway
+from service.gateway.held_line import HELD_MODEL, answer_held_line, forget_held_model, register_held_model
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 1, "seed": 7}
@@ -28,15 +30,23 @@ ANY_BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHATS, TOO_LONG),
     (COMPLETIONS, {**SAMPLED, "prompt": "x " * 3000}),
 ]
-"""The last two are refused by the worker."""
+"""The worker refuses the last two."""
 
 
-def bodies(count: int, **more: Any) -> list[dict[str, Any]]:
-    return [{**CHAT, "seed": seed, "ignore_eos": True, "max_tokens": 40, **more} for seed in range(count)]
+def bodies(count: int) -> list[dict[str, Any]]:
+    return [{**CHAT, "seed": seed, "ignore_eos": True, "max_tokens": 40} for seed in range(count)]
+
+
+@pytest.fixture
+def held_line(gateway: RunningGateway) -> Iterator[dict[str, Any]]:
+    """Has no answer before the test gives it one, so that no run ends before."""
+    register_held_model(gateway.service.client)
+    yield {**CHAT, "model": HELD_MODEL}
+    forget_held_model(gateway.service.client)
 
 
 def asked(gateway: RunningGateway, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """What the gateway answers."""
+    """Return what the gateway answers."""
     head = {"Content-Type": "application/json"}
     request = urllib.request.Request(gateway.url + url, json.dumps(body).encode(), head)
     try:
@@ -47,13 +57,13 @@ def asked(gateway: RunningGateway, url: str, body: dict[str, Any]) -> tuple[int,
 
 
 def without_ids(body: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on when the request was made, and by whom."""
+    """Return what does not depend on the time and the sender of the request."""
     body = json.loads(json.dumps(body))
     for choice in body.get("choices", ()):
         for call in choice.get("message", {}).get("tool_calls", ()):
             call.pop("id")
     if "usage" in body:
-        body["usage"].pop("prompt_tokens_details", None)  # what the prefix cache held
+        body["usage"].pop("prompt_tokens_details", None)  # what the prefix cache had
     return {name: value for name, value in body.items() if name not in ("id", "created")}
 
 
@@ -71,7 +81,7 @@ def test_answers_are_those_of_the_gateway(gateway: RunningGateway, tmp_path: Pat
         {"custom_id": str(number), "method": "POST", "url": url, "body": body}
         for number, (url, body) in enumerate(ANY_BODIES)
     ]
-    given.write_text("\n".join(map(json.dumps, lines)))  # the last line has no end
+    given.write_text("\n".join(map(json.dumps, lines)))  # the last line has no line feed
     run = BatchProcess(tmp_path, "in.jsonl", "out.jsonl", "--json", redis_url=gateway.service.url)
     output, _ = run.end(3)
     summary = json.loads(output)
@@ -91,7 +101,7 @@ def test_answers_are_those_of_the_gateway(gateway: RunningGateway, tmp_path: Pat
             assert list(line["response"]["body"]) == list(expected)
 
 
-def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_without_running_a_request_twice(gateway: RunningGateway, tmp_path: Path) -> None:
     service, out = gateway.service, tmp_path / "out.jsonl"
     write_input(tmp_path / "in.jsonl", bodies(60))
     command = ("in.jsonl", "out.jsonl", "--window", "12")
@@ -100,7 +110,7 @@ def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway,
     run.wait_until(lambda: out.exists() and len(out.read_bytes().splitlines()) >= 5)
     run.kill()
     with out.open("ab") as file:
-        file.write(b'{"id":"batch_req_')  # as if it had been killed while it wrote
+        file.write(b'{"id":"batch_req_')  # as if it had been killed in the middle of a write
     BatchProcess(tmp_path, *command, redis_url=service.url).end(0)
     assert_each_once(tmp_path, 60)
     streams = set(service.client.keys("headrace:stream:*")) - before
@@ -110,11 +120,11 @@ def test_a_killed_run_goes_on_and_runs_no_request_twice(gateway: RunningGateway,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_says_how_to_go_on(
-    gateway: RunningGateway, tmp_path: Path, number: signal.Signals, code: int
+def test_an_interrupted_run_says_how_to_resume(
+    gateway: RunningGateway, tmp_path: Path, held_line: dict[str, Any], number: signal.Signals, code: int
 ) -> None:
     out = tmp_path / "out.jsonl"
-    write_input(tmp_path / "in.jsonl", bodies(40))
+    write_input(tmp_path / "in.jsonl", [held_line, *bodies(39)])
     command = ("in.jsonl", "out.jsonl", "--window", "4")
     in_background = number == signal.SIGTERM
     run = BatchProcess(tmp_path, *command, redis_url=gateway.service.url, in_background=in_background)
@@ -123,7 +133,9 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert "the same command" in told
     some = read_lines(out)
     assert 0 < len(some) < 40
-    output, _ = BatchProcess(tmp_path, *command, "--json", redis_url=gateway.service.url).end(0)
+    run = BatchProcess(tmp_path, *command, "--json", redis_url=gateway.service.url)
+    answer_held_line(gateway.service.client)
+    output, _ = run.end(0)
     assert json.loads(output)["completed"] == 40
     assert_each_once(tmp_path, 40)
     assert read_lines(out)[: len(some)] == some
@@ -138,7 +150,9 @@ def test_a_complete_run_sends_nothing_when_it_is_repeated(gateway: RunningGatewa
     assert_each_once(tmp_path, 4, failed=1)
 
 
-def test_a_full_disk_ends_the_run_with_whole_lines_and_it_goes_on(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_whole_lines_and_it_can_be_resumed(
+    gateway: RunningGateway, tmp_path: Path
+) -> None:
     write_input(tmp_path / "in.jsonl", bodies(30))
     command = ("in.jsonl", "out.jsonl", "--window", "8")
     _, told = BatchProcess(tmp_path, *command, redis_url=gateway.service.url, max_file_bytes=5000).end(1)
@@ -179,9 +193,9 @@ def test_wrong_lines_are_refused_with_their_numbers_before_anything_is_sent(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
-def test_two_runs_do_not_write_one_output(gateway: RunningGateway, tmp_path: Path) -> None:
-    write_input(tmp_path / "in.jsonl", bodies(40, max_tokens=400))
-    command = ("in.jsonl", "out.jsonl", "--window", "2")
+def test_two_runs_do_not_write_one_output(gateway: RunningGateway, tmp_path: Path, held_line: dict[str, Any]) -> None:
+    write_input(tmp_path / "in.jsonl", [held_line])
+    command = ("in.jsonl", "out.jsonl")
     first = BatchProcess(tmp_path, *command, redis_url=gateway.service.url)
     first.wait_until((tmp_path / "out.jsonl.run").exists)
     _, told = BatchProcess(tmp_path, *command, redis_url=gateway.service.url).end(1)
@@ -189,9 +203,11 @@ def test_two_runs_do_not_write_one_output(gateway: RunningGateway, tmp_path: Pat
     first.kill()
 
 
-def test_nothing_is_lost_or_doubled_by_faults_of_everything(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_no_fault_loses_or_repeats_an_answer(
+    gateway: RunningGateway, tmp_path: Path, held_line: dict[str, Any]
+) -> None:
     service, out = gateway.service, tmp_path / "out.jsonl"
-    write_input(tmp_path / "in.jsonl", [*bodies(150), TOO_LONG])
+    write_input(tmp_path / "in.jsonl", [held_line, *bodies(149), TOO_LONG])
     command = ("in.jsonl", "out.jsonl", "--window", "24")
 
     def has(count: int) -> bool:
@@ -206,9 +222,11 @@ def test_nothing_is_lost_or_doubled_by_faults_of_everything(gateway: RunningGate
     service.server.start()
     run.wait_until(lambda: has(70))
     run.kill()
-    size = out.stat().st_size + 20_000
-    BatchProcess(tmp_path, *command, redis_url=service.url, max_file_bytes=size).end(1)
+    run = BatchProcess(tmp_path, *command, redis_url=service.url, max_file_bytes=out.stat().st_size + 1)
+    answer_held_line(service.client)
+    run.end(1)
     BatchProcess(tmp_path, *command, redis_url=service.url).end(3)
     assert_each_once(tmp_path, 151, failed=1)
-    for line in read_lines(out):
-        assert line["response"]["body"]["usage"]["completion_tokens"] == 40
+    tokens = {line["custom_id"]: line["response"]["body"]["usage"]["completion_tokens"] for line in read_lines(out)}
+    assert tokens.pop("line-0") == 4
+    assert set(tokens.values()) == {40}

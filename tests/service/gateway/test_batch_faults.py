@@ -1,4 +1,4 @@
-"""Batches in the test's own process, on a real server, where parts of it have failed."""
+"""Batches in the test's own process, on a real server, with partial failures."""
 
 import asyncio
 import dataclasses
@@ -22,7 +22,7 @@ from headrace_gateway.batch import batch_runner, batch_store, batch_work
 from headrace_gateway.batch.batch_record import BatchRecord
 from headrace_gateway.batch.batch_runner import BatchRunner
 from headrace_gateway.batch.batch_store import MOST_OPEN, BatchStore
-from headrace_gateway.batch.batch_work import BatchTools, BatchWork, keep_input
+from headrace_gateway.batch.batch_work import BatchContext, BatchWork, keep_input
 from headrace_gateway.batch.line_request import LineAnswer
 from headrace_gateway.batch.segments import SegmentWriter
 from headrace_gateway.batch.window import SharedWindow
@@ -39,10 +39,10 @@ async def never(*_: Any) -> None:
 
 
 @pytest.fixture
-async def tools(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[BatchTools]:
-    """Of a replica that shares the directory and Redis; nothing answers its lines."""
+async def context(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[BatchContext]:
+    """Return the context of a replica that shares the directory and Redis. Nothing answers its lines."""
     async with connect_async(redis_server.url) as client:
-        yield BatchTools(
+        yield BatchContext(
             client=Mock(),
             hub=Mock(),
             models=Mock(find=AsyncMock(side_effect=never)),
@@ -77,60 +77,60 @@ def record_of(number: int = 1, **changes: Any) -> BatchRecord:
 
 
 def old_folder(files: StoredFiles, number: int) -> Path:
-    """A folder of a batch that nobody has touched for long."""
+    """Return the folder of a batch that has not changed for long."""
     folder = files.folder(ANYONE) / f"batch_{number:032x}"
     folder.mkdir()
     os.utime(folder, (100.0, 100.0))
     return folder
 
 
-async def test_folders_of_batches_that_this_redis_knows_nothing_of_are_swept(tools: BatchTools) -> None:
-    await tools.store.create(record_of(1))
-    known, unknown = old_folder(tools.files, 1), old_folder(tools.files, 2)
-    await BatchRunner(tools).sweep()
+async def test_folders_of_batches_unknown_to_this_redis_are_swept(context: BatchContext) -> None:
+    await context.store.create(record_of(1))
+    known, unknown = old_folder(context.files, 1), old_folder(context.files, 2)
+    await BatchRunner(context).sweep()
     assert (known.exists(), unknown.exists()) == (True, False)
 
 
 @pytest.mark.parametrize("has_batches", [True, False])
 async def test_a_gateway_on_another_redis_deletes_no_folder_of_a_batch(
-    tools: BatchTools, redis_client: "redis.Redis", has_batches: bool
+    context: BatchContext, redis_client: "redis.Redis", has_batches: bool
 ) -> None:
-    await tools.store.create(record_of(1))
-    gone = old_folder(tools.files, 3)
-    await BatchRunner(tools).sweep()
+    await context.store.create(record_of(1))
+    gone = old_folder(context.files, 3)
+    await BatchRunner(context).sweep()
     assert not gone.exists()
-    folder = old_folder(tools.files, 1)
+    folder = old_folder(context.files, 1)
     redis_client.flushall()
     if has_batches:
-        await tools.store.redis_id("another")
-    await BatchRunner(tools).sweep()
+        await context.store.redis_id("another")
+    await BatchRunner(context).sweep()
     assert folder.exists()
 
 
-async def begun(tools: BatchTools, total: int = 2, answered: int = 0, **changes: Any) -> tuple[BatchRecord, Claim]:
-    """A batch whose input is checked, and the answers that count by now."""
+async def begun(context: BatchContext, total: int = 2, answered: int = 0, **changes: Any) -> tuple[BatchRecord, Claim]:
+    """Return a batch whose input is checked, with its committed answers."""
     record = record_of(**changes)
     bodies = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
         for number in range(total)
     ]
     lines = [json.dumps(body).encode() + b"\n" for body in bodies]
-    folder = tools.files.folder(ANYONE)
+    folder = context.files.folder(ANYONE)
     (folder / "in").write_bytes(b"".join(lines))
     keep_input(folder / record.id, folder / "in")
     (folder / "in").unlink()
-    await tools.store.create(record)
-    (claim,) = await tools.store.claims.take(1)
-    await tools.store.move(claim, ("validating",), "in_progress", total=total)
+    await context.store.create(record)
+    (claim,) = await context.store.claims.take(1)
+    await context.store.move(claim, ("validating",), "in_progress", total=total)
     if answered:
-        await commit(tools, claim, lines[:answered])
+        await commit(context, claim, lines[:answered])
     return record, claim
 
 
-async def commit(tools: BatchTools, claim: Claim, lines: list[bytes]) -> None:
+async def commit(context: BatchContext, claim: Claim, lines: list[bytes]) -> None:
     """Write an answer for each of these lines."""
-    folder = tools.files.batch_folder(ANYONE, claim.item)
-    writer = SegmentWriter(folder, tools.store, claim, on_waiting=lambda _: None)
+    folder = context.files.batch_folder(ANYONE, claim.item)
+    writer = SegmentWriter(folder, context.store, claim, on_waiting=lambda _: None)
     answers = [LineAnswer(read_line(line).answered(200, f"cmpl-{line!r}", {}), True) for line in lines]
     added = asyncio.create_task(writer.add(answers))
     await asyncio.sleep(0)
@@ -138,29 +138,29 @@ async def commit(tools: BatchTools, claim: Claim, lines: list[bytes]) -> None:
     await added
 
 
-def outputs(tools: BatchTools) -> list[str]:
-    """The custom ids of all lines in the files that batches have made."""
-    paths = [path for path in tools.files.folder(ANYONE).glob("file-*") if path.suffix != ".json"]
+def outputs(context: BatchContext) -> list[str]:
+    """Return the custom ids of all lines in the batches' files."""
+    paths = [path for path in context.files.folder(ANYONE).glob("file-*") if path.suffix != ".json"]
     return sorted(json.loads(line)["custom_id"] for path in paths for line in path.read_bytes().splitlines())
 
 
 @pytest.mark.parametrize(("answered", "seconds"), [(2, 86_400), (0, -1)])
-async def test_a_batch_is_cancelled_also_after_its_last_answer_or_its_window(
-    tools: BatchTools, answered: int, seconds: int
+async def test_a_batch_can_be_cancelled_even_after_its_last_answer_or_its_window(
+    context: BatchContext, answered: int, seconds: int
 ) -> None:
-    record, claim = await begun(tools, answered=answered, expires_at=int(time.time()) + seconds)
-    await tools.store.cancel(record.id)
+    record, claim = await begun(context, answered=answered, expires_at=int(time.time()) + seconds)
+    await context.store.cancel(record.id)
     async with asyncio.timeout(PATIENCE):
-        await BatchWork(tools, claim).run()
-    assert await tools.store.status(record.id) == "cancelled"
-    assert outputs(tools) == ["0", "1"]
+        await BatchWork(context, claim).run()
+    assert await context.store.status(record.id) == "cancelled"
+    assert outputs(context) == ["0", "1"]
 
 
-async def test_a_batch_that_makes_no_progress_pauses_before_it_is_tried_again(tools: BatchTools) -> None:
-    _, claim = await begun(tools, answered=2)
-    store = AsyncMock(wraps=tools.store, claims=tools.store.claims)
-    store.move.side_effect = [False] * 1000  # Redis answers so where it has lost what it had just written
-    work = BatchWork(dataclasses.replace(tools, store=store, pause=600.0), claim)
+async def test_a_batch_without_progress_pauses_before_a_retry(context: BatchContext) -> None:
+    _, claim = await begun(context, answered=2)
+    store = AsyncMock(wraps=context.store, claims=context.store.claims)
+    store.move.side_effect = [False] * 1000  # Redis replies so if it has lost what was just written
+    work = BatchWork(dataclasses.replace(context, store=store, pause=600.0), claim)
     running = asyncio.create_task(work.run())
     try:
         async with asyncio.timeout(PATIENCE):
@@ -173,7 +173,7 @@ async def test_a_batch_that_makes_no_progress_pauses_before_it_is_tried_again(to
 
 
 class WorkOfMany:
-    """Stands for `BatchWork`; tells how many work on a batch at the same time."""
+    """A fake `BatchWork` that counts the concurrent tasks of a batch."""
 
     def __init__(self) -> None:
         self.moved_at = time.monotonic()
@@ -197,8 +197,8 @@ async def reach(condition: Callable[[], Any]) -> None:
 
 
 @asynccontextmanager
-async def running(tools: BatchTools) -> AsyncIterator[None]:
-    task = asyncio.create_task(BatchRunner(tools).run())
+async def running(context: BatchContext) -> AsyncIterator[None]:
+    task = asyncio.create_task(BatchRunner(context).run())
     try:
         yield
     finally:
@@ -207,165 +207,165 @@ async def running(tools: BatchTools) -> AsyncIterator[None]:
 
 
 async def test_a_replica_never_has_two_tasks_for_one_batch(
-    tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+    context: BatchContext, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = WorkOfMany()
     monkeypatch.setattr(batch_runner, "BatchWork", lambda *_: work)
     record = record_of()
-    await tools.store.create(record)
-    async with running(tools):
+    await context.store.create(record)
+    async with running(context):
         await reach(lambda: work.num_begun == 1)
-        redis_client.zadd(tools.store.claims.due_key, {record.id: 0})  # as it was before it was taken
+        redis_client.zadd(context.store.claims.due_key, {record.id: 0})  # as before it was claimed
         await reach(lambda: work.num_begun == 2)
     assert work.most_running == 1
 
 
-def fields_of(tools: BatchTools, client: "redis.Redis", batch_id: str) -> tuple[str, str, dict[bytes, bytes]]:
-    """What Redis has of a batch, and of claims."""
+def fields_of(context: BatchContext, client: "redis.Redis", batch_id: str) -> tuple[str, str, dict[bytes, bytes]]:
+    """Return Redis's keys of a batch and of the claims."""
     key = f"headrace:gw:batch:{batch_id}"
-    return key, tools.store.claims.due_key, client.hgetall(key)
+    return key, context.store.claims.due_key, client.hgetall(key)
 
 
-async def test_a_batch_ends_again_where_redis_has_lost_its_end(tools: BatchTools, redis_client: "redis.Redis") -> None:
-    record, claim = await begun(tools, answered=2)
-    key, due_key, before = fields_of(tools, redis_client, record.id)
-    await BatchWork(tools, claim).run()
-    assert await tools.store.status(record.id) == "completed"
+async def test_a_batch_ends_again_if_redis_lost_its_end(context: BatchContext, redis_client: "redis.Redis") -> None:
+    record, claim = await begun(context, answered=2)
+    key, due_key, before = fields_of(context, redis_client, record.id)
+    await BatchWork(context, claim).run()
+    assert await context.store.status(record.id) == "completed"
     redis_client.delete(key)
     redis_client.hset(key, mapping=before)
     for ending in range(2):  # the second time it is taken, it has ended
         redis_client.zadd(due_key, {record.id: 0})
-        (claim,) = await tools.store.claims.take(1)
-        await BatchWork(tools, claim).run()
-        assert await tools.store.status(record.id) == "completed"
-        assert outputs(tools) == ["0", "1"]
-        assert tools.files.batch_folder(ANYONE, record.id).exists() == (ending == 0)
+        (claim,) = await context.store.claims.take(1)
+        await BatchWork(context, claim).run()
+        assert await context.store.status(record.id) == "completed"
+        assert outputs(context) == ["0", "1"]
+        assert context.files.batch_folder(ANYONE, record.id).exists() == (ending == 0)
     assert redis_client.zcard(due_key) == 0
 
 
 @pytest.mark.parametrize("lost", ["folder", "segment"])
-async def test_a_batch_whose_files_are_lost_fails(tools: BatchTools, lost: str) -> None:
-    record, claim = await begun(tools, answered=1)
-    folder = tools.files.batch_folder(ANYONE, record.id)
+async def test_a_batch_whose_files_are_lost_fails(context: BatchContext, lost: str) -> None:
+    record, claim = await begun(context, answered=1)
+    folder = context.files.batch_folder(ANYONE, record.id)
     for path in folder.glob("*.output.jsonl"):
         path.unlink()
     if lost == "folder":
         shutil.rmtree(folder)
     async with asyncio.timeout(PATIENCE):
-        await BatchWork(tools, claim).run()
-    batch = await tools.store.find(record.id)
+        await BatchWork(context, claim).run()
+    batch = await context.store.find(record.id)
     assert batch is not None
     assert batch.status == "failed"
     assert [error["code"] for error in batch.errors or ()] == ["files_lost"]
 
 
-async def test_a_batch_waits_while_the_directory_is_away(tools: BatchTools, tmp_path: Path) -> None:
-    record, claim = await begun(tools, answered=2)
+async def test_a_batch_waits_while_the_directory_is_unavailable(context: BatchContext, tmp_path: Path) -> None:
+    record, claim = await begun(context, answered=2)
     (tmp_path / "files").rename(tmp_path / "away")
-    work = BatchWork(tools, claim)
+    work = BatchWork(context, claim)
     running = asyncio.create_task(work.run())
     await reach(lambda: work.waits_for_disk)
     (tmp_path / "away").rename(tmp_path / "files")
     async with asyncio.timeout(PATIENCE):
         await running
-    assert await tools.store.status(record.id) == "completed"
-    assert outputs(tools) == ["0", "1"]
+    assert await context.store.status(record.id) == "completed"
+    assert outputs(context) == ["0", "1"]
 
 
 @pytest.mark.parametrize(("stop", "status"), [("cancel", "cancelled"), ("expire", "expired")])
 async def test_a_batch_that_waits_for_its_directory_to_be_checked_can_end(
-    tools: BatchTools, tmp_path: Path, stop: str, status: str
+    context: BatchContext, tmp_path: Path, stop: str, status: str
 ) -> None:
     record = record_of(expires_at=int(time.time()) + (0 if stop == "expire" else 600))
-    keep_input(tools.files.folder(ANYONE) / record.id, Path(__file__))
-    await tools.store.create(record)
-    (claim,) = await tools.store.claims.take(1)
+    keep_input(context.files.folder(ANYONE) / record.id, Path(__file__))
+    await context.store.create(record)
+    (claim,) = await context.store.claims.take(1)
     (tmp_path / "files").rename(tmp_path / "away")
-    work = BatchWork(tools, claim)
+    work = BatchWork(context, claim)
     running = asyncio.create_task(work.run())
     await reach(lambda: work.waits_for_disk)
     if stop == "cancel":
-        await tools.store.cancel(record.id)
+        await context.store.cancel(record.id)
     async with asyncio.timeout(PATIENCE):
         await running
-    assert await tools.store.status(record.id) == status
+    assert await context.store.status(record.id) == status
 
 
 async def test_a_cancelled_batch_does_not_wait_for_ever_for_its_directory(
-    tools: BatchTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: BatchContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_work, "_DISK_SECONDS", 0.0)
-    record, claim = await begun(tools, answered=1)
+    record, claim = await begun(context, answered=1)
     (tmp_path / "files").rename(tmp_path / "away")
-    work = BatchWork(tools, claim)
+    work = BatchWork(context, claim)
     running = asyncio.create_task(work.run())
     await reach(lambda: work.waits_for_disk)
-    await tools.store.cancel(record.id)
+    await context.store.cancel(record.id)
     async with asyncio.timeout(PATIENCE):
         await running
-    assert await tools.store.status(record.id) == "failed"
+    assert await context.store.status(record.id) == "failed"
 
 
-async def test_a_key_has_a_bounded_number_of_open_batches_and_of_kept_ones(
-    tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+async def test_the_open_and_the_stored_batches_of_a_key_are_limited(
+    context: BatchContext, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_store, "_MOST_KEPT", MOST_OPEN + 1)
     for number in range(MOST_OPEN):
-        await tools.store.create(record_of(number))
+        await context.store.create(record_of(number))
     with pytest.raises(ApiError) as refused:
-        await tools.store.create(record_of(MOST_OPEN))
+        await context.store.create(record_of(MOST_OPEN))
     assert (refused.value.status, refused.value.code) == (429, "too_many_batches")
-    await tools.store.create(record_of(100, key="other"))
+    await context.store.create(record_of(100, key="other"))
     for number in range(MOST_OPEN, MOST_OPEN + 3):  # each cancelled one makes room
-        await tools.store.cancel(record_of(number - MOST_OPEN).id)
-        await tools.store.create(record_of(number))
-    kept = await tools.store.list(ANYONE, None, 100)
+        await context.store.cancel(record_of(number - MOST_OPEN).id)
+        await context.store.create(record_of(number))
+    kept = await context.store.list(ANYONE, None, 100)
     assert kept is not None
     numbers = {int(batch.record.id[-32:], 16) for batch in kept}
     assert numbers == set(range(2, MOST_OPEN + 3))
     assert not redis_client.exists(f"headrace:gw:batch:{record_of(0).id}")
 
 
-async def test_a_batch_that_nobody_has_begun_is_cancelled_at_once(tools: BatchTools) -> None:
+async def test_a_batch_that_nobody_has_begun_is_cancelled_at_once(context: BatchContext) -> None:
     for number in (1, 2):
-        await tools.store.create(record_of(number))
-    (claim,) = await tools.store.claims.take(1)
+        await context.store.create(record_of(number))
+    (claim,) = await context.store.claims.take(1)
     for number, status in ((1, "cancelling"), (2, "cancelled")):
-        await tools.store.cancel(record_of(number).id)
-        assert await tools.store.status(record_of(number).id) == status
+        await context.store.cancel(record_of(number).id)
+        assert await context.store.status(record_of(number).id) == status
     assert claim.item == record_of(1).id
 
 
-async def test_the_batches_of_one_key_do_not_keep_another_waiting(
-    tools: BatchTools, monkeypatch: pytest.MonkeyPatch
+async def test_the_batches_of_one_key_do_not_delay_those_of_another(
+    context: BatchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
 
-    def begin(_: BatchTools, claim: Claim) -> WorkOfMany:
+    def begin(_: BatchContext, claim: Claim) -> WorkOfMany:
         begun.append(claim.item)
         return WorkOfMany()
 
     monkeypatch.setattr(batch_runner, "BatchWork", begin)
     monkeypatch.setattr(batch_runner, "_TURN_SECONDS", 0.0)
     for number in range(12):
-        await tools.store.create(record_of(number))
-    await tools.store.create(record_of(100, key="other"))
-    async with running(tools):
+        await context.store.create(record_of(number))
+    await context.store.create(record_of(100, key="other"))
+    async with running(context):
         await reach(lambda: record_of(100).id in begun)
     assert len(begun) == 9
 
 
 @pytest.mark.parametrize("status", ["finalizing", "cancelling"])
 async def test_a_batch_does_not_end_while_answers_are_missing_that_redis_has_lost(
-    tools: BatchTools, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, status: str
+    context: BatchContext, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     monkeypatch.setattr(batch_work, "_STOP_SECONDS", 0.01)
-    record, claim = await begun(tools, answered=2, expires_at=int(time.time()) - 1)
+    record, claim = await begun(context, answered=2, expires_at=int(time.time()) - 1)
     if status == "finalizing":
-        await tools.store.move(claim, ("in_progress",), status, ends_as="completed")
+        await context.store.move(claim, ("in_progress",), status, ends_as="completed")
     else:
-        await tools.store.cancel(record.id)
-    key, _, fields = fields_of(tools, redis_client, record.id)
+        await context.store.cancel(record.id)
+    key, _, fields = fields_of(context, redis_client, record.id)
     num_found = 0
 
     async def find(batch_id: str) -> Any:
@@ -373,21 +373,21 @@ async def test_a_batch_does_not_end_while_answers_are_missing_that_redis_has_los
         num_found += 1
         if num_found == 2:  # before it makes its files
             redis_client.hdel(key, *(name for name in fields if name.startswith(b"seg:")))
-        return await tools.store.find(batch_id)
+        return await context.store.find(batch_id)
 
-    store = AsyncMock(wraps=tools.store, claims=tools.store.claims)
+    store = AsyncMock(wraps=context.store, claims=context.store.claims)
     store.find.side_effect = find
     async with asyncio.timeout(PATIENCE):
-        await BatchWork(dataclasses.replace(tools, store=store), claim).run()
-    batch = await tools.store.find(record.id)
+        await BatchWork(dataclasses.replace(context, store=store), claim).run()
+    batch = await context.store.find(record.id)
     assert batch is not None
     assert batch.status == ("expired" if status == "finalizing" else "cancelled")
     assert (batch.done.completed, batch.done.failed) == (0, 2)
-    assert outputs(tools) == ["0", "1"]
+    assert outputs(context) == ["0", "1"]
 
 
 async def test_batches_are_taken_while_a_slow_directory_is_swept(
-    tools: BatchTools, monkeypatch: pytest.MonkeyPatch
+    context: BatchContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -398,17 +398,17 @@ async def test_batches_are_taken_while_a_slow_directory_is_swept(
 
     work = WorkOfMany()
     monkeypatch.setattr(batch_runner, "BatchWork", lambda *_: work)
-    files = Mock(wraps=tools.files, sweep=sweep)
+    files = Mock(wraps=context.files, sweep=sweep)
     try:
-        async with running(dataclasses.replace(tools, files=files)):
+        async with running(dataclasses.replace(context, files=files)):
             await reach(begun.is_set)
-            await tools.store.create(record_of())
+            await context.store.create(record_of())
             await reach(lambda: work.num_begun == 1)
     finally:
         goes_on.set()
 
 
-async def test_an_input_is_opened_and_read_in_threads(tools: BatchTools, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_input_is_opened_and_read_in_threads(context: BatchContext, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     opened = batch_work.InputFile
 
@@ -417,8 +417,8 @@ async def test_an_input_is_opened_and_read_in_threads(tools: BatchTools, monkeyp
         return opened(name)
 
     monkeypatch.setattr(batch_work, "InputFile", open_input)
-    record, claim = await begun(tools, expires_at=int(time.time()) - 1)
-    await BatchWork(tools, claim).run()
-    assert await tools.store.status(record.id) == "expired"
+    record, claim = await begun(context, expires_at=int(time.time()) - 1)
+    await BatchWork(context, claim).run()
+    assert await context.store.status(record.id) == "expired"
     assert threads
     assert threading.get_ident() not in threads

@@ -1,4 +1,4 @@
-"""A batch on a real server, with the test as the worker: what lies in the queue, and what is sent again."""
+"""A batch on a real server, with the test as the worker: the messages in the queue, and what is sent again."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def model(redis_client: "redis.Redis") -> None:
 
 @asynccontextmanager
 async def line_requests(settings: BrokerSettings, *waits: Any, **options: Any) -> AsyncIterator[LineRequests]:
-    """Those of one run; `waits` gets what `on_waiting` is told."""
+    """Return the requests of one run. `waits` collects the calls of `on_waiting`."""
     told = waits[0] if waits else []
     redis = connect_async(settings.redis_url)
     hub = StreamHub(redis, patience=math.inf)
@@ -95,7 +95,7 @@ async def test_a_window_of_lines_lies_in_the_queue_at_the_last_priority(
     assert not errors.exists()
 
 
-async def test_a_full_queue_is_waited_for(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_a_run_waits_while_the_queue_is_full(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     redis_client.lpush("headrace.tiny", *["{}"] * 5)
     told: list[str] = []
     async with (
@@ -114,7 +114,10 @@ async def test_a_full_queue_is_waited_for(redis_server: EmbeddedServer, redis_cl
 async def test_a_request_that_redis_has_lost_is_sent_again(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    async with line_requests(BrokerSettings(redis_server.url), silence=0.05) as requests, asking(requests) as asked:
+    async with (
+        line_requests(BrokerSettings(redis_server.url), resend_after=0.05) as requests,
+        asking(requests) as asked,
+    ):
         first = await asyncio.to_thread(take, redis_client)
         redis_client.flushall()
         assert await asyncio.to_thread(take, redis_client) == first
@@ -123,7 +126,7 @@ async def test_a_request_that_redis_has_lost_is_sent_again(
         assert answered(await asked)["response"]["request_id"] == first
 
 
-async def test_a_model_that_redis_has_forgotten_is_waited_for(
+async def test_a_run_waits_until_its_model_is_registered_again(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     redis_client.flushall()
@@ -137,7 +140,9 @@ async def test_a_model_that_redis_has_forgotten_is_waited_for(
         assert answered(await asked)["response"]["status_code"] == 200
 
 
-async def test_a_redis_without_memory_is_waited_for(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_a_run_waits_while_redis_is_out_of_memory(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
     told: list[str] = []
     redis_client.config_set("maxmemory", 1)
     try:
@@ -153,16 +158,18 @@ async def test_a_redis_without_memory_is_waited_for(redis_server: EmbeddedServer
 
 
 @pytest.mark.parametrize("name", ["in", "out"])
-async def test_the_errors_are_in_no_other_file(redis_server: EmbeddedServer, tmp_path: Path, name: str) -> None:
+async def test_the_error_file_must_differ_from_input_and_output(
+    redis_server: EmbeddedServer, tmp_path: Path, name: str
+) -> None:
     write_input(tmp_path / "in", [BODY], COMPLETIONS)
     files = [str(tmp_path / each) for each in ("in", "out", name)]
-    with pytest.raises(BatchError, match=r"a file of their own|is no answer of a batch"):
+    with pytest.raises(BatchError, match=r"a file of their own|is not an answer of a batch"):
         await BatchRun(BatchSettings(*files, redis_server.url)).run()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-async def test_a_run_that_goes_on_joins_the_requests_of_the_one_before(
+async def test_a_resumed_run_continues_the_requests_of_the_previous_one(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", is_begun: bool
 ) -> None:
     settings = BrokerSettings(redis_server.url)
@@ -180,13 +187,13 @@ async def test_a_run_that_goes_on_joins_the_requests_of_the_one_before(
 
 
 def take_other(client: "redis.Redis", known: str) -> str:
-    """The next request that is not this one: the queue may hold a second message of it."""
+    """Return the next request with another id: the queue may have a second message with this one."""
     while (found := take(client)) == known:
         pass
     return found
 
 
-async def test_an_answer_that_was_gone_before_it_was_read_is_made_again(
+async def test_a_request_whose_stream_expired_unread_is_sent_again(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     settings = BrokerSettings(redis_server.url)
@@ -200,15 +207,16 @@ async def test_an_answer_that_was_gone_before_it_was_read_is_made_again(
         assert answered(await asked)["response"]["request_id"] == second
 
 
-async def test_answers_that_are_always_gone_are_an_error_in_the_end(
-    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+async def test_a_request_whose_streams_all_expire_becomes_an_error(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("headrace_broker.subscriber.BLOCK_SECONDS", 0.1)
     async with line_requests(BrokerSettings(redis_server.url)) as requests, asking(requests) as asked:
-        redis_client.set(ended_key(requests.answer_id(LINE, 0)), "1")  # of a run before this one: it does not count
+        redis_client.set(ended_key(requests.answer_id(LINE, 0)), "1")  # sent by an earlier run, so it does not count
         for attempt in range(1, 4):
             request_id = await asyncio.to_thread(take, redis_client)
             assert request_id == requests.answer_id(LINE, attempt)
-            redis_client.set(ended_key(request_id), "1")  # which the reader finds when its read has waited in vain
+            redis_client.set(ended_key(request_id), "1")  # the reader finds it when its read times out
         answer = await asked
     assert not answer.is_success
     assert (answered(answer)["response"], answered(answer)["error"]["code"]) == (None, "answer_lost")

@@ -20,7 +20,7 @@ async def replicas(redis_server: EmbeddedServer) -> AsyncIterator[tuple[Claims, 
 
 
 def let_pass(client: "redis.Redis", seconds: float) -> None:
-    """Let time pass: everything was due so many seconds earlier."""
+    """Let time pass: make every item due that many seconds earlier."""
     for item, due in client.zrange(DUE, 0, -1, withscores=True):
         client.zadd(DUE, {item: due - seconds * 1000})
 
@@ -36,7 +36,7 @@ async def test_each_item_is_taken_by_one_replica(replicas: tuple[Claims, Claims]
     assert len({claim.token for claim in claims}) == 40
 
 
-async def test_an_item_that_is_there_is_not_added_again(replicas: tuple[Claims, Claims]) -> None:
+async def test_an_existing_item_is_not_added_again(replicas: tuple[Claims, Claims]) -> None:
     first, second = replicas
     assert await first.add("a")
     assert not await second.add("a")
@@ -46,7 +46,7 @@ async def test_an_item_that_is_there_is_not_added_again(replicas: tuple[Claims, 
     assert await second.add("a")
 
 
-async def test_what_a_lost_replica_held_goes_to_another_which_alone_may_finish_it(
+async def test_an_expired_claim_goes_to_another_replica_which_alone_can_finish_it(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
@@ -56,33 +56,33 @@ async def test_what_a_lost_replica_held_goes_to_another_which_alone_may_finish_i
     let_pass(redis_client, 30)
     (after,) = await second.take(1)
     assert after.token > before.token
-    assert await first.keep([before]) == {before}
+    assert await first.renew([before]) == {before}
     assert not await first.finish(before)
     assert not await first.put_back(before)
-    assert await second.keep([after]) == set()
+    assert await second.renew([after]) == set()
     assert await second.finish(after)
     let_pass(redis_client, 60)
     assert await first.take(1) == []
 
 
-async def test_a_claim_that_is_kept_is_not_lost(replicas: tuple[Claims, Claims], redis_client: "redis.Redis") -> None:
+async def test_a_renewed_claim_is_not_lost(replicas: tuple[Claims, Claims], redis_client: "redis.Redis") -> None:
     first, second = replicas
     await first.add("a")
     (claim,) = await first.take(1)
     let_pass(redis_client, 20)
-    assert await first.keep([claim]) == set()
+    assert await first.renew([claim]) == set()
     let_pass(redis_client, 20)
     assert await second.take(1) == []
 
 
-async def test_an_item_put_back_is_due_after_its_time_and_its_old_claim_is_worth_nothing(
+async def test_an_item_put_back_is_due_later_and_its_old_claim_is_lost(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
     await first.add("a")
     (claim,) = await first.take(1)
     assert await first.put_back(claim, after=300)
-    assert await first.keep([claim]) == {claim}
+    assert await first.renew([claim]) == {claim}
     assert await second.take(1) == []
     let_pass(redis_client, 300)
     assert [taken.item for taken in await second.take(1)] == ["a"]
@@ -102,10 +102,10 @@ async def test_a_claim_of_an_item_that_was_finished_and_added_again_is_lost(repl
     await first.finish(old)
     await first.add("a")
     (new,) = await first.take(1)
-    assert await first.keep([old, new, Claim("never", 1)]) == {old, Claim("never", 1)}
+    assert await first.renew([old, new, Claim("never", 1)]) == {old, Claim("never", 1)}
 
 
-async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
+async def test_no_token_is_given_twice_if_redis_lost_its_last_second(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
@@ -118,10 +118,10 @@ async def test_no_token_is_given_twice_where_redis_has_lost_its_last_second(
     let_pass(redis_client, 30)
     (new,) = await second.take(1)
     assert new.token > old.token
-    assert await first.keep([old, new]) == {old}
+    assert await first.renew([old, new]) == {old}
 
 
-async def test_tokens_grow_also_where_the_clock_goes_back(
+async def test_tokens_grow_even_if_the_clock_goes_back(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, _ = replicas
@@ -130,4 +130,4 @@ async def test_tokens_grow_also_where_the_clock_goes_back(
         await first.add(item)
     claims = await first.take(2)
     assert [claim.token for claim in claims] == [8 * 10**15 + 1, 8 * 10**15 + 2]
-    assert await first.keep(claims) == set()
+    assert await first.renew(claims) == set()

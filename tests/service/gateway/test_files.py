@@ -1,4 +1,4 @@
-"""Files over HTTP: what is kept, for whom, and what hostile uploads leave behind: nothing."""
+"""Files over HTTP: storage, access by key, and hostile uploads, which leave nothing behind."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def form(content: bytes = LINE, filename: str = "in.jsonl", purpose: bytes = b"b
 
 
 def kept(folder: Path) -> list[str]:
-    """Names of everything in the directory, without the folders of keys."""
+    """Return the names of everything in the directory, except for the keys' folders."""
     return sorted(path.name for path in folder.glob("*/*"))
 
 
@@ -55,7 +55,7 @@ def code_of(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_a_file_is_kept_listed_read_and_deleted(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_a_file_is_stored_listed_read_and_deleted(client: httpx2.AsyncClient, tmp_path: Path) -> None:
     made = (await upload(client)).json()
     assert made["bytes"] == len(LINE)
     assert made["expires_at"] == made["created_at"] + 30 * 86_400
@@ -103,7 +103,7 @@ async def test_a_name_is_shown_and_is_never_a_path(client: httpx2.AsyncClient, t
 @pytest.mark.parametrize(
     "path", ["..", "../x", "file-" + "0" * 31, "file-" + "0" * 32 + ".json", "%2e%2e%2f", "a" * 5000]
 )
-async def test_an_id_that_is_none_finds_nothing(client: httpx2.AsyncClient, path: str) -> None:
+async def test_an_invalid_id_finds_nothing(client: httpx2.AsyncClient, path: str) -> None:
     await upload(client)
     for suffix in ("", "/content"):
         assert (await client.get(f"/v1/files/{path}{suffix}")).status_code == 404
@@ -149,7 +149,7 @@ async def test_an_empty_file_and_one_as_large_as_allowed_are_kept(client: httpx2
         assert (await client.get(f"/v1/files/{made['id']}/content")).content == content
 
 
-async def test_a_file_lives_as_long_as_its_user_says(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_a_file_expires_as_its_user_says(client: httpx2.AsyncClient, tmp_path: Path) -> None:
     life = part("expires_after[anchor]", b"created_at") + part("expires_after[seconds]", b"3600")
     made = (await upload(client, form(LINE, "a", b"batch", life))).json()
     assert made["expires_at"] == made["created_at"] + 3600
@@ -159,7 +159,7 @@ async def test_a_file_lives_as_long_as_its_user_says(client: httpx2.AsyncClient,
     assert kept(tmp_path / "files") == []
 
 
-async def test_a_key_keeps_a_bounded_number_of_bytes(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_the_bytes_that_a_key_stores_are_limited(client: httpx2.AsyncClient, tmp_path: Path) -> None:
     made = (await upload(client, form(b"z" * 90_000))).json()
     assert code_of(await upload(client, form(b"z" * 90_000))) == (403, "storage_limit_exceeded")
     assert len(kept(tmp_path / "files")) == 2
@@ -167,7 +167,7 @@ async def test_a_key_keeps_a_bounded_number_of_bytes(client: httpx2.AsyncClient,
     assert (await upload(client, form(b"z" * 90_000))).status_code == 200
 
 
-async def test_a_key_keeps_a_bounded_number_of_files_also_of_empty_ones(
+async def test_the_files_that_a_key_stores_are_limited_even_if_empty(
     client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(150_000 // 4096 + 1):
@@ -181,7 +181,7 @@ async def test_a_key_keeps_a_bounded_number_of_files_also_of_empty_ones(
     assert code_of(await upload(client, form(b""))) == (403, "storage_limit_exceeded")
 
 
-async def test_a_disk_that_hangs_takes_no_thread_of_the_rest_of_the_gateway(client: httpx2.AsyncClient) -> None:
+async def test_a_hanging_disk_does_not_block_the_gateways_other_threads(client: httpx2.AsyncClient) -> None:
     goes_on = threading.Event()
     hanging = [start_in_file_thread(goes_on.wait, PATIENCE) for _ in range(100)]
     try:
@@ -196,7 +196,9 @@ async def test_a_disk_that_hangs_takes_no_thread_of_the_rest_of_the_gateway(clie
     assert (await blocked).status_code == 200
 
 
-async def test_a_batch_keeps_its_input_only_where_its_key_has_room(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_a_batch_is_refused_if_its_key_has_no_room_for_the_input(
+    client: httpx2.AsyncClient, tmp_path: Path
+) -> None:
     made = (await upload(client, form(b"z" * 90_000))).json()
     body = {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     assert code_of(await client.post("/v1/batches", json=body)) == (403, "storage_limit_exceeded")
@@ -205,7 +207,7 @@ async def test_a_batch_keeps_its_input_only_where_its_key_has_room(client: httpx
 
 @contextmanager
 def room_for(most: int) -> Iterator[None]:
-    """Every file of this process is bounded, as on a full disk."""
+    """Limit the size of every file of this process, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -214,8 +216,10 @@ def room_for(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_full_disk_refuses_an_upload_and_keeps_nothing(client: httpx2.AsyncClient, tmp_path: Path) -> None:
-    for most in (1000, 100):  # the content does not fit, or what is known of it
+async def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(
+    client: httpx2.AsyncClient, tmp_path: Path
+) -> None:
+    for most in (1000, 100):  # the content does not fit, or its metadata does not
         with room_for(most):
             answer = await upload(client, form(b"z" * 50_000 if most == 1000 else b""))
         assert code_of(answer) == (507, "storage_full")
@@ -223,7 +227,7 @@ async def test_a_full_disk_refuses_an_upload_and_keeps_nothing(client: httpx2.As
         assert kept(tmp_path / "files") == []
 
 
-async def test_an_upload_whose_client_leaves_is_not_kept(client: httpx2.AsyncClient, tmp_path: Path) -> None:
+async def test_an_upload_whose_client_disconnects_is_not_stored(client: httpx2.AsyncClient, tmp_path: Path) -> None:
     async def half() -> AsyncIterator[bytes]:
         yield form(b"z" * 50_000)[:40_000]
         raise ClientDisconnect
@@ -278,7 +282,7 @@ async def test_a_form_without_end_is_refused(client: httpx2.AsyncClient, tmp_pat
     assert kept(tmp_path / "files") == []
 
 
-async def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+async def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     now = [0.0]
     files = StoredFiles(tmp_path, lambda: now[0])
     whole = files.begin(ANYONE)
@@ -299,7 +303,7 @@ async def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
     assert len(kept(tmp_path)) == 3
 
 
-def test_the_sweep_leaves_what_is_not_its_own_and_passes_over_a_folder_it_cannot_read(
+def test_the_sweep_keeps_foreign_files_and_skips_unreadable_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoredFiles(tmp_path, lambda: 10_000.0)
@@ -391,7 +395,7 @@ async def test_a_batch_of_a_missing_file_is_not_found(client: httpx2.AsyncClient
     assert code_of(answer) == (404, "not_found")
 
 
-async def test_a_full_disk_refuses_a_batch_where_files_cannot_be_linked(
+async def test_a_batch_whose_input_cannot_be_copied_to_a_full_disk_is_refused(
     client: httpx2.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_links(*_: object) -> None:

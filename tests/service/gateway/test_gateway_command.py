@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -55,10 +56,10 @@ def sent(
 
 
 def take(client: "redis.Redis") -> str:
-    """The id of the next request in the queue, which is leased as a worker does."""
+    """Lease the next request in the queue, as a worker does, and return its id."""
     leases = Leases(client, lease_seconds=60, delivery_limit=5)
     while not (found := leases.fetch(queue_lists("headrace.tiny"), 1)):
-        pass
+        time.sleep(0.005)
     request_id: str = json.loads(found[0].body)["headers"]["id"]
     return request_id
 
@@ -71,12 +72,12 @@ def begin(client: "redis.Redis", request_id: str) -> None:
 
 
 def end(client: "redis.Redis", request_id: str) -> None:
-    """Plays the worker on."""
+    """Publish the rest as that worker."""
     ended = StreamWrite.end(request_id, 1, 4, finish_reason="stop", usage=Usage(3, 0, 4))
     StreamWriter(client, 600).publish([ended])
 
 
-def test_a_replica_that_ends_cuts_its_streams_so_that_they_are_rejoined_elsewhere(
+def test_a_stopping_replica_cuts_its_streams_so_that_clients_rejoin_elsewhere(
     replicas: tuple[GatewayProcess, GatewayProcess], headers: dict[str, str], redis_client: "redis.Redis"
 ) -> None:
     register_model(redis_client, "tiny", max_model_len=99, worker="w", seen=5.0)
@@ -108,7 +109,7 @@ def test_a_replica_that_ends_cuts_its_streams_so_that_they_are_rejoined_elsewher
         assert rejoined.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_tokens_are_charged_also_where_the_client_leaves_before_the_end(
+def test_tokens_are_charged_even_if_the_client_disconnects(
     replicas: tuple[GatewayProcess, GatewayProcess], headers: dict[str, str], redis_client: "redis.Redis"
 ) -> None:
     register_model(redis_client, "tiny", max_model_len=99, worker="w", seen=5.0)
@@ -121,7 +122,7 @@ def test_tokens_are_charged_also_where_the_client_leaves_before_the_end(
         response.readline()
     charged = f"headrace:gw:charged:{request_id}"
     while redis_client.get(charged) is None:
-        pass
+        time.sleep(0.005)
     assert redis_client.get(charged) == b"4"
     end(redis_client, request_id)
     for replica in replicas:
@@ -143,18 +144,18 @@ def test_metrics_have_a_port_of_their_own(redis_server: EmbeddedServer, tmp_path
         gateway.close()
 
 
-def test_headers_without_end_are_refused(redis_server: EmbeddedServer, tmp_path: Path) -> None:
+def test_endless_headers_are_refused(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     replica = GatewayProcess(redis_url=redis_server.url, log=tmp_path / "log").wait_ready()
     try:
         connection = socket.create_connection(("127.0.0.1", replica.port), PATIENCE)
-        with closing(connection), pytest.raises(ConnectionError):  # it stops listening long before the end
+        with closing(connection), pytest.raises(ConnectionError):  # it stops reading long before the end
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a: b\r\n" * 2**23)
         assert replica.get("/health") == 200
     finally:
         replica.close()
 
 
-def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(
+def test_a_body_with_too_large_a_content_length_is_refused_before_it_arrives(
     replicas: tuple[GatewayProcess, GatewayProcess], headers: dict[str, str]
 ) -> None:
     with closing(http.client.HTTPConnection("127.0.0.1", replicas[0].port, timeout=PATIENCE)) as connection:
@@ -175,7 +176,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), WRONG)
-def test_a_setting_that_cannot_be_used_ends_it_with_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_an_invalid_setting_ends_it_with_one_message(arguments: list[str], sentence: str) -> None:
     command = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "gateway", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 1
@@ -184,7 +185,7 @@ def test_a_setting_that_cannot_be_used_ends_it_with_one_sentence(arguments: list
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_new_key_is_printed_apart_from_its_entry(tmp_path: Path) -> None:
+def test_a_new_key_and_its_entry_go_to_different_outputs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "gateway-key", "web"]
     made = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert "sk-headrace-" in made.stderr
@@ -209,7 +210,7 @@ main()
 """
 
 
-def test_the_command_needs_the_extra_of_the_gateway_alone() -> None:
+def test_the_command_needs_only_the_gateway_extra() -> None:
     shown = subprocess.run(
         [sys.executable, "-c", ONLY_THE_EXTRA], capture_output=True, text=True, timeout=PATIENCE, check=False
     )

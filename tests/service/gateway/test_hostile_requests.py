@@ -1,4 +1,4 @@
-"""Requests that no client of good will sends, on real sockets: each is answered, and the gateway serves on."""
+"""Malformed and hostile requests on real sockets: each gets a response, and the gateway keeps serving."""
 
 import http.client
 import json
@@ -49,7 +49,7 @@ def answer(
         ),
     ],
 )
-def test_each_has_its_status_in_openais_shape(
+def test_each_gets_its_status_and_openais_error(
     gateway: RunningGateway,
     method: str,
     path: str,
@@ -65,7 +65,7 @@ def test_each_has_its_status_in_openais_shape(
     assert answer(gateway, "POST", CHAT, GOOD + b"}")[0] == 200
 
 
-def test_a_body_of_ten_mebibytes_is_refused_before_it_has_come(gateway: RunningGateway) -> None:
+def test_a_body_of_ten_mebibytes_is_refused_before_it_has_arrived(gateway: RunningGateway) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", gateway.replicas[0].port, timeout=60)
     connection.putrequest("POST", CHAT)
     connection.putheader("Content-Type", "application/json")

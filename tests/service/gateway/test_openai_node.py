@@ -98,7 +98,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_sdk_of_node_does_all_that_it_offers(gateway: RunningGateway, modules: Path) -> None:
+def test_all_features_of_the_node_sdk_work(gateway: RunningGateway, modules: Path) -> None:
     (modules / "client.mjs").write_text(PROGRAM, encoding="utf-8")
     command = ["node", "client.mjs", gateway.url, gateway.model]
     done = subprocess.run(command, cwd=modules, capture_output=True, text=True, timeout=120, check=False)

@@ -31,7 +31,7 @@ def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
 
 
 def create(client: openai.OpenAI, gateway: RunningGateway, **options: Any) -> ChatCompletion:
-    """The answer, after its body was held against the SDK's type without any leniency."""
+    """Return the answer after strict validation of its body against the SDK's type."""
     options = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0, **options}
     response = client.chat.completions.with_raw_response.create(model=gateway.model, **options)
     return ChatCompletion.model_validate_json(response.text, strict=True)
@@ -77,9 +77,7 @@ def test_every_chunk_of_a_stream_is_a_chunk_of_the_sdk(client: openai.OpenAI, ga
         assert streamed == choice.logprobs.content
 
 
-def test_the_stream_helper_accumulates_what_the_plain_call_answers(
-    client: openai.OpenAI, gateway: RunningGateway
-) -> None:
+def test_the_stream_helper_accumulates_the_non_streaming_answer(client: openai.OpenAI, gateway: RunningGateway) -> None:
     options: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
     with client.chat.completions.stream(model=gateway.model, **options) as events:
         kinds = [event.type for event in events]
@@ -131,7 +129,7 @@ def test_a_completion_echoes_its_prompt_with_log_probabilities(client: openai.Op
     shape = body["choices"][0]["logprobs"]
     assert (
         shape["token_logprobs"][0] is shape["top_logprobs"][0] is None
-    )  # as OpenAI's API, whose SDK has no type for it
+    )  # as in OpenAI's API, for which the SDK has no type
     answer = Completion.model_validate_json(response.text.replace("[null,", "[", 2), strict=True)
     (choice,) = answer.choices
     assert choice.text.startswith("hello world")
@@ -142,7 +140,7 @@ def test_a_completion_echoes_its_prompt_with_log_probabilities(client: openai.Op
 
 
 def test_a_completion_of_token_ids_only_scores_them(client: openai.OpenAI, gateway: RunningGateway) -> None:
-    """As lm-eval asks: one token more than wanted is generated at most, and the prompt's own come first."""
+    """As lm-eval does: at most one extra token is generated, and the prompt's come first."""
     answer = client.completions.create(
         model=gateway.model, prompt=[5, 6, 7], max_tokens=0, temperature=0, echo=True, logprobs=1
     )
@@ -151,7 +149,7 @@ def test_a_completion_of_token_ids_only_scores_them(client: openai.OpenAI, gatew
     assert len(logprobs.token_logprobs or []) == 3
 
 
-def test_many_prompts_are_choices_in_their_order(client: openai.OpenAI, gateway: RunningGateway) -> None:
+def test_several_prompts_become_choices_in_order(client: openai.OpenAI, gateway: RunningGateway) -> None:
     prompts = ["one", "two", "three"]
     options: Any = {"model": gateway.model, "max_tokens": 4, "temperature": 0, "echo": True}
     answer = client.completions.create(prompt=prompts, **options)
@@ -176,7 +174,7 @@ def test_many_prompts_are_choices_in_their_order(client: openai.OpenAI, gateway:
         ),
     ],
 )
-def test_each_fault_is_the_sdks_own_exception(
+def test_each_error_raises_the_sdks_own_exception(
     client: openai.OpenAI,
     gateway: RunningGateway,
     options: dict[str, Any],

@@ -17,6 +17,8 @@ from service.gateway.test_openai_python import COLOURS
 EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 PAINT: Any = {"type": "function", "name": "paint", "description": "Paints.", "parameters": COLOURS, "strict": False}
 LONG: Any = {"max_output_tokens": 300, "temperature": 1, "extra_body": {"ignore_eos": True, "seed": 3}}
+LONGER: Any = {**LONG, "max_output_tokens": 800}
+"""No worker ends it before it is killed, or told to cancel it."""
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def create(client: openai.OpenAI, **options: Any) -> Response:
-    """The object, after its body was held against the SDK's type without any leniency."""
+    """Return the object after strict validation of its body against the SDK's type."""
     options = {"model": "tiny", "input": "hello", "max_output_tokens": 16, "temperature": 0, **options}
     response = client.responses.with_raw_response.create(**options)
     return Response.model_validate_json(response.text, strict=True)
@@ -68,7 +70,7 @@ def has_ended(response: Response) -> bool:
     return response.status not in ("queued", "in_progress")
 
 
-def test_a_response_has_text_usage_and_what_was_asked_for(client: openai.OpenAI) -> None:
+def test_a_response_has_text_usage_and_the_requests_fields(client: openai.OpenAI) -> None:
     response = create(client, instructions="be brief", metadata={"a": "b"}, extra_body={"ignore_eos": True})
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
@@ -186,7 +188,8 @@ def test_a_background_response_survives_kill_9_of_its_gateway_and_its_worker(gat
 
 
 def raw_stream(client: openai.OpenAI) -> Any:
-    return client.responses.with_raw_response.create(model="tiny", input="hello", stream=True, background=True, **LONG)
+    options: Any = {"model": "tiny", "input": "hello", "stream": True, "background": True, **LONGER}
+    return client.responses.with_raw_response.create(**options)
 
 
 def test_a_cancelled_response_stays_cancelled(client: openai.OpenAI, gateway: RunningGateway) -> None:

@@ -1,4 +1,4 @@
-"""What operators and the page are told over HTTP, by whom they are asked."""
+"""The state that operators and the page can read over HTTP, by key."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ import redis
 
 from headrace_broker import Client
 from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.reasons import DeadLetterReason
@@ -18,7 +18,6 @@ from headrace_broker.registry import register_model
 from headrace_gateway.keys import ApiKey
 from service.gateway.in_process import running_app
 from service.gateway.page.scripted import ID, Script, ScriptedGateway
-from service.ports import free_port
 
 KEYS = {
     "admin": ApiKey("root", is_admin=True),
@@ -31,7 +30,7 @@ Ask = Callable[..., httpx2.Response]
 
 @pytest.fixture
 def ask(redis_server: EmbeddedServer) -> Iterator[Ask]:
-    """Asks a gateway as the holder of a key."""
+    """Sends requests with one key."""
     with connect(redis_server.url) as redis_client:
         for name in ("m", "other"):
             register_model(redis_client, name, max_model_len=64, worker="worker@host", seen=5.0)
@@ -66,7 +65,7 @@ def told(answer: httpx2.Response, status: int) -> dict[str, Any]:
     return error
 
 
-def test_an_overview_has_the_levels_of_every_queue(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
+def test_an_overview_has_the_state_of_every_queue(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
     bury(client, redis_client, "dead")
     client.submit("x", priority=3, tenant="acme")
     client.submit("x", tenant="globex")
@@ -102,7 +101,7 @@ def test_other_keys_see_their_models_without_tenants_and_workers(ask: Ask) -> No
     assert not {"by_tenant", "worker"} & queue.keys()
 
 
-def test_a_queue_with_a_broken_key_is_told_and_the_others_are_read(ask: Ask, redis_client: "redis.Redis") -> None:
+def test_a_queue_with_a_broken_key_is_reported_and_the_others_are_read(ask: Ask, redis_client: "redis.Redis") -> None:
     redis_client.set("headrace:ready:waiting:headrace.m", "nonsense")
     first, second = ask("admin", "/headrace/overview").json()["queues"]
     assert "headrace:ready:waiting:headrace.m" in first["problem"]
@@ -130,7 +129,7 @@ def test_dead_letters_are_listed_without_their_messages(ask: Ask, client: Client
         assert told(ask("admin", f"/headrace/dead-letters?limit={limit}"), 400)["param"] == "limit"
 
 
-def test_chosen_letters_are_sent_again_and_deleted(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
+def test_selected_dead_letters_are_requeued_and_purged(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
     for request_id in "abc":
         bury(client, redis_client, request_id)
     c, b, a = (letter.letter_id for letter in client.dead_letters())
@@ -141,7 +140,7 @@ def test_chosen_letters_are_sent_again_and_deleted(ask: Ask, client: Client, red
 
 
 @pytest.mark.parametrize("body", [{}, {"letter_ids": "abc"}, {"letter_ids": [1]}, {"letter_ids": [], "all": True}])
-def test_a_body_that_is_no_selection_is_refused(ask: Ask, body: Any) -> None:
+def test_a_body_that_is_not_a_selection_is_refused(ask: Ask, body: Any) -> None:
     assert told(ask("admin", "/headrace/dead-letters/purge", body), 400)["param"] == "letter_ids"
 
 
@@ -156,7 +155,7 @@ def test_a_request_is_shown_to_its_own_key_and_to_administrators(ask: Ask, clien
 
 
 @pytest.mark.parametrize("end", ["", "/cancel"])
-def test_a_foreign_request_is_as_if_it_were_not_there(ask: Ask, client: Client, end: str) -> None:
+def test_a_request_of_another_key_is_not_found(ask: Ask, client: Client, end: str) -> None:
     ask("acme", "/v1/chat/completions", {"model": "m"})
     client.submit("x", request_id=ID)
     client.submit("x", request_id="from-celery")

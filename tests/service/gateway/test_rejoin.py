@@ -1,4 +1,4 @@
-"""Streams that break and go on: at another replica, with another worker, and after a repeat of the request."""
+"""Streams that continue after a break: at another replica, with another worker, and after a repeated request."""
 
 import asyncio
 import http.client
@@ -24,6 +24,8 @@ from service.gateway.test_gateway_command import begin, end, take
 
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 BODY |= {"max_tokens": 300, "temperature": 1, "seed": 3, "ignore_eos": True, "stream_options": {"include_usage": True}}
+LONG = 800
+"""Tokens that no worker makes before it is killed."""
 CHATS = "/v1/chat/completions"
 RESUME = {"X-Headrace-Resume": "1", "Content-Type": "application/json"}
 
@@ -31,7 +33,7 @@ RESUME = {"X-Headrace-Resume": "1", "Content-Type": "application/json"}
 def events(
     replica: GatewayProcess, method: str, path: str, headers: dict[str, str], body: Any = None
 ) -> Iterator[bytes]:
-    """The events of a stream, as they come."""
+    """Yield the events of a stream as they arrive."""
     with closing(http.client.HTTPConnection("127.0.0.1", replica.port, timeout=PATIENCE)) as connection:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
@@ -46,7 +48,7 @@ def events(
 
 
 def take_some(stream: Iterator[bytes], count: int) -> tuple[list[bytes], str, str]:
-    """The next events, the id of the answer, and the id of the last of these events."""
+    """Return the next events, the id of the answer, and the id of the last of these events."""
     taken = [next(stream) for _ in range(count)]
     cursor, data = taken[-1].decode().splitlines()[:2]
     return taken, json.loads(data.removeprefix("data: "))["id"], cursor.removeprefix("id: ")
@@ -57,14 +59,14 @@ def rejoin(replica: GatewayProcess, answer_id: str, cursor: str | None) -> list[
     return list(events(replica, "GET", f"{CHATS}/{answer_id}?stream=true", headers))
 
 
-def assert_whole(stream: list[bytes], replica: GatewayProcess, answer_id: str) -> None:
+def assert_whole(stream: list[bytes], replica: GatewayProcess, answer_id: str, num_tokens: int = 300) -> None:
     assert stream == rejoin(replica, answer_id, None)
     assert stream[-1] == b"data: [DONE]\n\n"
     usage = json.loads(stream[-2].split(b"data: ", 1)[1])["usage"]
-    assert usage["completion_tokens"] == 300
+    assert usage["completion_tokens"] == num_tokens
 
 
-def test_a_stream_goes_on_at_another_replica_when_its_own_is_killed(gateway: RunningGateway) -> None:
+def test_a_stream_continues_at_another_replica_when_its_own_is_killed(gateway: RunningGateway) -> None:
     first, second = gateway.replicas
     stream = events(first, "POST", CHATS, RESUME, BODY)
     before, answer_id, cursor = take_some(stream, 20)
@@ -76,17 +78,17 @@ def test_a_stream_goes_on_at_another_replica_when_its_own_is_killed(gateway: Run
         first.wait_ready()
 
 
-def test_a_stream_goes_on_with_another_worker_when_its_own_is_killed(gateway: RunningGateway) -> None:
+def test_a_stream_continues_with_another_worker_when_its_own_is_killed(gateway: RunningGateway) -> None:
     replica = gateway.replicas[0]
-    stream = events(replica, "POST", CHATS, RESUME, BODY)
+    stream = events(replica, "POST", CHATS, RESUME, {**BODY, "max_tokens": LONG})
     before, answer_id, _ = take_some(stream, 20)
     gateway.service.workers[-1].kill()
     gateway.service.start_worker().wait_ready()
-    assert_whole(before + list(stream), gateway.replicas[1], answer_id)
+    assert_whole(before + list(stream), gateway.replicas[1], answer_id, LONG)
     assert len(gateway.service.stream(answer_id).attempts) == 2
 
 
-def test_a_stream_goes_on_when_redis_has_been_away(gateway: RunningGateway) -> None:
+def test_a_stream_continues_after_an_outage_of_redis(gateway: RunningGateway) -> None:
     stream = events(gateway.replicas[0], "POST", CHATS, RESUME, BODY)
     before, answer_id, _ = take_some(stream, 20)
     pid = gateway.service.client.info("server")["process_id"]
@@ -98,7 +100,7 @@ def test_a_stream_goes_on_when_redis_has_been_away(gateway: RunningGateway) -> N
     assert_whole(before + list(stream), gateway.replicas[1], answer_id)
 
 
-def test_a_stream_goes_on_when_redis_was_killed_and_came_back_with_its_file(gateway: RunningGateway) -> None:
+def test_a_stream_continues_after_redis_was_killed_and_restarted_with_its_file(gateway: RunningGateway) -> None:
     stream = events(gateway.replicas[0], "POST", CHATS, RESUME, BODY)
     before, answer_id, _ = take_some(stream, 20)
     gateway.service.server.kill()
@@ -124,7 +126,7 @@ CUT_BODIES: Any = {
 
 
 @pytest.mark.parametrize("kind", CUT_BODIES)
-def test_a_stream_that_is_cut_at_any_event_goes_on_with_the_same_bytes(gateway: RunningGateway, kind: str) -> None:
+def test_a_stream_cut_at_any_event_continues_with_the_same_bytes(gateway: RunningGateway, kind: str) -> None:
     path, body = CUT_BODIES[kind]
     whole = list(events(gateway.replicas[0], "POST", path, RESUME, body))
     assert whole[-1] == b"data: [DONE]\n\n"
@@ -161,7 +163,7 @@ async def test_only_the_key_that_sent_a_request_rejoins_it_and_only_at_an_event_
         assert behind.content == b"data: [DONE]\n\n"
 
 
-async def test_two_who_send_one_idempotency_key_at_once_get_one_answer(
+async def test_concurrent_requests_with_one_idempotency_key_get_one_answer(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
@@ -182,7 +184,7 @@ async def test_two_who_send_one_idempotency_key_at_once_get_one_answer(
 
 
 def has_ended_or_is_missed(gateway: RunningGateway, request_id: str) -> bool:
-    """Whether the worker has ended the request, or nobody has read it for so long that it must when it can."""
+    """Return whether the worker has ended the request, or must end it when it can, as nobody has read it."""
     service = gateway.service
     return service.stream(request_id).end is not None or (
         Listeners(service.client).silence({request_id: 1}).get(request_id, 0) > 3
@@ -190,7 +192,7 @@ def has_ended_or_is_missed(gateway: RunningGateway, request_id: str) -> bool:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_request_whose_client_has_left_ends(gateway: RunningGateway, is_stream: bool) -> None:
+def test_a_request_whose_client_disconnected_is_cancelled(gateway: RunningGateway, is_stream: bool) -> None:
     client, replica = gateway.service.client, gateway.replicas[0]
     before = set(client.keys("headrace:listener:*"))
     body = {**BODY, "stream": is_stream}
@@ -198,7 +200,7 @@ def test_a_request_whose_client_has_left_ends(gateway: RunningGateway, is_stream
         del body["stream_options"]
     headers = RESUME | {"X-Headrace-Abandon-After": "1"}
     engine = gateway.service.workers[-1].engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # else a fast machine has the answer before anybody is missed
+    os.kill(engine, signal.SIGSTOP)  # otherwise a fast machine finishes before the client is missed
     try:
         with closing(http.client.HTTPConnection("127.0.0.1", replica.port, timeout=PATIENCE)) as connection:
             connection.request("POST", CHATS, json.dumps(body), headers)
@@ -209,7 +211,7 @@ def test_a_request_whose_client_has_left_ends(gateway: RunningGateway, is_stream
         request_id = news.pop().decode().removeprefix("headrace:listener:")
         gateway.service.wait_until(lambda: has_ended_or_is_missed(gateway, request_id))
     finally:
-        with suppress(ProcessLookupError):  # the worker ends an engine that says nothing for long
+        with suppress(ProcessLookupError):  # the worker kills an engine that hangs
             os.kill(engine, signal.SIGCONT)
     log = gateway.service.wait_ended([request_id])[request_id]
     assert log.end is not None

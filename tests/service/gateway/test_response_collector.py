@@ -1,4 +1,4 @@
-"""How responses end: stored once, by any replica, before their stream expires, and for their owner alone."""
+"""How responses end: stored once, by any replica, before their stream expires, and readable by their owner only."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ async def gateway_of(server: EmbeddedServer, client: "redis.Redis", **options: A
 def collector_of(
     app: Any, told: list[tuple[str, str, str]] | None = None, *, seconds: float = 30.0
 ) -> ResponseCollector:
-    """A collector of another replica, which notes what it announces."""
+    """The collector of another replica, which records its announcements."""
     gateway = app.state.gateway
 
     async def announce(event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
@@ -53,7 +53,7 @@ def collector_of(
 
 @pytest.fixture
 def idle_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas whose own collectors do nothing."""
+    """Replicas whose own collectors are off."""
 
     async def run(_self: ResponseCollector) -> None:
         return
@@ -62,11 +62,16 @@ def idle_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def wait_stored(client: "redis.Redis", response_id: str) -> dict[str, Any]:
-    """What is stored of the response's end."""
+    """Return what is stored of the response's end."""
     while (packed := client.hget(response_key(response_id), "state")) is None:
         await asyncio.sleep(0.02)
     state: dict[str, Any] = json.loads(packed)
     return state
+
+
+async def wait_until_nothing_is_due(client: "redis.Redis") -> None:
+    while client.zcard(DUE):
+        await asyncio.sleep(0.02)
 
 
 async def test_a_response_outlives_its_stream(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
@@ -88,13 +93,13 @@ async def test_a_response_outlives_its_stream(redis_server: EmbeddedServer, redi
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
         for key in (response_key(request_id), f"headrace:gw:req:{request_id}"):
             assert 4900 < redis_client.ttl(key) <= 5000
-        assert redis_client.zcard(DUE) == 0
+        await wait_until_nothing_is_due(redis_client)
         again = {"model": "tiny", "input": "b", "previous_response_id": request_id, "background": True}
         assert (await http.post(PATH, json=again)).status_code == 200
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_an_end_is_stored_and_announced_once_whoever_looks(
+async def test_an_end_is_stored_and_announced_once_by_all_replicas_together(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -111,7 +116,7 @@ async def test_an_end_is_stored_and_announced_once_whoever_looks(
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replaced(
+async def test_another_replica_takes_over_the_responses_of_a_killed_one(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -133,7 +138,7 @@ async def test_a_replica_that_was_killed_with_a_response_in_its_hands_is_replace
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
+async def test_a_response_that_cannot_be_stored_does_not_block_others(
     redis_server: EmbeddedServer,
     redis_client: "redis.Redis",
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +169,7 @@ async def test_an_answer_that_cannot_be_stored_does_not_keep_others_from_it(
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream_has_expired(
+async def test_a_stored_end_is_announced_even_if_its_stream_has_expired(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -174,7 +179,7 @@ async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream
         end(redis_client, created)
         claims = Claims(app.state.gateway.redis, "responses", seconds=0.001)
         redis_client.zadd(DUE, {created: 0})
-        (of_the_dead,) = await claims.take(9)  # its replica stores the end, and dies before it tells of it
+        (of_the_dead,) = await claims.take(9)  # its replica stores the end, and dies before it announces it
         completed = {"status": "completed", "output": [], "usage": None}
         assert await app.state.gateway.responses.finish(of_the_dead, completed) == "completed"
         redis_client.delete(stream_key(created))
@@ -189,7 +194,7 @@ async def test_an_end_that_is_stored_is_announced_as_it_is_also_where_its_stream
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for_a_deleted_one(
+async def test_a_response_whose_request_is_not_queued_yet_does_not_count_as_deleted(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -208,7 +213,7 @@ async def test_a_response_whose_request_is_not_yet_in_the_queue_is_not_taken_for
 
 @pytest.mark.parametrize("has_mark", [True, False])
 @pytest.mark.parametrize("background", [True, False])
-async def test_a_repeat_behind_the_end_of_the_stream_gets_what_is_stored(
+async def test_a_repeat_after_the_end_of_the_stream_gets_the_stored_response(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", background: bool, has_mark: bool
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -228,7 +233,7 @@ async def test_a_repeat_behind_the_end_of_the_stream_gets_what_is_stored(
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stream_expired")
 
 
-async def test_a_repeat_does_not_bring_a_deleted_response_back(
+async def test_a_repeat_does_not_recreate_a_deleted_response(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -239,7 +244,7 @@ async def test_a_repeat_does_not_bring_a_deleted_response_back(
         assert redis_client.keys("headrace:gw:re[qs]*") == []
 
 
-async def test_a_deletion_that_is_cut_short_can_be_repeated(
+async def test_an_interrupted_deletion_can_be_repeated(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -257,7 +262,7 @@ async def test_a_deletion_that_is_cut_short_can_be_repeated(
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_responses_that_no_worker_has_taken_are_put_back_without_a_look_at_each(
+async def test_responses_without_a_worker_are_released_together(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -275,14 +280,16 @@ async def test_responses_that_no_worker_has_taken_are_put_back_without_a_look_at
         assert await collector_of(app).collect() == 3
         assert looked == []
         redis_client.zadd(DUE, {created[0]: 0, created[1]: 0})
-        redis_client.expire(f"headrace:gw:req:{created[0]}", 4100)  # its request has expired more than a minute ago
+        redis_client.expire(f"headrace:gw:req:{created[0]}", 4100)  # its request expired more than a minute ago
         redis_client.delete(f"headrace:gw:req:{created[1]}")
         assert await collector_of(app).collect() == 2
         assert set(looked) == set(created[:2])
         assert redis_client.zscore(DUE, created[1]) is None
 
 
-async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_the_collector_does_not_count_as_a_subscriber(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
         sending = asyncio.create_task(http.post(PATH, json={**BODY, "background": False}))
         request_id = await asyncio.to_thread(take, redis_client)
@@ -296,11 +303,11 @@ async def test_the_collector_is_no_reader(redis_server: EmbeddedServer, redis_cl
             await asyncio.sleep(0.02)
         assert redis_client.ttl(listener_key(request_id)) <= 1000
         assert (await http.get(f"{PATH}/{request_id}")).json()["status"] == "in_progress"
-        assert redis_client.ttl(listener_key(request_id)) > 1000  # who polls waits
+        assert redis_client.ttl(listener_key(request_id)) > 1000  # a poll is a heartbeat
 
 
 @pytest.mark.usefixtures("idle_replicas")
-async def test_thousands_of_open_responses_are_looked_at_and_stored(
+async def test_thousands_of_open_responses_are_checked_and_stored(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (app, http):
@@ -342,7 +349,7 @@ async def test_a_response_that_no_worker_took_or_whose_stream_is_lost_has_failed
         assert ("not_stored_in_time" if has_stream else "expired") in state["error"]["message"]
 
 
-async def test_only_its_key_and_tenant_reach_a_response(
+async def test_only_the_owning_key_and_tenant_can_read_a_response(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     keys = write_keys(tmp_path / "keys", "mine", "other")
@@ -365,7 +372,7 @@ async def test_only_its_key_and_tenant_reach_a_response(
             await asyncio.sleep(0.05)
 
 
-async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
+async def test_a_response_with_store_false_is_kept_as_long_as_its_stream(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -374,8 +381,7 @@ async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
         begin(redis_client, request_id)
         end(redis_client, request_id)
         assert (await http.get(f"{PATH}/{created}")).json()["status"] == "completed"
-        while redis_client.zcard(DUE):
-            await asyncio.sleep(0.02)
+        await wait_until_nothing_is_due(redis_client)
         assert not redis_client.exists(response_key(created))
         assert (await http.get(f"{PATH}/{created}/input_items")).status_code == 404
         assert 0 < redis_client.ttl(f"headrace:gw:req:{created}") <= 600
@@ -385,7 +391,7 @@ async def test_what_is_not_to_be_stored_is_kept_as_long_as_its_stream(
         assert not redis_client.exists(stream_key(created))
 
 
-async def test_what_is_too_large_is_not_stored(
+async def test_too_large_a_response_is_not_stored(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
@@ -408,7 +414,7 @@ async def test_what_is_too_large_is_not_stored(
         assert "response.completed" in (await http.get(f"{PATH}/{created}?stream=true")).text
 
 
-async def test_input_items_come_in_pages(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_input_items_are_paginated(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     items = [{"role": "user", "content": str(number), "id": f"msg_{number}"} for number in range(5)]
     async with gateway_of(redis_server, redis_client) as (_, http):
         created = (await http.post(PATH, json={**BODY, "input": items})).json()["id"]
@@ -430,7 +436,7 @@ async def test_input_items_come_in_pages(redis_server: EmbeddedServer, redis_cli
             assert (await http.get(f"{PATH}/{created}?{query}")).status_code == 400
 
 
-async def test_items_are_named_by_their_ids(
+async def test_items_can_be_referred_to_by_id(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     keys = write_keys(tmp_path / "keys", "mine", "other")
@@ -455,8 +461,10 @@ async def test_items_are_named_by_their_ids(
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "item_not_found")
 
 
-@pytest.mark.parametrize(("most", "what"), [(1000, "the items that input names"), (150, "the responses whose items")])
-async def test_what_references_bring_is_bounded_however_often_an_item_is_named(
+@pytest.mark.parametrize(
+    ("most", "what"), [(1000, "the items that input refers to"), (150, "the responses whose items")]
+)
+async def test_the_size_of_referenced_items_is_limited_even_if_one_is_repeated(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
 ) -> None:
     monkeypatch.setattr("headrace_gateway.response_chain.MAX_BYTES", most)
@@ -488,7 +496,7 @@ async def test_a_request_beyond_the_keys_rate_reads_no_stored_items(
         assert refused.status_code == 429
 
 
-async def test_a_chain_is_bounded(
+async def test_the_length_of_a_chain_is_limited(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_gateway.response_chain.MAX_LINKS", 2)

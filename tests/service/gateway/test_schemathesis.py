@@ -1,4 +1,4 @@
-"""schemathesis against the gateway's own OpenAPI document: no answer is a 500, and each is as the document says."""
+"""schemathesis with the gateway's own OpenAPI document: no response is a 500, and each matches the document."""
 
 import copy
 import json
@@ -23,11 +23,11 @@ CHECKS = (
     "negative_data_rejection",
     "allow_header_conformance",
 )
-"""Not positive_data_acceptance: rules between fields are no part of the document."""
+"""Not positive_data_acceptance: the document omits the rules between fields."""
 
 
 def document_of(gateway: RunningGateway) -> dict[str, Any]:
-    """The served document, for requests that reach the tiny model and end soon."""
+    """The served document, restricted to short requests to the tiny model."""
     with urllib.request.urlopen(f"{gateway.url}/openapi.json") as response:
         document: dict[str, Any] = json.load(response)
     narrowed = copy.deepcopy(document)
@@ -48,7 +48,7 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(1800)  # a busy machine needs minutes for all endpoints
-def test_no_request_of_the_document_fails_the_gateway(gateway: RunningGateway, tmp_path: Path) -> None:
+def test_no_documented_request_causes_a_500(gateway: RunningGateway, tmp_path: Path) -> None:
     path = tmp_path / "openapi.json"
     path.write_text(json.dumps(document_of(gateway)))
     command = [sys.executable, "-m", "schemathesis.cli", "run", str(path), "--url", gateway.url, "--seed", SEED]

@@ -1,4 +1,4 @@
-"""`headrace serve` as a process: what it starts, what it says, and that nothing stays behind it."""
+"""`headrace serve` as a process: what it starts and prints, and that no process remains after it."""
 
 import os
 import re
@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
+from headrace_broker.embedded import free_port
 from service.gateway.gateway_process import PATIENCE
-from service.ports import free_port
 from service.servers import make_server
 
 SERVE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "serve"]
 
 
 class ServeProcess:
-    """`headrace serve` with an empty home; its two outputs in one."""
+    """`headrace serve` with an empty home, and both outputs in one."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
         home.mkdir(exist_ok=True)
@@ -38,6 +39,7 @@ class ServeProcess:
             stderr=subprocess.STDOUT,
             text=True,
             process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests may run where it is ignored
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -53,7 +55,7 @@ class ServeProcess:
         return self
 
     def wait_line(self, start: str) -> str:
-        """The first line that begins so, which it says at last."""
+        """Return the first line that begins so; it is printed last."""
         deadline = time.monotonic() + 4 * PATIENCE
         while not (found := [line for line in self.lines if line.startswith(start)]):
             assert self.process.poll() is None, self.lines
@@ -62,13 +64,13 @@ class ServeProcess:
         return found[0]
 
     def children(self) -> dict[str, int]:
-        """Its processes by what they are."""
+        """Return its processes by kind."""
         found = {}
         for pid, command in commands():
             for name in ("worker", "gateway"):
                 if command[-1:] == [name] and parent(pid) == self.process.pid:
                     found[name] = pid
-            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it gives itself
+            if parent(pid) == self.process.pid and "-server " in command[0]:  # the title that it sets
                 found["server"] = pid
         return found
 
@@ -83,7 +85,7 @@ class ServeProcess:
         return status
 
     def left(self) -> list[tuple[int, list[str]]]:
-        """Those that live on after it has ended; the killed ones get time to go."""
+        """Return the processes that outlive it; killed ones get time to exit."""
         deadline = time.monotonic() + PATIENCE
         while (found := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -129,18 +131,22 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., ServeProcess]]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_the_line_that_it_prints_works_as_pasted_and_one_signal_ends_everything(
-    serve: Callable[..., ServeProcess], model_folder: str, number: signal.Signals, status: int
+def test_the_printed_command_works_and_one_signal_ends_everything(
+    serve: Callable[..., ServeProcess], model_folder: str, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     port = str(free_port())
-    serving = serve("--model", model_folder, "--port", port).wait_ready()
+    files = tmp_path / "files"
+    serving = serve("--model", model_folder, "--port", port, "--files", str(files)).wait_ready()
     started = serving.children()
     assert set(started) == {"server", "worker", "gateway"}
     assert any(line.startswith("waiting: the worker") for line in serving.lines)
     line = serving.wait_line("Try it: ").removeprefix("Try it: ")
     assert f"http://127.0.0.1:{port}/v1/chat/completions" in shlex.split(line)
-    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=4 * PATIENCE, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    uploaded = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")
+    assert [path.stem for path in files.glob("*/*.json")] == [uploaded.id]
     assert serving.end(number) == status
     assert serving.left() == []
     assert list(serving.home.glob("headrace-*")) == []  # neither logs nor the server's folder
@@ -158,7 +164,7 @@ def test_no_password_stands_on_a_command_line(serve: Callable[..., ServeProcess]
     assert all(found[1].decode() not in line for line in serving.lines)
 
 
-def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
+def test_no_process_remains_after_it_is_killed(serve: Callable[..., ServeProcess], model_folder: str) -> None:
     serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
     assert len(serving.living()) > 3  # itself and its children
     serving.end(signal.SIGKILL)
@@ -173,7 +179,7 @@ def test_nothing_stays_behind_when_it_is_killed(serve: Callable[..., ServeProces
         ("server", "the Redis server ended with status -9"),
     ],
 )
-def test_a_child_that_dies_ends_the_whole_with_its_reason(
+def test_a_dead_child_ends_the_command_with_its_error(
     serve: Callable[..., ServeProcess], model_folder: str, child: str, reason: str
 ) -> None:
     serving = serve("--model", model_folder, "--port", str(free_port())).wait_ready()
@@ -183,14 +189,14 @@ def test_a_child_that_dies_ends_the_whole_with_its_reason(
     assert serving.left() == []
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_whole_with_its_reason(serve: Callable[..., ServeProcess]) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_its_error(serve: Callable[..., ServeProcess]) -> None:
     serving = serve("--model", "/nothing/here", "--port", str(free_port()))
     assert serving.wait() == 1
     assert "/nothing/here" in "\n".join(serving.lines)
     assert serving.left() == []
 
 
-def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_started(serve: Callable[..., ServeProcess]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         serving = serve("--port", str(port))  # the default model, which would be fetched first
@@ -201,7 +207,7 @@ def test_a_port_that_is_taken_is_said_before_anything_is_started(serve: Callable
     )
 
 
-def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
+def test_a_public_address_without_keys_is_refused_before_anything_is_started(
     serve: Callable[..., ServeProcess],
 ) -> None:
     serving = serve("--host", "0.0.0.0", "--port", str(free_port()))
@@ -210,9 +216,7 @@ def test_an_address_that_others_reach_needs_keys_before_anything_is_started(
     assert "gateway-key" in line
 
 
-def test_a_redis_that_was_there_before_is_used_and_left_running(
-    serve: Callable[..., ServeProcess], model_folder: str
-) -> None:
+def test_an_existing_redis_is_used_and_left_running(serve: Callable[..., ServeProcess], model_folder: str) -> None:
     with make_server() as server:
         serving = serve("--model", model_folder, "--port", str(free_port()), "--redis-url", server.url).wait_ready()
         assert set(serving.children()) == {"worker", "gateway"}

@@ -1,4 +1,4 @@
-"""Calls of the tokenizer through a real gateway and worker: what they count is what requests are charged."""
+"""Tokenizer calls through a real gateway and worker: the counts equal the tokens that requests are charged."""
 
 import time
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def post(client: httpx2.Client, path: str, body: Any) -> dict[str, Any]:
         | {"add_generation_prompt": False},
     ],
 )
-def test_a_chat_has_as_many_tokens_as_its_answer_says(
+def test_the_count_of_a_chat_equals_its_prompt_tokens(
     client: httpx2.Client, gateway: RunningGateway, chat: dict[str, Any]
 ) -> None:
     answer = post(client, "/v1/chat/completions", {"model": gateway.model, "max_tokens": 1, **chat})
@@ -54,7 +54,7 @@ def test_a_chat_has_as_many_tokens_as_its_answer_says(
 
 def test_a_prompt_is_tokenised_as_a_completion_is_and_comes_back_as_text(client: httpx2.Client) -> None:
     answer = post(client, "/v1/completions", {"model": "tiny", "prompt": "hello wheel", "max_tokens": 1})
-    found = post(client, "/tokenize", {"prompt": "hello wheel", "return_token_strs": True})  # there is one model
+    found = post(client, "/tokenize", {"prompt": "hello wheel", "return_token_strs": True})  # there is only one model
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) == answer["usage"]["prompt_tokens"]
     assert "hello wheel" in post(client, "/detokenize", {"tokens": found["tokens"]})["prompt"]
     plain = post(client, "/tokenize", {"prompt": "hello wheel", "add_special_tokens": False})
@@ -63,7 +63,7 @@ def test_a_prompt_is_tokenised_as_a_completion_is_and_comes_back_as_text(client:
 
 def test_a_text_longer_than_the_context_is_counted_all_the_same(client: httpx2.Client) -> None:
     once, often = (post(client, "/tokenize", {"prompt": "wheel " * times})["count"] for times in (1000, 10_000))
-    assert often > 2048 > once  # and too long for the process that spends only a moment on each
+    assert often > 2048 > once  # and too long for the process that takes only short requests
     assert abs(often - 10 * once) < 20
 
 
@@ -86,7 +86,7 @@ def test_a_text_longer_than_the_context_is_counted_all_the_same(client: httpx2.C
         ("/detokenize", {"tokens": [1], "skip": True}, 400, "unsupported_parameter", "skip"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(
+def test_an_invalid_field_is_refused_by_name(
     client: httpx2.Client, path: str, body: Any, status: int, code: str, param: str | None
 ) -> None:
     response = client.post(path, json=body)
@@ -115,7 +115,7 @@ def test_a_call_needs_no_free_slot(client: httpx2.Client, gateway: RunningGatewa
         client.post(f"/headrace/requests/{handle.id}/cancel", json={})
 
 
-async def test_a_model_without_a_worker_that_answers_is_unavailable(redis_server: EmbeddedServer) -> None:
+async def test_the_tokenizer_of_a_model_without_workers_is_unavailable(redis_server: EmbeddedServer) -> None:
     with connect(redis_server.url) as redis:
         redis.flushdb()
         register_model(redis, "old", max_model_len=64, worker="w", seen=time.time())
@@ -135,7 +135,7 @@ async def test_a_model_without_a_worker_that_answers_is_unavailable(redis_server
         redis.flushdb()
 
 
-async def test_calls_count_against_the_keys_bound(redis_server: EmbeddedServer, tmp_path: Any) -> None:
+async def test_tokenizer_calls_count_against_the_keys_limit(redis_server: EmbeddedServer, tmp_path: Any) -> None:
     with connect(redis_server.url) as redis:
         redis.flushdb()
         register_model(redis, "old", max_model_len=64, worker="w", seen=time.time())

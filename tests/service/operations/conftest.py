@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import start_http_server
 
 from headrace_broker.connections import connect
+from headrace_broker.embedded import free_port
 from headrace_workers.exporter import Exporter
 from headrace_workers.local_gateway import LocalGateway
 from service.operations.prometheus import Prometheus, prometheus_or_skip
-from service.ports import free_port
 from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,6 +13,8 @@ from typing import Any, Self
 
 import pytest
 import yaml
+
+from headrace_broker.embedded import free_port
 
 RULES = Path(__file__).resolve().parents[3] / "monitoring" / "prometheus" / "rules.yml"
 
@@ -51,7 +52,7 @@ class Prometheus:
         interval: str = "1s",
         shortened: Mapping[str, str] | None = None,
     ) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         rules = RULES.read_text(encoding="utf-8").replace("interval: 30s", f"interval: {interval}")
         for window, shorter in (shortened or {}).items():
@@ -136,10 +137,3 @@ class Prometheus:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             return json.load(error)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from headrace_broker.embedded import free_port
 from service.operations.client_snippets import commands
-from service.ports import free_port
 from service.redis_users import make_server_with_users, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import QUEUE, Service

@@ -11,7 +11,7 @@ import pytest
 from headrace_broker import Client
 from headrace_broker.embedded import EmbeddedServer
 from service.operations.client_snippets import ROOT
-from service.operations.fresh_environments import install_pip
+from service.operations.fresh_environments import install_pip, pip
 from service.workers.conftest import model_folder
 from service.workers.worker_process import WorkerProcess
 
@@ -53,7 +53,7 @@ def start_worker(
 
 
 def test_the_extra_brings_no_torch_and_nothing_that_reads_weights_with_it(bin_folder: Path) -> None:
-    command = [bin_folder / "python", "-m", "pip", "--disable-pip-version-check", "list", "--format", "json"]
+    command = pip(bin_folder.parent, "list", "--format", "json")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     installed = {package["name"].lower() for package in json.loads(done.stdout)}
     assert "headrace" in installed

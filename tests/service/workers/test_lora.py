@@ -79,7 +79,7 @@ def test_messages_name_their_adapter_and_run_side_by_side(
         assert tokens(result) == expected[name]
     with Client(lora_service.server.url, model="tiny") as client:
         request_id = client.submit(prompt_token_ids=PROMPT, sampling_params=GREEDY, lora="sql")
-        assert client.result(request_id, timeout=30).outputs[0].token_ids == expected["sql"]
+        assert client.result(request_id, timeout=60).outputs[0].token_ids == expected["sql"]
     metrics = lora_service.workers[-1].metrics()
     assert metrics['headrace_engine_lora_requests{adapter="sql",state="running"}'] == 0
 
@@ -111,12 +111,12 @@ def test_an_adapter_that_is_broken_ends_its_requests_and_nothing_else(lora_servi
 
 
 def test_another_worker_goes_on_under_the_same_adapter(lora_service: Service, sql: TinyAdapter, folder: Path) -> None:
-    handle = send(lora_service, "sql", max_tokens=600)
+    handle = send(lora_service, "sql", max_tokens=900)
     lora_service.wait_tokens([handle.id], at_least=5)
     lora_service.workers[-1].process.kill()  # the one that serves: a new one takes its place at once
     start_worker(lora_service, sql, folder)
     found = tokens(handle.get(timeout=60))
     log = lora_service.wait_ended([handle.id])[handle.id]
     assert len(log.attempts) == 2
-    assert found == tokens(send(lora_service, "sql", max_tokens=600).get(timeout=60))  # without a break
+    assert found == tokens(send(lora_service, "sql", max_tokens=900).get(timeout=60))  # without a break
     assert found[:8] == sql.merged.generate(PROMPT, 8)

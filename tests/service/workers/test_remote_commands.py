@@ -15,7 +15,7 @@ import headrace_workers.remote_control  # noqa: F401  # the commands that a work
 from headrace_workers.celery_commands import REFUSED
 from service.workers.service import QUEUE, Service
 
-LONG = {"temperature": 0.0, "max_tokens": 2000, "ignore_eos": True}
+LONG = {"temperature": 0.0, "max_tokens": 800, "ignore_eos": True}
 
 # What each command is asked, and what stands in the answer. A command that a new Celery brings must be decided here.
 WORKS: dict[str, tuple[dict[str, Any], str]] = {
@@ -63,7 +63,7 @@ def bare(service: Service) -> Iterator[Celery]:
 
 
 def ask(app: Celery, command: str, arguments: Any = None) -> Any:
-    replies = app.control.broadcast(command, arguments=arguments or {}, reply=True, timeout=30, limit=1)
+    replies = app.control.broadcast(command, arguments=arguments or {}, reply=True, timeout=60, limit=1)
     assert replies, f"no worker answered {command}"
     [answer] = replies[0].values()
     return answer
@@ -113,7 +113,7 @@ def test_a_worker_whose_queue_was_cancelled_takes_nothing_and_is_not_ready(
         assert worker.health("ready")[0] == 503
         assert ask(app, "active_queues") == []
         waiting = service.generate(max_tokens=4)
-        assert running.get(timeout=120)["usage"]["completion_tokens"] == 2000
+        assert running.get(timeout=120)["usage"]["completion_tokens"] == 800
         assert service.queued() == 1
         assert "ok" in ask(app, "add_consumer", {"queue": QUEUE})
         assert waiting.get(timeout=60)["usage"]["completion_tokens"] == 4
@@ -190,7 +190,7 @@ def test_a_shutdown_lets_running_requests_finish(make_service: Callable[..., Ser
         app.control.shutdown()
     assert worker.wait() == 0
     worker.assert_nothing_left()
-    assert running.get(timeout=60)["usage"]["completion_tokens"] == 2000
+    assert running.get(timeout=60)["usage"]["completion_tokens"] == 800
 
 
 def test_no_answer_holds_a_password(make_service: Callable[..., Service]) -> None:

@@ -20,7 +20,7 @@ def run(service: Service, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def ask(service: Service, command: str, **arguments: Any) -> dict[str, Any]:
-    [reply] = service.app.control.broadcast(command, arguments=arguments, reply=True, timeout=10, limit=1)
+    [reply] = service.app.control.broadcast(command, arguments=arguments, reply=True, timeout=60, limit=1)
     [answer] = reply.values()
     return dict(answer)
 
@@ -30,7 +30,7 @@ def test_a_worker_is_looked_at_paused_resumed_and_drained(make_service: Callable
     worker = service.start_worker(max_num_seqs=4).wait_ready()
     running = service.generate("the wheel Zanzibar", max_tokens=LONG)
     service.wait_tokens([running.id], at_least=3)
-    [(name, stats)] = service.app.control.broadcast("engine_stats", reply=True, timeout=10, limit=1)[0].items()
+    [(name, stats)] = service.app.control.broadcast("engine_stats", reply=True, timeout=60, limit=1)[0].items()
     assert stats["state"] == "ready"
     assert (stats["requests"], stats["slots_used"], stats["slots"], stats["leases"]) == (1, 1, 4, 1)
     assert stats["engine"]["pid"] == worker.engine_pid()

@@ -177,12 +177,12 @@ def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_that_waits
     service: Service, undisturbed: Any, attack: Callable[[str], str | bytes]
 ) -> None:
     request_id = uuid.uuid4().hex
-    service.app.control.broadcast("pause", reply=True, timeout=5, limit=1)
+    service.app.control.broadcast("pause", reply=True, timeout=60, limit=1)
     try:
         service.client.lpush(f"{QUEUE}{SEPARATOR}9", dumped(request_id, body()))
         service.client.lpush(f"{QUEUE}{SEPARATOR}9", attack(request_id))
     finally:
-        service.app.control.broadcast("resume", reply=True, timeout=5, limit=1)
+        service.app.control.broadcast("resume", reply=True, timeout=60, limit=1)
     result = service.handle(request_id).get(timeout=60)
     log = service.stream(request_id)
     assert log.content == undisturbed

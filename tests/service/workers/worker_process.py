@@ -4,7 +4,6 @@ Every process that descends from a worker carries the worker's marker in its env
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -19,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+from headrace_broker.embedded import die_with_parent
+
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
 _MARKER = "HEADRACE_TEST_MARKER"
 DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
@@ -72,7 +71,7 @@ class WorkerProcess:
                 stdout=output,
                 stderr=output,
                 process_group=0,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def log_text(self) -> str:
@@ -162,7 +161,7 @@ class WorkerProcess:
 
     def assert_nothing_left(self) -> None:
         """The worker and all that it started are gone; the kernel may take a moment to end an orphan."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         while self.processes():
             assert time.monotonic() < deadline, f"left behind: {[_read(pid, 'cmdline') for pid in self.processes()]}"
             time.sleep(0.01)
@@ -175,7 +174,7 @@ class WorkerProcess:
 
 def _get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -188,7 +187,3 @@ def _read(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

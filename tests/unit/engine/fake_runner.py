@@ -151,7 +151,6 @@ class FakeRunner:
     batches: list[StepBatch] = field(default_factory=list)
     slots: list[bytes | None] = field(default_factory=list)
     num_blocks: int = 0
-    is_shut_down: bool = False
     adapters: dict[int, str] = field(default_factory=dict)
     """Names by version."""
     max_adapters: int = 1 << 30
@@ -199,7 +198,7 @@ class FakeRunner:
         pass
 
     def shutdown(self) -> None:
-        self.is_shut_down = True
+        pass
 
     def load_lora(self, version: int, request: LoRARequest) -> None:
         if self.gate is not None:

@@ -97,15 +97,15 @@ def test_a_known_verdict_does_not_wait_for_the_trial_of_another_grammar(
 
     def long_trial(self: GrammarChecker, source: str) -> None:
         begun.set()
-        assert release.wait(20)
+        assert release.wait(120)
 
     monkeypatch.setattr(GrammarChecker, "_try", long_trial)
     other = threading.Thread(target=checker.check, args=[StructuredOutputsParams(regex="other")])
     other.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     again = threading.Thread(target=checker.check, args=[known])
     again.start()
-    again.join(5)
+    again.join(60)
     waited = again.is_alive()
     release.set()
     other.join()

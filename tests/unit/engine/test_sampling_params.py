@@ -237,4 +237,10 @@ def test_below_a_tiny_temperature_sampling_is_greedy() -> None:
     )
 )
 def test_parameters_survive_the_wire(params: SamplingParams) -> None:
-    assert SamplingParams.from_dict(msgpack.unpackb(msgpack.packb(params.to_dict()))) == params
+    sent = msgpack.unpackb(msgpack.packb(params.to_dict()))
+    assert SamplingParams.from_dict(sent) == params
+    assert SamplingParams.from_wire(sent) == params
+
+
+def test_parameters_that_another_process_has_checked_are_not_checked_again() -> None:
+    assert SamplingParams.from_wire({**SamplingParams().to_dict(), "temperature": -1.0}).temperature == -1.0

@@ -75,7 +75,9 @@ def test_its_problems_are_named_beside_those_of_the_other_parameters() -> None:
 )
 def test_it_survives_the_wire(structured: StructuredOutputsParams) -> None:
     params = SamplingParams(structured_outputs=structured)
-    assert SamplingParams.from_dict(msgpack.unpackb(msgpack.packb(params.to_dict()))) == params
+    sent = msgpack.unpackb(msgpack.packb(params.to_dict()))
+    assert SamplingParams.from_dict(sent) == params
+    assert SamplingParams.from_wire(sent) == params
 
 
 def test_a_schema_is_kept_as_text() -> None:

@@ -1,4 +1,4 @@
-"""Bodies, models and what is wrong with them, for the tests of the readers of bodies."""
+"""Bodies, models and expected errors for the tests that parse bodies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +25,12 @@ def model(**traits: Any) -> RegisteredModel:
 
 
 def outcome(read: Callable[..., Call], body: dict[str, Any], **context: Any) -> ApiError | None:
-    """The error that a body is answered with; None where it is accepted."""
+    """Return the error that a body gets; None if it is accepted."""
     try:
         call = read(body, **context)
     except ApiError as error:
         return error
-    msgspec.msgpack.encode(call.form)  # the envelope must hold whatever is accepted
+    msgspec.msgpack.encode(call.form)  # the envelope must be able to hold every accepted body
     return None
 
 

@@ -1,4 +1,4 @@
-"""Streams as workers write them, and how a gateway writes the answer of one that was read in some way."""
+"""Streams as workers write them, and the answer that a gateway writes of one, however it is read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError, Usage
 from headrace_broker.results import ErrorInfo, Logprob
-from headrace_gateway.answer_reader import AnswerReader, Place
+from headrace_gateway.answer_reader import AnswerReader, Position
 from headrace_gateway.call import AnswerForm
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.envelope import Envelope
@@ -28,7 +28,7 @@ def envelope_of(form: AnswerForm) -> Envelope:
 
 @st.composite
 def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEvent]:
-    """A whole stream of n choices, whose chunks come in any order, from one worker or several."""
+    """Return a whole stream of n choices, with chunks in any order, from one worker or several."""
     attempt = 1
     entries: list[StreamEvent] = [_start(attempt)]
     left = {index: draw(st.integers(1, 5)) for index in range(n)}
@@ -36,7 +36,7 @@ def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEv
     has_scores = False
     while left:
         if draw(st.integers(0, 9)) == 0:
-            attempt += 1  # another worker goes on
+            attempt += 1  # another worker continues
             entries.append(_start(attempt))
         index = draw(st.sampled_from(sorted(left)))
         left[index] -= 1
@@ -49,7 +49,7 @@ def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEv
         text = "".join(draw(st.lists(st.sampled_from(PIECES), max_size=3)))
         logprobs = [[_logprob(token)] for token in token_ids] if has_logprobs else None
         scores = None
-        if index == 0 and not has_scores:  # a prompt's come with the first chunk of choice 0
+        if index == 0 and not has_scores:  # a prompt's are in the first chunk of choice 0
             scores = [None, *([Logprob(each, -0.5, 1, f"p{each}", f"p{each}".encode())] for each in range(2, 6))]
             has_scores = True
         entries.append(
@@ -84,7 +84,7 @@ def _logprob(token: int) -> Logprob:
 
 
 class ReadSoFar:
-    """Stands for a subscription: gives the entries in the given groups, as reads of Redis bring them."""
+    """A fake subscription: returns the entries in the given groups, as reads from Redis would."""
 
     def __init__(self, entries: Sequence[StreamEvent], sizes: Sequence[int]) -> None:
         self._entries = list(entries)
@@ -97,9 +97,9 @@ class ReadSoFar:
 
 
 async def read_answer(
-    form: AnswerForm, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Place | None = None
+    form: AnswerForm, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Position | None = None
 ) -> list[tuple[bytes, Cursor]]:
-    """All chunks behind the cursor as their bytes, each with its cursor."""
+    """Return all chunks after the cursor as bytes, each with its cursor."""
     source: Any = ReadSoFar(entries, sizes)
     reader = AnswerReader(envelope_of(form), source, after)
     written = [(msgspec.json.encode(chunk), cursor) for chunk, cursor in reader.opening()]

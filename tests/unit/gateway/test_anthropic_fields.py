@@ -1,4 +1,4 @@
-"""What the body of a message may say, what it becomes, and what is refused by its name."""
+"""The body of `POST /v1/messages`: how each field is translated, and which ones are refused."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -52,7 +52,7 @@ def test_the_system_prompt_comes_first_and_blocks_of_text_are_lines() -> None:
     assert messages(("user", "a"), system=[]) == [{"role": "user", "content": "a"}]
 
 
-def test_turns_of_one_role_in_a_row_are_one() -> None:
+def test_consecutive_turns_of_one_role_are_merged() -> None:
     assert messages(("user", "a"), ("user", text("b")), ("assistant", "c"), ("assistant", "d"), ("user", "e")) == [
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c\nd"},
@@ -60,7 +60,7 @@ def test_turns_of_one_role_in_a_row_are_one() -> None:
     ]
 
 
-def test_thoughts_of_turns_in_a_row_are_one() -> None:
+def test_reasoning_of_consecutive_turns_is_merged() -> None:
     turns = [("assistant", [{"type": "thinking", "thinking": each, "signature": ""}]) for each in ("a", "b")]
     found = messages(("user", "x"), *turns, ("user", "y"), traits=REASONING)[1]
     assert found == {"role": "assistant", "content": "", "reasoning_content": "ab"}
@@ -108,7 +108,7 @@ def test_calls_and_their_results_become_those_of_a_chat() -> None:
     ]
 
 
-def test_the_assistants_last_words_are_continued() -> None:
+def test_the_assistants_last_message_is_continued() -> None:
     begun = [USER, {"role": "assistant", "content": "the"}]
     asked = request(messages=begun)
     assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
@@ -155,7 +155,7 @@ def test_the_effort_reaches_a_template_that_reads_it() -> None:
     assert "chat_template_kwargs" not in request(output_config=config)
 
 
-def test_sampling_and_stops_keep_their_meaning() -> None:
+def test_sampling_fields_and_stop_sequences_are_translated() -> None:
     schema = {"type": "object"}
     form = {"format": {"type": "json_schema", "schema": schema}}
     sampling = request(
@@ -178,7 +178,7 @@ def test_a_count_reads_the_same_prompt() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": None}, "max_tokens must be given"),
+        ({"max_tokens": None}, "max_tokens is required"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hello"}, "messages"),
@@ -187,7 +187,10 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{**USER, "name": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type is 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages[0].content[0].type must be one of text, tool_result, not 'image'",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "unknown field 'b'"),
@@ -197,7 +200,7 @@ def test_a_count_reads_the_same_prompt() -> None:
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
                 ]
             },
-            "messages[0].content[0].content[0].type is 'image'",
+            "messages[0].content[0].content[0].type must be one of text, not 'image'",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
@@ -206,7 +209,7 @@ def test_a_count_reads_the_same_prompt() -> None:
             "messages[0].content[0].input",
         ),
         ({"system": 1}, "system"),
-        ({"system": [IMAGE]}, "system[0].type is 'image'"),
+        ({"system": [IMAGE]}, "system[0].type must be one of text, not 'image'"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"top_k": "x"}, "top_k"),
@@ -220,7 +223,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         ),
         ({"tools": [{**TOOL, "name": "f g"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "colour": 1}]}, "colour"),
-        ({"tools": [TOOL, TOOL]}, "different names"),
+        ({"tools": [TOOL, TOOL]}, "distinct names"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
@@ -232,7 +235,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tools": [TOOL]},
-            "output_config.format does not go with tools",
+            "output_config.format excludes tools",
         ),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         *(({"context_management": {"edits": edits}}, "context_management") for edits in (5, True, "x", {"a": 1}, [5])),
@@ -241,7 +244,7 @@ def test_a_count_reads_the_same_prompt() -> None:
         *(({name: "x"}, name) for name in field_tables.MESSAGES_REFUSED),
     ],
 )
-def test_what_is_wrong_is_told_by_its_name(fields: dict[str, Any], named: str) -> None:
+def test_each_problem_names_its_field(fields: dict[str, Any], named: str) -> None:
     error = refusal(read_message, {**BODY, **fields}, model=model(**CALLING), lora=None)
     assert named in error.message
 

@@ -1,4 +1,4 @@
-"""The lines of a batch: what is refused with which code, and what an answer says."""
+"""The lines of a batch: which are refused with which code, and the format of an answer."""
 
 import json
 from typing import Any
@@ -38,13 +38,13 @@ def test_a_wrong_line_is_refused_by_name(changes: dict[str, Any], code: str, par
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b'"a"', b'{"a": NaN}', b'{"a": "\xff"}', b"[" * 100_000])
-def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+def test_a_line_that_is_not_a_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         read_line(raw)
     assert refused.value.code == "invalid_json_line"
 
 
-def test_a_line_has_a_longest_length() -> None:
+def test_a_line_over_the_maximum_length_is_refused() -> None:
     with pytest.raises(ApiError, match=f"at most {MAX_LINE_BYTES} bytes"):
         read_line(b" " * (MAX_LINE_BYTES + 1))
 

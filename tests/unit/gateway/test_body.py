@@ -1,4 +1,4 @@
-"""Bodies of requests: what is read as JSON, and what is refused with which status."""
+"""Bodies of requests: which are parsed as JSON, and which are refused with which status."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 async def read(parts: bytes | Sequence[bytes], *, max_bytes: int = 1000, cut: bool = False, **headers: str) -> Any:
-    """What a body is read as. `cut`: the client leaves instead of ending the body."""
+    """Return the parsed body. `cut`: the client disconnects before the end of the body."""
     parts = [parts] if isinstance(parts, bytes) else list(parts)
     messages: list[Message] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     messages.append({"type": "http.disconnect"} if cut else {"type": "http.request", "body": b"", "more_body": False})
@@ -48,7 +48,7 @@ async def test_large_integers_stay_exact() -> None:
     assert await read(b'{"seed": 9007199254740993}') == {"seed": 9007199254740993}
 
 
-async def test_the_last_of_equal_names_counts() -> None:
+async def test_the_last_value_of_a_repeated_name_counts() -> None:
     assert await read(b'{"a": 1, "a": 2}') == {"a": 2}
 
 
@@ -77,7 +77,7 @@ async def test_the_last_of_equal_names_counts() -> None:
         b"[" * 9999,
     ],
 )
-async def test_what_is_no_strict_json_object_is_refused(body: bytes) -> None:
+async def test_a_body_that_is_not_a_strict_json_object_is_refused(body: bytes) -> None:
     error = await refusal(body, max_bytes=100_000)
     assert (error.status, error.code) == (400, "invalid_json")
 
@@ -110,7 +110,7 @@ async def test_a_body_is_bounded_with_and_without_a_length() -> None:
     assert await read(body.replace(b"x", b"", 1)) == {"a": "x" * 991}
 
 
-async def test_a_body_that_never_ends_is_not_gathered() -> None:
+async def test_an_endless_body_is_not_buffered() -> None:
     def endless() -> Iterable[bytes]:
         for _ in range(11):
             yield b" " * 100
@@ -127,7 +127,7 @@ async def test_a_body_that_never_ends_is_not_gathered() -> None:
     assert raised.value.status == 413
 
 
-async def test_a_connection_that_breaks_is_no_fault_of_the_server() -> None:
+async def test_a_broken_connection_is_not_a_server_error() -> None:
     assert (await refusal(b'{"a": ', cut=True)).status == 400
 
 

@@ -1,4 +1,4 @@
-"""What `POST /v1/chat/completions` may say: each field, what comes of it, and what is told of wrong ones."""
+"""The body of `POST /v1/chat/completions`: how each field is translated, and the error of each invalid one."""
 
 from typing import Any
 
@@ -40,14 +40,14 @@ def wrong(registered: RegisteredModel | None = None, **fields: Any) -> ApiError:
 
 
 @pytest.mark.parametrize("name", ["CompletionCreateParamsNonStreaming", "CompletionCreateParamsStreaming"])
-def test_every_field_of_openai_stands_in_a_table(name: str) -> None:
+def test_every_field_of_openai_is_in_a_table(name: str) -> None:
     fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     fields |= set(getattr(completion_create_params, name).__annotations__)
     known = field_tables.CHAT | set(field_tables.SAMPLING) | set(field_tables.IGNORED) | set(field_tables.REFUSED)
     assert fields - known == set()
 
 
-def test_no_field_stands_in_two_tables() -> None:
+def test_no_field_is_in_two_tables() -> None:
     served = field_tables.CHAT | field_tables.COMPLETION | set(field_tables.SAMPLING)
     assert not served & set(field_tables.IGNORED)
     assert not served & set(field_tables.REFUSED)
@@ -55,19 +55,19 @@ def test_no_field_stands_in_two_tables() -> None:
 
 
 @pytest.mark.parametrize("name", field_tables.REFUSED)
-def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     error = wrong(**{name: 1})
     assert (error.param, error.code) == (name, "unsupported_parameter")
     assert field_tables.REFUSED[name] in error.message
 
 
 @pytest.mark.parametrize("name", field_tables.IGNORED)
-def test_what_has_no_effect_is_accepted(name: str) -> None:
+def test_fields_without_effect_are_accepted(name: str) -> None:
     assert read(**{name: {"any": "value"}}) == read()
 
 
 @pytest.mark.parametrize("name", sorted(field_tables.CHAT | set(field_tables.SAMPLING) | set(field_tables.REFUSED)))
-def test_null_says_nothing(name: str) -> None:
+def test_null_counts_as_absent(name: str) -> None:
     if name not in CHAT:
         assert read(**{name: None}) == read()
 
@@ -177,7 +177,7 @@ def test_each_sampling_parameter_goes_into_the_queue(name: str) -> None:
         ({"x" * 1000: 1}, "x" * 64, "unsupported_parameter"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_field(fields: dict[str, Any], param: str, code: str) -> None:
+def test_an_invalid_value_is_reported_with_its_field(fields: dict[str, Any], param: str, code: str) -> None:
     error = wrong(**fields)
     assert (error.param, error.code) == (param, code)
 
@@ -210,7 +210,7 @@ def test_a_wrong_value_is_told_with_its_field(fields: dict[str, Any], param: str
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0].type", "unsupported"),
     ],
 )
-def test_a_wrong_message_is_told_with_its_place(messages: Any, param: str, code: str | None) -> None:
+def test_an_invalid_message_is_reported_with_its_index(messages: Any, param: str, code: str | None) -> None:
     error = wrong(messages=messages)
     assert (error.param, error.code) == (param, code or "invalid_request")
 
@@ -236,25 +236,25 @@ def test_messages_reach_the_template_as_it_knows_them() -> None:
     assert first["role"] == "developer"
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_one_error_lists_all_problems() -> None:
     error = wrong(colour=1, temperature=-1, n="two", messages=[{"role": "clown"}], max_tokens=0, metadata=5)
     for told in ("colour", "temperature", "n must", "messages[0].role", "max_tokens", "metadata"):
         assert told in error.message
 
 
-def test_a_problem_is_told_once() -> None:
+def test_a_problem_is_reported_once() -> None:
     error = wrong(messages=[{"role": "user"}], max_tokens=0, tools=5)
     assert error.message.count(";") == 2
 
 
-def test_a_million_mistakes_are_not_all_told() -> None:
+def test_the_number_of_reported_problems_is_limited() -> None:
     error = wrong(messages=[0] * 1_000_000)
     assert error.message.endswith("; and more")
     assert len(error.message) < 2000
     assert len(wrong(**{f"unknown{each}": 1 for each in range(100_000)}).message) < 2000
 
 
-def test_errors_never_repeat_what_a_user_wrote() -> None:
+def test_errors_never_quote_the_request() -> None:
     secret = "the secret words"
     for fields in (
         {"messages": secret},
@@ -275,7 +275,7 @@ def test_no_value_of_max_tokens_means_the_rest_of_the_context() -> None:
     assert sampling(max_tokens=5, max_completion_tokens=5)["max_tokens"] == 5
 
 
-def test_too_many_min_tokens_are_told_by_the_name_that_was_given() -> None:
+def test_an_error_of_min_tokens_uses_the_name_that_the_caller_used() -> None:
     assert wrong(min_tokens=3, max_completion_tokens=2).param == "min_tokens"
 
 
@@ -303,7 +303,7 @@ def test_a_response_format_is_a_structured_output() -> None:
     assert "structured_outputs" not in sampling(response_format={"type": "text"})
 
 
-def test_a_wrong_schema_is_told_as_the_response_format() -> None:
+def test_an_invalid_schema_is_reported_as_the_response_format() -> None:
     deep: dict[str, Any] = {}
     for _ in range(1500):
         deep = {"not": deep}
@@ -313,7 +313,7 @@ def test_a_wrong_schema_is_told_as_the_response_format() -> None:
         assert wrong(response_format=described).param == "response_format"
 
 
-def test_a_response_format_goes_with_tools_only_where_none_may_be_called() -> None:
+def test_a_response_format_with_tools_is_refused_unless_tool_choice_is_none() -> None:
     json_object = {"type": "json_object"}
     assert wrong(HERMES, response_format=json_object, tools=[PAINT]).param == "response_format"
     assert wrong(HERMES, response_format=json_object, tools=[PAINT], tool_choice="required").param == "response_format"
@@ -401,7 +401,7 @@ def test_metadata_and_the_adapter_are_kept() -> None:
         ),
     ],
 )
-def test_a_wrong_tool_is_told_with_its_place(tools: Any, param: str, code: str) -> None:
+def test_an_invalid_tool_is_reported_with_its_index(tools: Any, param: str, code: str) -> None:
     error = wrong(HERMES, tools=tools)
     assert (error.param, error.code) == (param, code)
 
@@ -418,7 +418,7 @@ def test_a_wrong_tool_is_told_with_its_place(tools: Any, param: str, code: str) 
         ({"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": [NAMED]}}, "tool_choice.allowed_tools"),
     ],
 )
-def test_a_wrong_tool_choice_is_told(choice: Any, param: str) -> None:
+def test_an_invalid_tool_choice_is_reported(choice: Any, param: str) -> None:
     assert wrong(HERMES, tools=[PAINT], tool_choice=choice).param == param
 
 
@@ -444,7 +444,7 @@ def test_tools_are_shown_to_the_template_and_read_by_the_models_parser() -> None
     assert "structured_outputs" not in (call.submissions[0]["sampling_params"] or {})
 
 
-def test_a_template_without_tools_takes_them_only_where_a_call_is_forced() -> None:
+def test_a_template_without_tool_support_accepts_tools_only_if_a_call_is_forced() -> None:
     plain = model(tools=False)
     error = wrong(plain, tools=[PAINT])
     assert (error.param, error.code) == ("tools", "unsupported")
@@ -465,20 +465,20 @@ def test_allowed_tools_bind_the_choice_but_all_are_shown() -> None:
     assert "erase" not in grammar
 
 
-def test_a_forced_call_does_not_go_with_another_structured_output() -> None:
+def test_a_forced_call_excludes_structured_outputs() -> None:
     fields: dict[str, Any] = {"tools": [PAINT], "structured_outputs": {"regex": "a"}}
     assert wrong(HERMES, tool_choice="required", **fields).param == "tool_choice"
     assert sampling(HERMES, **fields)["structured_outputs"] == {"regex": "a"}
 
 
-def test_tools_too_large_for_a_grammar_are_told() -> None:
+def test_tools_too_large_for_a_grammar_are_reported() -> None:
     large = {"type": "function", "function": {"name": "x", "parameters": {"enum": ["y" * 70_000]}}}
     assert wrong(HERMES, tools=[large], tool_choice="required").param == "tools"
     large["function"]["strict"] = True
     assert wrong(HERMES, tools=[large]).param == "tools"
 
 
-def test_strict_functions_bind_calls_that_the_model_chooses_itself() -> None:
+def test_strict_functions_constrain_calls_that_the_model_chooses() -> None:
     grammar = sampling(HERMES, tools=[STRICT, ERASE])["structured_outputs"]["grammar"]
     assert "paint" in grammar
     assert form(HERMES, tools=[STRICT]).tool_parser == "hermes"
@@ -486,7 +486,7 @@ def test_strict_functions_bind_calls_that_the_model_chooses_itself() -> None:
     assert one != sampling(HERMES, tools=[STRICT])["structured_outputs"]["grammar"]
 
 
-def test_strict_functions_bind_nothing_where_no_text_tells_a_call() -> None:
+def test_strict_functions_constrain_nothing_if_no_text_marks_a_call() -> None:
     for registered in (model(tool_parser="hermes", special_tags=True), model(tool_parser="mistral"), model()):
         assert "structured_outputs" not in sampling(registered, tools=[STRICT])
     assert sampling(HERMES, tools=[STRICT], structured_outputs={"regex": "a"})["structured_outputs"] == {"regex": "a"}

@@ -1,4 +1,4 @@
-"""The chunks of a chat in the order in which they come."""
+"""The chunks of a chat, in order."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ async def test_roles_come_first_then_texts_then_each_finish_alone_and_usage_last
         ChatForm(n=2, include_usage=True),
         START,
         ChunkEvent("1-1", 1, 1, 1, [1], "b"),
-        ChunkEvent("1-2", 1, 2, 0, [2], ""),  # the text is kept back
+        ChunkEvent("1-2", 1, 2, 0, [2], ""),  # the text is held back
         StartEvent("2-2", 2, worker="other", prompt_tokens=5, prompt_tail=""),
         ChunkEvent("2-3", 2, 3, 0, [3], "a", finish_reason="stop", stop_reason="x"),
         ChunkEvent("2-4", 2, 4, 1, [4], "", finish_reason="length"),
@@ -49,14 +49,14 @@ async def test_roles_come_first_then_texts_then_each_finish_alone_and_usage_last
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
 
 
-async def test_an_error_ends_the_stream_behind_what_was_written() -> None:
+async def test_an_error_ends_the_stream_after_the_chunks_so_far() -> None:
     failed = EndEvent("1-2", 1, 1, "error", None, ErrorInfo("engine_error", "it failed"))
     text, error = (await written(ChatForm(include_usage=True), START, ChunkEvent("1-1", 1, 1, 0, [1], "a"), failed))[1:]
     assert text["choices"][0]["delta"] == {"content": "a"}
     assert error["error"]["message"] == "it failed"
 
 
-async def test_without_usage_asked_for_no_chunk_tells_it() -> None:
+async def test_without_include_usage_no_chunk_has_usage() -> None:
     last = ChunkEvent("1-1", 1, 1, 0, [1], "a", finish_reason="stop")
     chunks = await written(ChatForm(), START, last, EndEvent("1-2", 1, 1, "stop", USAGE))
     assert not any("usage" in chunk for chunk in chunks)

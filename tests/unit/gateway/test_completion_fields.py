@@ -1,4 +1,4 @@
-"""What `POST /v1/completions` may say: each field, what comes of it, and what is told of wrong ones."""
+"""The body of `POST /v1/completions`: how each field is translated, and the error of each invalid one."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def wrong(**fields: Any) -> ApiError:
 
 
 @pytest.mark.parametrize("name", ["CompletionCreateParamsNonStreaming", "CompletionCreateParamsStreaming"])
-def test_every_field_of_openai_stands_in_a_table(name: str) -> None:
+def test_every_field_of_openai_is_in_a_table(name: str) -> None:
     fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
     fields |= set(getattr(completion_create_params, name).__annotations__)
     known = field_tables.COMPLETION | set(field_tables.SAMPLING) | set(field_tables.IGNORED) | set(field_tables.REFUSED)
@@ -41,7 +41,7 @@ def test_every_field_of_openai_stands_in_a_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", field_tables.REFUSED)
-def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     error = wrong(**{name: 1})
     assert (error.param, error.code) == (name, "unsupported_parameter")
 
@@ -53,12 +53,12 @@ def test_a_field_of_chats_is_unknown_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", field_tables.IGNORED)
-def test_what_has_no_effect_is_accepted(name: str) -> None:
+def test_fields_without_effect_are_accepted(name: str) -> None:
     assert read(**{name: {"any": "value"}}) == read()
 
 
 @pytest.mark.parametrize("name", sorted(field_tables.COMPLETION | set(field_tables.SAMPLING)))
-def test_null_says_nothing(name: str) -> None:
+def test_null_counts_as_absent(name: str) -> None:
     if name not in COMPLETION:
         assert read(**{name: None}) == read()
 
@@ -100,22 +100,22 @@ def test_each_sampling_parameter_goes_into_the_queue(name: str) -> None:
         ({"max_token": 5}, "max_token", "unsupported_parameter"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_field(fields: dict[str, Any], param: str, code: str) -> None:
+def test_an_invalid_value_is_reported_with_its_field(fields: dict[str, Any], param: str, code: str) -> None:
     error = wrong(**fields)
     assert (error.param, error.code) == (param, code)
 
 
 def test_an_unknown_name_is_told_with_the_one_that_it_resembles() -> None:
-    assert "do you mean max_tokens?" in wrong(max_token=5).message
+    assert "did you mean max_tokens?" in wrong(max_token=5).message
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_one_error_lists_all_problems() -> None:
     error = wrong(colour=1, temperature=-1, prompt=["a", "", [-1]], max_tokens="x", return_token_ids=5)
     for told in ("colour", "temperature", "prompt[1]", "prompt[2]", "max_tokens", "return_token_ids"):
         assert told in error.message
 
 
-def test_a_million_mistakes_are_not_all_told() -> None:
+def test_the_number_of_reported_problems_is_limited() -> None:
     assert len(wrong(prompt=[{}] * MAX_PROMPTS).message) < 2000
 
 
@@ -148,7 +148,7 @@ def test_large_sampling_parameters_are_not_repeated_for_many_prompts() -> None:
     assert len(read(prompt=["a"] * 8, **many).submissions) == 8
 
 
-def test_only_the_prompt_is_scored_where_no_token_is_wanted() -> None:
+def test_with_max_tokens_0_only_the_prompt_is_scored() -> None:
     made = form(max_tokens=0, echo=True, logprobs=1)
     assert made.drop_generated
     assert sampling(max_tokens=0, echo=True, logprobs=1) == {"max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
@@ -164,7 +164,7 @@ def test_the_echo_of_token_ids_needs_their_texts() -> None:
     assert form(prompt_logprobs=1).prompt_logprobs
 
 
-def test_what_changes_nothing_is_accepted() -> None:
+def test_values_that_equal_the_default_are_accepted() -> None:
     assert read(suffix="", best_of=1) == read()
     assert read(best_of=2, n=2) == read(n=2)
 

@@ -1,4 +1,4 @@
-"""The chunks of a text completion: echo, scores of the prompt, and tokens that are not shown."""
+"""The chunks of a text completion: echo, log-probabilities of the prompt, and hidden tokens."""
 
 import json
 from typing import Any
@@ -55,13 +55,13 @@ async def test_an_echo_with_log_probabilities_scores_the_prompt_before_the_answe
         assert shape["token_logprobs"] == [None, -0.5, -9999.0, score]
         assert shape["top_logprobs"] == [None, {"b": -0.5}, {"c": -9999.0}, {answer: score}]
         assert shape["text_offset"] == [0, *(len(first) + each for each in (0, 1, 2))]
-        shape["token_logprobs"][0] = 0.0  # the one null that the SDK's types do not tell
+        shape["token_logprobs"][0] = 0.0  # the one null that the SDK's types lack
         shape["top_logprobs"][0] = {}
     Completion.model_validate(plain, strict=True)
     assert plain["usage"]["completion_tokens"] == 2
 
 
-async def test_where_no_token_was_wanted_only_the_prompt_is_shown() -> None:
+async def test_with_max_tokens_0_only_the_prompt_is_shown() -> None:
     entry = ChunkEvent("1-1", 1, 1, 0, [9], "x", SECOND.logprobs, finish_reason="stop", prompt_logprobs=PROMPT)
     end = EndEvent("1-2", 1, 1, "stop", Usage(3, 0, 1))
     form = CompletionForm(
@@ -76,7 +76,7 @@ async def test_where_no_token_was_wanted_only_the_prompt_is_shown() -> None:
 
 
 @pytest.mark.parametrize("echo", [True, False])
-async def test_scores_of_the_prompt_come_once_also_where_another_choice_is_first(echo: bool) -> None:
+async def test_prompt_logprobs_are_sent_once_even_if_another_choice_is_first(echo: bool) -> None:
     chunks = await written(CompletionForm(n=2, prompt_logprobs=True, echo=echo, prompts=("abc",)))
     assert texts(chunks)[:2] == ([(0, "abc", None), (1, "abc", None)] if echo else [(1, "y", None), (1, "", "stop")])
     (scores,) = [part["prompt_logprobs"] for chunk in chunks for part in chunk["choices"] if "prompt_logprobs" in part]
@@ -87,7 +87,7 @@ async def test_scores_of_the_prompt_come_once_also_where_another_choice_is_first
     ]
 
 
-async def test_another_worker_that_goes_on_shows_nothing() -> None:
+async def test_a_second_start_adds_no_chunk() -> None:
     taken_over = StartEvent("2-1", 2, worker="other", prompt_tokens=3)
     last = ChunkEvent("2-2", 2, 2, 0, [9], "x", finish_reason="length")
     end = EndEvent("2-3", 2, 2, "length", Usage(3, 0, 2))

@@ -12,7 +12,7 @@ def _names(names: set[str] | frozenset[str]) -> str:
 
 
 def fields_of_the_tables() -> str:
-    """The part of the page, as it must be."""
+    """Return the tables that the page must contain."""
     both = field_tables.COMMON | field_tables.SAMPLING.keys()
     rows = [
         "| | fields |",
@@ -36,7 +36,7 @@ def fields_of_the_tables() -> str:
 
 
 def fields_of_responses() -> str:
-    """The same of docs/responses.md."""
+    """Return the tables of docs/responses.md."""
     sampling = field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys()
     reasons: dict[str, set[str]] = {}
     for name, instead in field_tables.RESPONSE_REFUSED.items():
@@ -54,7 +54,7 @@ def test_the_page_of_responses_lists_the_fields_of_its_tables() -> None:
 
 
 def fields_of_messages() -> str:
-    """The same of docs/anthropic.md."""
+    """Return the tables of docs/anthropic.md."""
     reasons: dict[str, set[str]] = {}
     for name, instead in field_tables.MESSAGES_REFUSED.items():
         reasons.setdefault(instead, set()).add(name)

@@ -1,4 +1,4 @@
-"""The gateway's own request headers: what each may say, and what is told of wrong ones."""
+"""The gateway's own request headers: valid values, and the error of each invalid one."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def read(settings: GatewaySettings | None = None, **headers: str) -> CallHeaders
     return read_headers(Headers(named), settings or GatewaySettings())
 
 
-def test_nothing_given_means_what_the_operator_set() -> None:
+def test_absent_headers_leave_the_operators_settings() -> None:
     settings = GatewaySettings(expires=50.0, abandon_after=7.0)
     assert read(settings) == CallHeaders(expires=50.0, abandon_after=7.0)
     assert read(GatewaySettings(abandon_after=0.0)).abandon_after is None
@@ -54,14 +54,14 @@ def test_each_header_is_read(headers: dict[str, str], name: str, value: Any) -> 
         ("x-headrace-resume", ("yes", "2", "")),
     ],
 )
-def test_a_wrong_header_is_told_by_its_name(name: str, values: tuple[str, ...]) -> None:
+def test_an_invalid_header_is_reported_by_name(name: str, values: tuple[str, ...]) -> None:
     for value in values:
         with pytest.raises(ApiError) as raised:
             read(**{name: value})
         assert (raised.value.status, raised.value.param, raised.value.code) == (400, name, "invalid_request"), value
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_one_error_lists_all_problems() -> None:
     with pytest.raises(ApiError) as raised:
         read(x_headrace_priority="x", x_headrace_expires="x", x_headrace_resume="x", idempotency_key="")
     for name in ("priority", "expires", "Resume", "Idempotency-Key"):

@@ -1,4 +1,4 @@
-"""The key file: what it may say, how keys are found, and what happens when it changes."""
+"""The key file: its fields, the lookup of keys, and reloading."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     def write(text: str) -> Path:
         path = tmp_path / "keys.toml"
         path.write_text(text, encoding="utf-8")
-        os.utime(path, ns=(0, next(versions) * 10**9))  # a clock of its own, however fast the test is
+        os.utime(path, ns=(0, next(versions) * 10**9))  # a version of its own, however fast the test is
         return path
 
     return write
@@ -68,7 +68,7 @@ def test_a_new_key_is_found_with_the_entry_that_was_printed(write: Callable[[str
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", r"holds no \[\[keys\]\]"),
+        ("", r"has no \[\[keys\]\]"),
         ("keys = 1", "Expected `array`"),
         ("[[keys]", "cannot be used"),
         ('[[keys]]\nname = "a"', "missing required field `sha256`"),
@@ -77,19 +77,19 @@ def test_a_new_key_is_found_with_the_entry_that_was_printed(write: Callable[[str
         (entry("a", "x", "requests_per_minute = 0"), ">= 1"),
         (entry("a b", "x"), "name of key 1 must be"),
         (entry("a", "x") + entry("a", "y"), "two keys have the name a"),
-        (entry("a", "x") + entry("b", "x"), "sha256 of b is there twice"),
+        (entry("a", "x") + entry("b", "x"), "sha256 of b is used twice"),
         ('[[keys]]\nname = "a"\nsha256 = "sk-plain-secret"', "sha256 of a must be 64 characters"),
         ('[[keys]]\nname = "a"\nsha256 = []', "sha256 of a must be 64 characters"),
         (entry("a", "x", 'tenant = "no such\\nname"'), "tenant must be"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why(write: Callable[[str], Path], text: str, sentence: str) -> None:
+def test_an_invalid_file_is_reported_with_its_problem(write: Callable[[str], Path], text: str, sentence: str) -> None:
     with pytest.raises(GatewaySettingsError, match=sentence) as raised:
         read_keys(write(text))
     assert "plain-secret" not in str(raised.value)
 
 
-def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_binary_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GatewaySettingsError, match="cannot be read: No such file"):
         KeyFile(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
@@ -108,7 +108,7 @@ def test_a_changed_file_is_read_again_at_most_once_a_second(write: Callable[[str
     assert keys.find(b"second") == ApiKey("two")
 
 
-def test_a_bad_new_file_keeps_the_old_keys_and_says_so_once(
+def test_an_invalid_new_file_is_logged_once_and_the_old_keys_stay(
     write: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, read = Clock(), []

@@ -1,4 +1,4 @@
-"""What other web sites can send to a gateway without keys, and what its own callers send."""
+"""Which requests of other web sites, and of its own callers, a gateway without keys accepts."""
 
 from typing import Any
 
@@ -46,11 +46,11 @@ async def test_names_of_this_machine_are_served(host: str) -> None:
         *("0.0.0.0:8000", "10.0.0.1", "[::2]", "[", "127.0.0.1:8000:x.evil", "é"),
     ],
 )
-async def test_a_name_that_was_made_to_resolve_to_this_machine_is_refused(host: str) -> None:
+async def test_dns_rebinding_is_refused(host: str) -> None:
     assert await status(host=host) == 403
 
 
-async def test_a_caller_that_names_no_host_is_no_browser() -> None:
+async def test_a_request_without_a_host_header_is_not_from_a_browser() -> None:
     assert await status() == 200
 
 
@@ -75,14 +75,14 @@ async def test_an_allowed_origin_is_served_and_its_host_is_a_name_of_the_gateway
     assert await status(origins=origins, host="chat.example:444") == 403
 
 
-async def test_where_all_origins_are_allowed_nothing_is_refused() -> None:
+async def test_with_all_origins_allowed_nothing_is_refused() -> None:
     assert await status("POST", origins=("*",), host="a.example", origin="https://b.example") == 200
 
 
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json", ""]
 )
-async def test_a_form_or_script_of_another_site_cannot_post_without_being_asked_first(kind: str) -> None:
+async def test_another_site_cannot_post_without_a_preflight_request(kind: str) -> None:
     assert await status("POST", host="localhost", content_type=kind) == 415
 
 
@@ -90,7 +90,7 @@ async def test_json_with_a_character_set_may_be_posted() -> None:
     assert await status("POST", host="localhost", content_type="Application/JSON; charset=utf-8") == 200
 
 
-async def test_a_file_may_be_uploaded_but_by_no_page_of_another_site() -> None:
+async def test_a_page_of_another_site_cannot_upload_a_file() -> None:
     form = {"host": "localhost", "content_type": "multipart/form-data; boundary=x", "path": "/v1/files"}
     assert await status("POST", **form) == 200
     assert await status("POST", **form, sec_fetch_site="same-origin") == 200

@@ -1,4 +1,4 @@
-"""Anthropic's events: their order, what they say, and that no read and no replica changes a byte of them."""
+"""Anthropic's events: their order and content, the same bytes for every reader and replica."""
 
 import json
 from typing import Any
@@ -40,7 +40,7 @@ async def message(form: MessageForm, *entries: StreamEvent) -> dict[str, Any]:
 
 
 def last(text: str, reason: str = "stop", stop_reason: Any = None) -> list[StreamEvent]:
-    """A whole answer of one entry."""
+    """Return the whole answer of a stream with one chunk."""
     chunk = ChunkEvent("1-3", 1, 3, 0, [1, 2, 3], text, finish_reason=reason, stop_reason=stop_reason)
     return [START, chunk, EndEvent("1-4", 1, 3, reason, Usage(5, 4, 3))]
 
@@ -95,7 +95,7 @@ async def test_thinking_that_was_not_asked_for_is_left_out() -> None:
         (CALL, "length", None, 3, ("max_tokens", None)),
     ],
 )
-async def test_the_reason_of_the_end_has_anthropics_name(
+async def test_stop_reasons_have_anthropics_names(
     text: str, reason: str, stop: Any, max_tokens: int, told: tuple[str, str | None]
 ) -> None:
     form = MessageForm(max_tokens=max_tokens, stop_sequences=("END",), **PARSED)
@@ -103,7 +103,7 @@ async def test_the_reason_of_the_end_has_anthropics_name(
     assert (answer["stop_reason"], answer["stop_sequence"]) == told
 
 
-async def test_a_call_that_was_cut_is_kept_as_it_is() -> None:
+async def test_a_truncated_call_is_kept_unchanged() -> None:
     cut = CALL[: CALL.index("1}")]
     answer = await message(MessageForm(max_tokens=3, **PARSED), *last(cut, "length"))
     (block,) = answer["content"]
@@ -111,7 +111,7 @@ async def test_a_call_that_was_cut_is_kept_as_it_is() -> None:
     assert [input_of(text) for text in ("", " ", "[1]", '{"a": 1}')] == [{}, {}, {"INVALID_JSON": "[1]"}, {"a": 1}]
 
 
-async def test_an_error_is_anthropics_and_ends_the_stream_behind_what_was_written() -> None:
+async def test_an_anthropic_error_ends_the_stream_after_the_events_so_far() -> None:
     failed = EndEvent("1-2", 1, 1, "error", None, ErrorInfo("engine_error", "it failed"))
     events = await written(MessageForm(max_tokens=9), START, ChunkEvent("1-1", 1, 1, 0, [1], "a"), failed)
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "it failed"}}
@@ -119,7 +119,7 @@ async def test_an_error_is_anthropics_and_ends_the_stream_behind_what_was_writte
 
 
 @given(answers())
-async def test_every_event_is_one_of_the_sdk_and_its_accumulator_makes_the_plain_message(
+async def test_every_event_parses_in_the_sdk_whose_accumulator_gives_the_whole_message(
     answer: tuple[MessageForm, list[StreamEvent]],
 ) -> None:
     form, entries = answer
@@ -139,7 +139,7 @@ async def test_every_event_is_one_of_the_sdk_and_its_accumulator_makes_the_plain
     Message.model_validate(plain, strict=True)
     theirs = snapshot.to_dict()
     for mine, other in zip(plain["content"], theirs["content"], strict=True):
-        if "INVALID_JSON" not in mine.get("input", {}):  # the SDK repairs what was cut
+        if "INVALID_JSON" not in mine.get("input", {}):  # the SDK repairs truncated JSON
             assert mine.items() <= other.items()
     assert (
         plain["usage"].items()
@@ -153,7 +153,7 @@ async def test_every_event_is_one_of_the_sdk_and_its_accumulator_makes_the_plain
 
 
 @given(answers(), st.lists(st.integers(1, 4)))
-async def test_a_reader_that_rejoins_after_any_event_gets_the_same_rest_however_it_reads(
+async def test_a_reader_that_rejoins_after_any_event_gets_the_same_remaining_events(
     answer: tuple[MessageForm, list[StreamEvent]], sizes: list[int]
 ) -> None:
     form, entries = answer
@@ -164,7 +164,7 @@ async def test_a_reader_that_rejoins_after_any_event_gets_the_same_rest_however_
 
 
 @given(answers(), st.data())
-async def test_the_same_text_in_other_pieces_folds_to_the_same_message(
+async def test_the_message_does_not_depend_on_the_pieces_of_its_text(
     answer: tuple[MessageForm, list[StreamEvent]], data: st.DataObject
 ) -> None:
     form, entries = answer

@@ -1,4 +1,4 @@
-"""What is told of dead letters, whose messages anybody may have written."""
+"""What is shown of dead letters, whose messages are untrusted."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ def letter(packed: bytes = b"1", **headers: Any) -> DeadLetter:
     return DeadLetter("poison", "headrace.m", 3, body, at=5.0, packed=packed)
 
 
-def test_a_summary_says_what_the_letter_is_and_nothing_of_its_message() -> None:
+def test_a_summary_contains_nothing_of_the_message() -> None:
     told = summary(letter(tenant="acme", enqueued_at=2.5, secret="the prompt"))
     assert told["reason"] == "poison"
     assert (told["queue"], told["deliveries"], told["at"]) == ("headrace.m", 3, 5.0)
@@ -25,19 +25,19 @@ def test_a_summary_says_what_the_letter_is_and_nothing_of_its_message() -> None:
 
 
 @pytest.mark.parametrize("value", [["the prompt"], {"a": "the prompt"}, None, 1.5, True, "\ud800", "a" * 10_000, ""])
-def test_headers_that_are_no_names_are_left_out(value: object) -> None:
+def test_headers_that_are_not_valid_names_are_left_out(value: object) -> None:
     told = msgspec.json.decode(msgspec.json.encode(summary(letter(tenant=value, enqueued_at=str(value)))))
     assert told["tenant"] is None
     assert told["enqueued_at"] is None
 
 
-def test_letters_are_picked_once_each_in_the_order_in_which_they_were_named() -> None:
+def test_dead_letters_are_selected_once_each_in_the_given_order() -> None:
     first, second, third = letter(b"1"), letter(b"2"), letter(b"3")
     named = [third.letter_id, first.letter_id, third.letter_id]
     assert pick([first, second, third], named) == [third, first]
 
 
-def test_a_letter_that_is_no_longer_there_is_named_and_none_is_picked() -> None:
+def test_if_a_dead_letter_is_missing_it_is_named_and_none_is_selected() -> None:
     with pytest.raises(ApiError, match="no such dead letter: gone") as error:
         pick([letter()], [letter().letter_id, "gone"])
     assert error.value.status == 404

@@ -1,4 +1,4 @@
-"""The page's files: small, without markup from texts, and served with headers that keep everything else out."""
+"""The page's files: small, without markup from text, and served with headers that block all other sources."""
 
 import re
 from importlib.resources import files
@@ -17,7 +17,7 @@ def test_all_files_together_have_less_than_60_kilobytes() -> None:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_no_script_makes_markup_or_code_of_texts(path: Path) -> None:
+def test_no_script_turns_text_into_markup_or_code(path: Path) -> None:
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc|localStorage|cookie"
     )

@@ -1,4 +1,4 @@
-"""How often the queues are read for those who look at them."""
+"""How often the queues are read for the callers of the overview."""
 
 import asyncio
 from typing import Any
@@ -8,7 +8,7 @@ from headrace_gateway.queue_view import QueueView
 
 
 class Queues:
-    """A client that counts how often it is asked."""
+    """A client that counts the reads."""
 
     def __init__(self, problem: str | None = None) -> None:
         self.num_read = 0
@@ -32,7 +32,7 @@ def view(client: Any, times: list[float]) -> QueueView:
     return QueueView(client, now=lambda: times[0])
 
 
-async def test_all_who_ask_within_a_second_share_one_look() -> None:
+async def test_callers_within_a_second_share_one_read() -> None:
     client, times = Queues(), [0.0]
     looked = view(client, times)
     answers = await asyncio.gather(*(looked.all() for _ in range(20)))
@@ -45,11 +45,11 @@ async def test_all_who_ask_within_a_second_share_one_look() -> None:
     assert client.num_read == 2
 
 
-async def test_a_registered_name_that_no_model_can_have_is_left_out() -> None:
+async def test_an_invalid_model_name_in_the_registry_is_skipped() -> None:
     assert [queue["model"] for queue in await view(Queues(), [0.0]).all()] == ["m"]
 
 
-async def test_a_queue_that_cannot_be_read_is_not_asked_for_its_tenants() -> None:
+async def test_tenants_of_an_unreadable_queue_are_not_read() -> None:
     client = Queues("a key holds a string")
     [queue] = await view(client, [0.0]).all()
     assert queue["problem"] == "a key holds a string"

@@ -1,4 +1,4 @@
-"""Every code that the gateway refuses a request with is counted under its own name."""
+"""Every error code of the gateway is counted under its own label value."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from headrace_monitoring.labels import OTHER, REFUSALS
 
 PACKAGE = Path(headrace_gateway.__file__).parent
 OF_LINES = {"invalid_custom_id", "invalid_method", "invalid_url", "line_too_large"}
-"""They stand in the error file of a batch, and in no answer."""
+"""Codes that are in the error file of a batch, but in no response."""
 
 
 def codes() -> Iterator[str]:
@@ -24,7 +24,7 @@ def codes() -> Iterator[str]:
                     yield value.value
 
 
-def test_every_code_of_a_refusal_has_a_series() -> None:
+def test_every_error_code_has_a_label_value() -> None:
     found = set(codes())
     assert found >= {"invalid_api_key", "unsupported", "storage_full", "stream_expired"}
     assert found - OF_LINES <= set(REFUSALS) - {OTHER}

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: which bodies are refused with which field, and the messages that the others become."""
+"""The body of `POST /v1/responses`: the error of each invalid field, and the chat messages made from the input."""
 
 from typing import Any
 
@@ -110,7 +110,7 @@ def form(**fields: Any) -> ResponseForm:
         ({"previous_response_id": 5}, "previous_response_id", "invalid_request"),
     ],
 )
-def test_each_fault_names_its_field(fields: dict[str, Any], param: str, code: str) -> None:
+def test_each_problem_names_its_field(fields: dict[str, Any], param: str, code: str) -> None:
     error = refusal(read_response, {**RESPONSE, **fields}, model=model(), lora=None)
     assert (error.param, error.code) == (param, code)
 
@@ -122,7 +122,7 @@ def test_any_object_is_read_or_refused(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(field_tables.RESPONSE_REFUSED))
-def test_what_is_not_served_is_refused_with_what_to_do_instead(name: str) -> None:
+def test_unsupported_fields_are_refused_with_an_alternative(name: str) -> None:
     error = refusal(read_response, {**RESPONSE, name: 1}, model=model(), lora=None)
     assert (error.param, error.code) == (name, "unsupported_parameter")
     assert field_tables.RESPONSE_REFUSED[name] in error.message
@@ -155,7 +155,7 @@ def test_one_turn_of_an_assistant_is_one_message() -> None:
     ]
 
 
-def test_what_went_before_comes_behind_the_instructions() -> None:
+def test_history_follows_the_instructions() -> None:
     before = [*read(input="a").input_items, *read(input=[{"role": "assistant", "content": "b"}]).input_items]
     call = read_response({**RESPONSE, "instructions": "i"}, model=model(), lora=None, history=before)
     assert [message["content"] for message in call.submissions[0]["messages"]] == ["i", "a", "b", "hello"]
@@ -178,7 +178,7 @@ def test_log_probabilities_are_asked_for_by_include_or_top_logprobs() -> None:
     assert form(top_logprobs=0).logprobs is None
 
 
-def test_the_object_repeats_what_was_asked_for() -> None:
+def test_the_object_repeats_the_requests_fields() -> None:
     config = form(tools=[TOOL], metadata={"a": "b"}, background=True, store=False, user="u").config
     assert config["tools"] == [{**TOOL, "description": None, "strict": None}]
     told = {name: config[name] for name in ("metadata", "background", "store", "user", "service_tier", "temperature")}

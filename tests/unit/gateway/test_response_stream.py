@@ -60,7 +60,7 @@ async def events_of(form: ResponseForm, *entries: StreamEvent, sizes: Any = (), 
 
 
 @given(answers(), st.lists(st.integers(1, 4)))
-async def test_a_reader_that_goes_on_behind_any_number_gets_the_same_rest(
+async def test_a_reader_that_resumes_after_any_number_gets_the_same_remaining_events(
     answer: tuple[ResponseForm, list[StreamEvent]], sizes: list[int]
 ) -> None:
     form, entries = answer
@@ -70,7 +70,7 @@ async def test_a_reader_that_goes_on_behind_any_number_gets_the_same_rest(
 
 
 @given(answers())
-async def test_every_event_is_one_of_the_sdk_and_they_come_in_order(
+async def test_every_event_parses_in_the_sdk_and_the_events_are_in_order(
     answer: tuple[ResponseForm, list[StreamEvent]],
 ) -> None:
     form, entries = answer
@@ -145,7 +145,7 @@ async def test_the_object_is_what_the_sdk_accumulates(answer: tuple[ResponseForm
     assert folded["status"] in statuses.get(end.error and end.error.code, ("failed",))
 
 
-async def test_reasoning_text_and_calls_are_items_one_behind_the_other() -> None:
+async def test_reasoning_text_and_calls_are_consecutive_items() -> None:
     events = await events_of(
         form_of(tools=[TOOL]),
         START,
@@ -177,7 +177,7 @@ async def test_reasoning_text_and_calls_are_items_one_behind_the_other() -> None
     }
 
 
-async def test_an_answer_that_max_output_tokens_cuts_is_incomplete() -> None:
+async def test_an_answer_truncated_by_max_output_tokens_is_incomplete() -> None:
     cut = ChunkEvent("1-1", 1, 1, 0, [1], "<tool_call>" + CALL[11:40], finish_reason="length")
     events = await events_of(form_of(tools=[TOOL]), START, cut, EndEvent("1-2", 1, 1, "length", USAGE))
     response = events[-1]["response"]
@@ -221,7 +221,7 @@ async def test_a_cancelled_response_ends_with_an_event_that_the_sdk_knows() -> N
     assert [item["status"] for item in response["output"]] == ["incomplete"]
 
 
-async def test_log_probabilities_of_text_that_is_kept_back_come_with_the_next_text() -> None:
+async def test_logprobs_of_held_back_text_are_sent_with_the_next_text() -> None:
     def token(number: int) -> list[list[Logprob]]:
         return [[Logprob(number, -float("inf"), 1, f"t{number}", b"t")]]
 
@@ -239,7 +239,7 @@ async def test_log_probabilities_of_text_that_is_kept_back_come_with_the_next_te
     assert [each["logprob"] for each in item["content"][0]["logprobs"]] == [-9999.0] * 3
 
 
-async def test_log_probabilities_of_reasoning_do_not_land_in_the_message() -> None:
+async def test_logprobs_of_reasoning_are_not_in_the_message() -> None:
     def token(number: int) -> list[list[Logprob]]:
         return [[Logprob(number, float("-inf"), 1, f"t{number}", b"t")]]
 

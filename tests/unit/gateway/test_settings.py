@@ -1,4 +1,4 @@
-"""What the gateway refuses to be told."""
+"""The settings that the gateway refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ def test_without_keys_it_listens_on_loopback(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gateway.example.org", "", "localhost.example.org"])
-def test_without_keys_it_listens_nowhere_else(host: str) -> None:
-    with pytest.raises(GatewaySettingsError, match="host must be an address of loopback where there is no key file"):
+def test_without_keys_any_other_address_is_refused(host: str) -> None:
+    with pytest.raises(GatewaySettingsError, match="host must be a loopback address without a key file"):
         GatewaySettings(host=host)
     assert GatewaySettings(host=host, keys=Path("keys.toml")).host == host
 
@@ -26,12 +26,12 @@ def test_origins_are_scheme_and_host(origin: str) -> None:
 
 
 @pytest.mark.parametrize("origin", ["", "null", "chat.example.org", "https://a.example/", "https://*.example"])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
+def test_an_invalid_origin_is_refused(origin: str) -> None:
     with pytest.raises(GatewaySettingsError, match="allow-origin must be"):
         GatewaySettings(allowed_origins=(origin,))
 
 
 @pytest.mark.parametrize("given", [{"max_body_bytes": 0}, {"keep_alive": 0.0}, {"expires": float("nan")}])
-def test_sizes_and_times_have_least_values(given: dict[str, Any]) -> None:
+def test_sizes_and_times_have_minimum_values(given: dict[str, Any]) -> None:
     with pytest.raises(GatewaySettingsError, match="must be at least"):
         GatewaySettings(**given)

@@ -1,4 +1,4 @@
-"""Who asks Redis when many want to know the same."""
+"""Concurrent callers share one read of Redis."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from headrace_gateway.shared_read import SharedRead
 
 
 class Source:
-    """Answers when it is let, and counts how often it is asked."""
+    """Answers when the test lets it, and counts the reads."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -23,7 +23,7 @@ class Source:
         return self.num_read
 
 
-async def test_all_who_wait_for_a_server_that_is_away_fail_together() -> None:
+async def test_all_callers_of_a_failed_read_get_its_error() -> None:
     source = Source()
     source.error = ConnectionError()
     shared = SharedRead(source.read)
@@ -37,7 +37,7 @@ async def test_all_who_wait_for_a_server_that_is_away_fail_together() -> None:
     assert await shared.get() == 2
 
 
-async def test_who_leaves_does_not_end_the_read_of_the_others() -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_read_of_the_others() -> None:
     source = Source()
     shared = SharedRead(source.read)
     leaver, stayer = asyncio.create_task(shared.get()), asyncio.create_task(shared.get())

@@ -1,4 +1,4 @@
-"""A stream is a function of its envelope and entries: no cut, no read and no replica changes a byte."""
+"""Chunks are a function of the envelope and the entries: the same bytes for every reader and replica."""
 
 import json
 from typing import Any
@@ -67,7 +67,7 @@ async def test_a_reader_that_rejoins_after_any_event_gets_the_same_rest(
 
 
 @given(answers(), st.lists(st.integers(1, 4)))
-async def test_how_entries_are_read_changes_no_byte(
+async def test_the_batches_in_which_entries_are_read_change_no_byte(
     answer: tuple[AnswerForm, list[StreamEvent]], sizes: list[int]
 ) -> None:
     form, entries = answer
@@ -75,7 +75,7 @@ async def test_how_entries_are_read_changes_no_byte(
 
 
 @given(answers(), st.integers(0, 20), st.integers(0, 5))
-async def test_a_cursor_that_no_event_has_is_refused_or_lies_behind_the_end(
+async def test_an_unknown_cursor_is_refused_or_is_after_the_end(
     answer: tuple[AnswerForm, list[StreamEvent]], offset: int, number: int
 ) -> None:
     form, entries = answer
@@ -85,12 +85,12 @@ async def test_a_cursor_that_no_event_has_is_refused_or_lies_behind_the_end(
     if cursor in [each for _, each in whole] or not behind:
         assert await read_answer(form, entries, after=cursor) == behind
     else:
-        with pytest.raises(ApiError, match="no event of this answer"):
+        with pytest.raises(ApiError, match="this answer has no event"):
             await read_answer(form, entries, after=cursor)
 
 
 @given(answers())
-async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
+async def test_every_chunk_parses_in_the_sdk_and_none_is_empty(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
     form, entries = answer
     written = [json.loads(data) for data, _ in await read_answer(form, entries)]
     if error_of(entries):
@@ -103,7 +103,7 @@ async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[Ans
         assert len(chunk["choices"]) == 1 or chunk["usage"] is not None
     if not isinstance(form, ChatForm):
         return
-    # a prompt's scores may be all that an entry brings, and they go with the first chunk of theirs
+    # a prompt's log-probabilities may be all that an entry has; they go with the first chunk
     parts = [part | {"scores": chunk.get("prompt_logprobs")} for chunk in written for part in chunk["choices"]]
     assert [part["index"] for part in parts[: form.n]] == list(range(form.n))
     assert all(part["delta"] == {"role": "assistant", "content": ""} for part in parts[: form.n])
@@ -115,7 +115,7 @@ async def test_every_chunk_is_one_of_the_sdk_and_none_is_empty(answer: tuple[Ans
 
 
 @given(answers())
-async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
+async def test_the_whole_answer_equals_what_the_sdk_accumulates(answer: tuple[AnswerForm, list[StreamEvent]]) -> None:
     form, entries = answer
     if error_of(entries) or not form.include_usage:
         return
@@ -128,7 +128,7 @@ async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[Answer
     assert [len(each) for each in scores] == [PROMPT_TOKENS] * form.prompt_logprobs
     echoed = ""
     if isinstance(form, CompletionForm) and form.echo:
-        echoed = form.prompts[0] or PROMPT[2:]  # no score tells the text of the first token
+        echoed = form.prompts[0] or PROMPT[2:]  # no log-probability has the text of the first token
     for index, choice in enumerate(plain["choices"]):
         mine = [entry for entry in entries if isinstance(entry, ChunkEvent) and entry.index == index]
         tokens = [token for entry in mine for token in entry.token_ids]
@@ -155,13 +155,13 @@ async def test_the_plain_answer_is_what_the_sdk_accumulates(answer: tuple[Answer
             assert mine["finish_reason"] == theirs.finish_reason
     else:
         for choice in plain["choices"] if echoed else ():
-            if choice["logprobs"] is not None:  # the one null that the SDK's types do not tell
+            if choice["logprobs"] is not None:  # the one null that the SDK's types lack
                 assert choice["logprobs"]["token_logprobs"].pop(0) is None
                 assert choice["logprobs"]["top_logprobs"].pop(0) is None
         Completion.model_validate(plain, strict=True)
 
 
-async def test_the_prompts_log_probabilities_come_also_where_another_choice_is_first() -> None:
+async def test_prompt_logprobs_are_sent_even_if_another_choice_is_first() -> None:
     form = ChatForm(n=2, prompt_logprobs=True)
     entries: list[StreamEvent] = [
         ChunkEvent("1-1", 1, 1, 1, [1], "a", finish_reason="stop"),

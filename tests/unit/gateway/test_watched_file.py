@@ -1,4 +1,4 @@
-"""A file that cannot be read as TOML is refused, whatever the parser raises."""
+"""A file that is not valid TOML is refused, whatever the parser raises."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ UNREADABLE = [b"a = ", b"a = " + b"9" * 5000, b"a = " + b"[" * 100_000, b"a = \x
 
 
 @pytest.mark.parametrize("content", UNREADABLE, ids=["syntax", "digits", "depth", "bytes"])
-def test_what_no_parser_can_read_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_the_toml_parser_fails_on_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "keys.toml"
     path.write_bytes(content)
     with pytest.raises(GatewaySettingsError, match="the key file") as refused:
@@ -20,7 +20,7 @@ def test_what_no_parser_can_read_is_refused(tmp_path: Path, content: bytes) -> N
 
 
 @pytest.mark.parametrize("content", UNREADABLE, ids=["syntax", "digits", "depth", "bytes"])
-def test_the_last_good_version_stays_in_use(tmp_path: Path, content: bytes) -> None:
+def test_the_last_valid_version_stays_in_use(tmp_path: Path, content: bytes) -> None:
     path, clock = tmp_path / "keys.toml", [0.0]
     path.write_bytes(b"a = 1")
     watched = WatchedFile("key file", path, lambda file: read_toml("key file", file)[0], now=lambda: clock[0])

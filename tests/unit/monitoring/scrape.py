@@ -9,35 +9,36 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace_engine.core.outputs import StepStats
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 
-STEP = {
-    "step_seconds": 0.02,
-    "kind": "mixed",
-    "num_tokens": 120,
-    "num_requests": 4,
-    "running": 4,
-    "waiting": 2,
-    "kv_blocks_used": 30,
-    "kv_blocks_cached": 10,
-    "kv_blocks_free": 60,
-    "kv_blocks_total": 100,
-    "prefix_queried_tokens": 100,
-    "prefix_hit_tokens": 48,
-    "preemptions": 1,
-    "num_padded_tokens": 11,
-    "compiled_graphs": 8,
-    "fallback_operators": 1,
-    "warm_up_seconds": 2.5,
-    "lora_requests": {"sql": [2, 1], "unheard-of": [1, 0], "another": [0, 3]},
-    "drafted_per_position": [4, 3, 3],
-    "accepted_per_position": [3, 1, 0],
-    "phase_seconds": {"schedule": 0.001, "prepare": 0.002, "forward": 0.015, "sample": 0.001, "update": 0.001},
-}
+STEP = StepStats(
+    step_seconds=0.02,
+    kind="mixed",
+    num_tokens=120,
+    num_requests=4,
+    running=4,
+    waiting=2,
+    kv_blocks_used=30,
+    kv_blocks_cached=10,
+    kv_blocks_free=60,
+    kv_blocks_total=100,
+    prefix_queried_tokens=100,
+    prefix_hit_tokens=48,
+    preemptions=1,
+    num_padded_tokens=11,
+    compiled_graphs=8,
+    fallback_operators=1,
+    warm_up_seconds=2.5,
+    lora_requests={"sql": [2, 1], "unheard-of": [1, 0], "another": [0, 3]},
+    drafted_per_position=[4, 3, 3],
+    accepted_per_position=[3, 1, 0],
+    phase_seconds={"schedule": 0.001, "prepare": 0.002, "forward": 0.015, "sample": 0.001, "update": 0.001},
+)
 
 
 PROMETHEUS_ACCEPTS = (

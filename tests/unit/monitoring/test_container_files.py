@@ -102,10 +102,11 @@ def test_the_gateway_has_keys_its_own_redis_user_and_time_for_open_answers(servi
     gateway = services["gateway"]
     environment = gateway["environment"]
     assert environment["HEADRACE_REDIS_URL"].startswith("redis://gateway:${REDIS_GATEWAY_PASSWORD:?")
-    (mount,) = gateway["volumes"]
-    folder, target, mode = mount.rsplit(":", 2)
+    keys, files = gateway["volumes"]
+    folder, target, mode = keys.rsplit(":", 2)
     assert (folder, mode) == ("${HEADRACE_GATEWAY_KEYS_DIR:-./keys}", "ro")
     assert environment["HEADRACE_GATEWAY_KEYS"].startswith(f"{target}/")
+    assert files == f"gateway-files:{environment['HEADRACE_GATEWAY_FILES']}"
     assert int(gateway["stop_grace_period"].removesuffix("s")) > int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
     assert "/ready" in gateway["healthcheck"]["test"][-1]
     assert gateway["cap_drop"] == ["ALL"]

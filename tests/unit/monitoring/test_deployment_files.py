@@ -21,7 +21,7 @@ import yaml
 from headrace_gateway import GatewaySettings
 from headrace_monitoring import dashboards
 from headrace_workers.cli.gateway import gateway as gateway_command
-from headrace_workers.settings import WorkerSettings
+from headrace_workers.settings import SETTINGS
 from unit.monitoring import custom_resources
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +36,7 @@ VALUES = {
         "enabled": True,
         "keysSecret": "gateway-keys",
         "webhooksSecret": "hooks",
+        "filesClaim": "uploads",
         "autoscaling": {"enabled": True},
     },
     "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
@@ -94,6 +95,7 @@ def test_the_gateway_unit_has_time_for_open_answers_and_no_more_rights_than_the_
     service, exporter = unit("headrace-gateway.service")["Service"], unit("headrace-exporter.service")["Service"]
     assert int(service["TimeoutStopSec"]) > GatewaySettings().shutdown
     assert service["Environment"] == "HEADRACE_GATEWAY_KEYS=/etc/headrace/keys.toml"
+    assert service["StateDirectoryMode"] == "0700"  # what callers upload lies there
     hardening = {name: value for name, value in exporter.items() if value in ("yes", "strict")}
     assert len(hardening) > 8
     assert {name: service.get(name) for name in hardening} == hardening
@@ -283,7 +285,7 @@ def test_a_worker_of_our_own_engine_has_nothing_of_another_one(manifests: dict[s
 def test_the_environment_of_a_pod_are_settings_of_a_worker(tmp_path: Path, worker: dict[str, Any]) -> None:
     (container,) = worker_pod(tmp_path, worker)["containers"]
     names = {entry["name"] for entry in container["env"] if entry["name"].startswith("HEADRACE_")}
-    known = {f"HEADRACE_{name.upper()}" for name in (*WorkerSettings.model_fields, "redis_url")}
+    known = {f"HEADRACE_{name.upper()}" for name in (*(setting.name for setting in SETTINGS), "redis_url")}
     assert names <= known
 
 
@@ -322,12 +324,14 @@ def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str
     assert set(environment) <= {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
     (sleep,) = [int(word) for word in gateway["lifecycle"]["preStop"]["exec"]["command"][1:]]
     assert pod["terminationGracePeriodSeconds"] > sleep + int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
-    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"]}
+    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
     folders = {mount["name"]: mount["mountPath"] for mount in gateway["volumeMounts"]}
     assert secrets["keys"] == {"secretName": "gateway-keys"}
     assert environment["HEADRACE_GATEWAY_KEYS"] == f"{folders['keys']}/keys.toml"
     assert secrets["webhooks"] == {"secretName": "hooks", "defaultMode": 0o440}  # the pod's group reads it
     assert environment["HEADRACE_GATEWAY_WEBHOOKS"] == f"{folders['webhooks']}/webhooks.toml"
+    assert {"name": "files", "persistentVolumeClaim": {"claimName": "uploads"}} in pod["volumes"]
+    assert environment["HEADRACE_GATEWAY_FILES"] == folders["files"]
     probes = {name: gateway[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert probes == {
         "startupProbe": {"path": "/health", "port": "http"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -153,7 +154,7 @@ def test_a_traced_chunk_is_an_exemplar_of_one_of_its_gaps(metrics: Metrics) -> N
 def test_a_step_adds_its_counts_and_sets_its_levels(metrics: Metrics, clock: Clock) -> None:
     clock.now = 2000.0
     metrics.step(STEP)
-    metrics.step(STEP | {"running": 1, "waiting": 0})
+    metrics.step(replace(STEP, running=1, waiting=0))
     scrape = Scrape(metrics)
     assert scrape.value("headrace_engine_step_seconds_count", kind="mixed") == 2
     assert scrape.value("headrace_engine_step_tokens_sum") == 240
@@ -181,12 +182,12 @@ def test_requests_with_adapters_are_counted_under_the_names_that_the_operator_ga
     assert [scrape.value(family, adapter="sql", state=state) for state in ("running", "waiting")] == [2, 1]
     assert [scrape.value(family, adapter="other", state=state) for state in ("running", "waiting")] == [1, 3]
     assert b"unheard-of" not in metrics.exposition()
-    metrics.step(STEP | {"lora_requests": {}})
+    metrics.step(replace(STEP, lora_requests={}))
     assert Scrape(metrics).value(family, adapter="sql", state="running") == 0
 
 
 def test_a_step_without_tokens_is_no_batch(metrics: Metrics) -> None:
-    metrics.step(STEP | {"num_tokens": 0, "num_requests": 0, "kind": "decode"})
+    metrics.step(replace(STEP, num_tokens=0, num_requests=0, kind="decode"))
     scrape = Scrape(metrics)
     assert scrape.value("headrace_engine_step_seconds_count", kind="decode") == 0
     assert scrape.value("headrace_engine_step_tokens_count") == 0

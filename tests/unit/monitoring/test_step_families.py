@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import yaml
@@ -29,7 +29,7 @@ def test_an_engine_that_tells_every_number_has_every_series(metrics: Metrics) ->
 
 def test_a_number_that_the_engine_does_not_tell_has_no_series(metrics: Metrics) -> None:
     metrics.steps_tell_only(DIFFERENT)
-    metrics.step(STEP | {"kv_blocks_cached": 0})
+    metrics.step(replace(STEP, kv_blocks_cached=0))
     metrics.request_admitted(0.5)
     scrape = Scrape(metrics)
     assert scrape.value("headrace_kv_cache_blocks", state="used") == 30

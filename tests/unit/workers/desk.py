@@ -10,12 +10,12 @@ from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.logits_processor import load_logits_processors
 from headrace_engine.request import FinishReason
-from headrace_engine.tokenizer_parts import TokenizerParts
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.worker_health import WorkerHealth
 from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.preemption import Preemption
+from headrace_workers.preparation_lane import Answer, Verdict
 from headrace_workers.preparation_process import GrammarMemory, Preparer
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
@@ -33,14 +33,16 @@ from unit.workers.fakes import (
 class InlineLane:
     """Prepares each request as the process would, at once, or when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_answer: Answer, on_verdict: Verdict) -> None:
         self.is_held = False
         self.is_failing = False
         self.submitted: dict[int, list[Any]] = {}
         self.learned: dict[str, str | None] = {}
-        self.on_answer: Any = None
-        self.on_verdict: Any = None
+        self.on_answer = on_answer
+        self.on_verdict = on_verdict
         self.is_closed = False
+
+    def start(self) -> None: ...
 
     def attach(self, hub: Any) -> None: ...
 
@@ -96,7 +98,11 @@ class Desk:
         *,
         prepares_plain_requests: bool = False,
     ) -> None:
-        self.quick, self.slow = InlineLane(), InlineLane()
+        lanes: dict[bool, InlineLane] = {}
+
+        def make_lane(*, is_quick: bool, on_answer: Answer, on_verdict: Verdict) -> InlineLane:
+            return lanes.setdefault(is_quick, InlineLane(on_answer=on_answer, on_verdict=on_verdict))
+
         self.redis = FakeRedis()
         self.hub = FakeHub()
         self.engine = FakeSupervisor()
@@ -109,9 +115,8 @@ class Desk:
             served_names=["tiny"],
             adapters=adapters or Adapters({}),
             worker_name="w",
-            tokenizer=FakeTokenizer,  # type: ignore[arg-type]
-            tokenizer_parts=lambda: TokenizerParts(tokenizer_json="", special_tokens={}),
-            lanes=(self.quick, self.slow),
+            supervise=lambda _events: self.engine,  # type: ignore[arg-type, return-value]
+            make_lane=make_lane,
             preparation_settings={"logits_processors": list(logits_processors)},
             share_prefix_cache=share_prefix_cache,
             max_num_seqs=max_num_seqs,
@@ -124,7 +129,7 @@ class Desk:
             engine=engine,
             publish_interval=publish_interval,
         )
-        self.dispatcher.use_engine(self.engine)  # type: ignore[arg-type]
+        self.quick, self.slow = lanes[True], lanes[False]
         self.dispatcher.attach(self.hub)
         self.dispatcher.on_engine_ready(MODEL, capabilities)
         self.plain = self.dispatcher._preparation._plain
@@ -132,7 +137,8 @@ class Desk:
             self.dispatcher._preparation._plain = None
 
     def accept(self, request: FakeCeleryRequest) -> FakeCeleryRequest:
-        self.dispatcher.accept(request, lambda result: self.results.__setitem__(request.id, result))
+        request.results = self.results
+        self.dispatcher.accept(request)
         return request
 
     def generate(self, *token_ids: int, finish: FinishReason | None = None, waiting: int = 0) -> None:
@@ -145,7 +151,7 @@ class Desk:
 
     def settle(self) -> None:
         """Let the finisher's thread come to rest."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while self.dispatcher.settlement._finisher.busy:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -153,7 +159,7 @@ class Desk:
 
     def wait_soon(self) -> None:
         """Until another thread has something for the event loop, which is done."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self.hub.soon:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -164,7 +170,6 @@ class Desk:
         assert self.dispatcher.is_idle
         assert self.dispatcher.credit() == 4
         assert self.value("headrace_requests_in_flight") == 0
-        assert self.dispatcher._in_flight._output_processor is not None
         assert len(self.dispatcher._in_flight._output_processor) == 0
         assert self.hub.pending() == []
 

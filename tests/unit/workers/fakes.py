@@ -18,12 +18,14 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from headrace_broker.keys import PROBE_KEY
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.scripts import script
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.token_pieces import TokenPieces
+from headrace_engine.tokenizer_parts import TokenizerParts
 from unit.engine.letters import load_tokenizer
 
 MODEL = ModelInfo(
@@ -181,6 +183,8 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.is_ready = True
+        self.tokenizer = FakeTokenizer()
+        self.tokenizer_parts = TokenizerParts(tokenizer_json="", special_tokens={})
         self.pid = 4711
         self.sent: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
@@ -232,6 +236,7 @@ class FakeCeleryRequest:
         self.lease_id = lease_id
         self.is_revoked = False
         self.fate: list[str] = []
+        self.results: dict[str, dict[str, Any]] = {}
         self.burial: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
@@ -255,6 +260,12 @@ class FakeCeleryRequest:
 
     def acknowledge(self) -> None:
         self.fate.append("acknowledged")
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self.results[self.id] = result
+
+    def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
+        self.burial = reason.saying(detail)
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         assert not (strike and is_preempted)

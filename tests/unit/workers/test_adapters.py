@@ -14,8 +14,6 @@ from headrace_workers.settings import WorkerSettings
 from unit.workers.desk import Desk
 from unit.workers.fakes import FakeCeleryRequest
 
-pytestmark = pytest.mark.torch
-
 
 def make(folder: Path, content: str = "{}") -> str:
     """A folder that looks like an adapter's."""

@@ -80,7 +80,7 @@ async def test_all_lines_are_known_by_their_custom_ids(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_custom_id_is_refused_with_both_line_numbers(tmp_path: Path) -> None:
-    with pytest.raises(InputRefusedError, match="line 3: custom_id 'a' is that of line 1"):
+    with pytest.raises(InputRefusedError, match="line 3: custom_id 'a' is already used in line 1"):
         await check(written(tmp_path / "in", request("a"), request("b"), request("a")))
 
 
@@ -133,21 +133,21 @@ def test_a_torn_last_line_is_cut_and_no_other(tmp_path_factory: pytest.TempPathF
 def test_nothing_is_cut_from_a_file_that_no_run_has_begun(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_bytes(answer_to("a") + b"precious")
-    with pytest.raises(BatchError, match=r"line 2 of .*precious has no end"):
+    with pytest.raises(BatchError, match=r"line 2 of .*precious does not end"):
         answered(path, "a", is_ours=False)
     assert path.read_bytes().endswith(b"precious")
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     name = written(tmp_path / "in", request("a"))
-    with pytest.raises(BatchError, match=r"line 1 of .*in is no answer of a batch"):
+    with pytest.raises(BatchError, match=r"line 1 of .*in is not an answer of a batch"):
         answered(Path(name), "a")
 
 
 def test_an_answer_of_another_request_with_the_same_custom_id_is_refused(tmp_path: Path) -> None:
     other = read_line(json.dumps(request("a", body={**CHAT, "seed": 1})).encode())
     (tmp_path / "out").write_bytes(other.answered(200, "chatcmpl-1", {}))
-    with pytest.raises(BatchError, match="answers another request of the custom_id 'a'"):
+    with pytest.raises(BatchError, match="answers a request with the custom_id 'a' that differs"):
         answered(tmp_path / "out", "a")
 
 

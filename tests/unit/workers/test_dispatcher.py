@@ -16,8 +16,6 @@ from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, OUT_OF_MEMORY, FakeCeleryRequest, step
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def desk() -> Desk:
@@ -110,12 +108,11 @@ def test_a_start_whose_connection_fails_halfway_goes_back_and_leaves_nothing_beh
 
 
 def test_a_result_that_cannot_be_stored_lets_the_message_go(desk: Desk) -> None:
-    request = FakeCeleryRequest()
+    class Unstorable(FakeCeleryRequest):
+        def finish(self, result: dict[str, Any]) -> None:
+            raise OSError("no result backend")
 
-    def run_task(_: dict[str, Any]) -> None:
-        raise OSError("no result backend")
-
-    desk.dispatcher.accept(request, run_task)
+    request = desk.accept(Unstorable())
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
     assert request.fate == ["accepted", "let go"]

@@ -17,8 +17,6 @@ from unit.monitoring.scrape import Scrape
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
 
-pytestmark = pytest.mark.torch
-
 SAMPLED = {"prompt": "abc", "sampling_params": {"max_tokens": 4, "temperature": 1.0}}
 GREEDY = {"prompt": "abc", "sampling_params": {"max_tokens": 4, "temperature": 0}}
 RESUMED = "headrace_resumed_across_draws_total"

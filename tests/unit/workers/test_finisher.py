@@ -15,7 +15,7 @@ def finisher() -> Iterator[Finisher]:
     finisher = Finisher()
     yield finisher
     finisher.stop()
-    finisher._thread.join(5)
+    finisher._thread.join(60)
     assert not finisher._thread.is_alive()
 
 
@@ -27,7 +27,7 @@ def wait(finisher: Finisher) -> None:
     """Until everything submitted so far has run."""
     done = threading.Event()
     finisher.submit(done.set, never)
-    assert done.wait(5)
+    assert done.wait(60)
 
 
 def test_work_is_done_in_its_order_on_one_other_thread(finisher: Finisher) -> None:
@@ -45,15 +45,15 @@ def test_it_is_busy_until_the_last_work_has_ended(finisher: Finisher) -> None:
 
     def work() -> None:
         started.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
 
     finisher.submit(work, never)
     finisher.submit(lambda: None, never)
-    assert started.wait(5)
+    assert started.wait(60)
     assert finisher.busy == 2
     go_on.set()
     finisher.stop()
-    finisher._thread.join(5)
+    finisher._thread.join(60)
     assert finisher.busy == 0
 
 

@@ -14,8 +14,6 @@ from headrace_engine.request import FinishReason
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from unit.workers.fakes import MODEL, FakeTokenizer
 
-pytestmark = pytest.mark.torch
-
 LETTER_A = 10
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from headrace_broker.events import ChunkEvent
+from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.streams import Claim
 from headrace_engine.input_processor import InputProcessor
 from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
-from headrace_workers.intake import Incoming, Intake, RefusedError, job_of, seed_of
+from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
+from headrace_workers.stream_claims import job_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
-
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
@@ -175,6 +175,6 @@ def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = Claim(2, list(entries), None)
     request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
-    job = job_of(read, request, claim, None, lambda _: None)
+    job = job_of(read, request, claim, FakeCeleryRequest(), ModelIdentity("tiny"), None, None)
     assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)
-    assert job.request.choices[0].output_token_ids == [10, 11]
+    assert job.core_requests()[0].output_token_ids == [10, 11]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, unpack
 from headrace_broker.results import ErrorInfo, Logprob, Usage
 from headrace_engine.input_processor import InputProcessor
@@ -13,15 +11,13 @@ from headrace_engine.outputs import CompletionOutput, RequestOutput
 from headrace_engine.outputs import Logprob as EngineLogprob
 from headrace_engine.sampling_params import SamplingParams
 from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
-from unit.workers.fakes import MODEL, FakeTimer, FakeTokenizer
-
-pytestmark = pytest.mark.torch
+from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTimer, FakeTokenizer
 
 
 def make_job(n: int = 1, attempt: int = 1, entries: list[StreamEvent] | None = None) -> Job:
     processor = InputProcessor(MODEL, FakeTokenizer())  # type: ignore[arg-type]
     request = processor.process("r1", "abc", SamplingParams(n=n, seed=5, max_tokens=9))
-    return Job(None, None, request, attempt, recorded_choices(entries or [], n), queued_at=None)
+    return Job(FakeCeleryRequest(), request, attempt, recorded_choices(entries or [], n), queued_at=None)
 
 
 def output(token_ids: list[int], text: str, index: int = 0, **more: Any) -> CompletionOutput:

@@ -14,8 +14,6 @@ from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
 
-pytestmark = pytest.mark.torch
-
 NOW = {"model": "tiny", "weights": "aa"}
 BEFORE = {"model": "tiny", "weights": "bb"}
 

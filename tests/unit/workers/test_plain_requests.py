@@ -14,8 +14,6 @@ from headrace_workers.plain_requests import PlainRequests
 from unit.workers.desk import Desk
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
-pytestmark = pytest.mark.torch
-
 
 class CountingTokenizer(FakeTokenizer):
     encoded = 0

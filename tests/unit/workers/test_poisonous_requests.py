@@ -9,8 +9,6 @@ from headrace_workers.quarantine import PROBATION_TOKENS
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, FakeCeleryRequest
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture
 def desk() -> Desk:
@@ -45,7 +43,7 @@ def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_ne
     desk.settle()
     assert desk.results["a"]["error"]["code"] == "dead_letter"
     assert desk.redis.end("a")["error"]["code"] == "dead_letter"
-    assert requests[0].burial == "killed"
+    assert requests[0].burial == "poison: killed"
     for _ in range(PROBATION_TOKENS - 1):
         desk.generate(13)
     assert sent(desk) == ["b"]

@@ -9,6 +9,7 @@ import pytest
 
 from headrace_broker.keys import engine_losses_key, stream_key
 from headrace_workers.quarantine import SUSPECT_LOSSES
+from headrace_workers.settlement import EXPIRED
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step
 
@@ -343,7 +344,7 @@ def test_nobody_makes_room_where_what_was_held_back_ends_a_request() -> None:
 
     def end() -> None:
         show()
-        in_flight.end(in_flight.get("ends"), desk.dispatcher.settlement.expire)  # type: ignore[arg-type]
+        in_flight.end(in_flight.get("ends"), "expired", EXPIRED)  # type: ignore[arg-type]
 
     in_flight.publish_held_back = end  # type: ignore[method-assign]
 

@@ -22,8 +22,6 @@ from headrace_workers.preparation_lane import PreparationLane
 from unit.engine.letters import load_tokenizer
 from unit.workers.fakes import CAPABILITIES, MODEL
 
-pytestmark = pytest.mark.torch
-
 ENDLESS = (
     "{% if messages[0].content == 'ab' %}{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
     "{% endfor %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
@@ -46,9 +44,12 @@ class Lane:
         self.numbers = itertools.count(1)
         self.answers: dict[int, list[Any]] = {}
         self.verdicts: dict[str, str | None] = {}
-        self.lane = PreparationLane(is_quick=is_quick, cpu_seconds=cpu_seconds)
-        self.lane.on_answer = self.answers.__setitem__
-        self.lane.on_verdict = self.verdicts.__setitem__
+        self.lane = PreparationLane(
+            is_quick=is_quick,
+            on_answer=self.answers.__setitem__,
+            on_verdict=self.verdicts.__setitem__,
+            cpu_seconds=cpu_seconds,
+        )
         self.lane.start()
         self.lane.attach(self.hub)
         self.lane.configure(

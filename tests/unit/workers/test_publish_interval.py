@@ -14,8 +14,6 @@ from headrace_engine.request import FinishReason
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest, step
 
-pytestmark = pytest.mark.torch
-
 INTERVAL = 0.5
 
 
@@ -169,7 +167,7 @@ def test_what_cannot_be_published_by_the_timer_ends_the_engine_as_in_a_step(
     def fail(*_: object) -> None:
         raise ValueError("no reason")
 
-    monkeypatch.setattr(desk.dispatcher.settlement, "publish", fail)
+    monkeypatch.setattr(desk.dispatcher._in_flight._publisher, "add", fail)
     desk.hub.advance()
     assert [str(failure) for failure in desk.engine.failures] == ["no reason"]
 

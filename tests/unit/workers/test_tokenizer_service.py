@@ -21,8 +21,6 @@ from unit.engine.letters import load_tokenizer
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, MODEL, FakeCeleryRequest, FakeHub
 
-pytestmark = pytest.mark.torch
-
 CALL = TokenizerCall("1", "count", pack({"request": {"prompt": "abc"}}))
 
 

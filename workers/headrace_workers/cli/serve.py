@@ -19,7 +19,10 @@ from headrace_workers.local_service import LocalService, RunningService, check_f
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the gateway.")
 @click.option("--keys", type=click.Path(exists=True, dir_okay=False), help="File of API keys; needed beyond loopback.")
-def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | None) -> None:
+@click.option(
+    "--files", type=click.Path(file_okay=False, path_type=Path), help="Folder of uploads and batches [default: none]."
+)
+def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | None, files: Path | None) -> None:
     """Serve a model over HTTP with OpenAI's API: a queue, a worker and a gateway, until Ctrl-C.
 
     Needs no Redis, no GPU and no configuration. Everything that it starts ends with it.
@@ -31,7 +34,7 @@ def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | N
     try:
         if model == default_model.NAME:
             model = str(default_model.fetch(progress=_progress))
-        service = LocalService(model, _progress, redis_url=redis_url, host=host, port=port, keys=keys)
+        service = LocalService(model, _progress, redis_url=redis_url, host=host, port=port, keys=keys, files=files)
         with service.running() as running:
             _introduce(running, has_keys=keys is not None)
             running.watch()

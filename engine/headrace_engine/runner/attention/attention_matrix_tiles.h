@@ -3,7 +3,7 @@
  * For each chunk of keys, 48 rows (three tiles) are processed at a time: their scores stay in L1, and the chunk stays in L2 for
  * all rows of the unit. Keys are processed two columns at a time, as a tile multiplies 32 of their values. */
 #define TILED_ROWS (3 * TILE_ROWS)
-#define MAX_STEPS 16 /* of 32 components of a key: 512 in all */
+#define MAX_STEPS 16   /* of 32 components of a key: 512 in all */
 #define MAX_SUBUNITS 8 /* of 48 rows: keys and values are read from memory once for all of them */
 
 /* The scratch space of a thread: for all rows of a unit, but for the scores of one subunit only. */
@@ -52,13 +52,13 @@ static void pack_query_tiles(const attention_args *a, const unit *u, char *targe
     }
 }
 
-/* One factor of a product: tiles of rows. */
+/* The left operand of a product: tiles of rows. */
 typedef struct {
     const char *first;
     int64_t row, tile, step; /* strides in bytes */
 } tiled_rows;
 
-/* What each step prefetches: 16 rows of two cache lines; half of them with one column. */
+/* What each step prefetches: 16 rows of two cache lines, or 8 rows if there is only one column. */
 typedef struct {
     const char *steps[MAX_STEPS]; /* NULL: nothing */
     int64_t row;
@@ -151,16 +151,16 @@ score_chunk_by_tiles(const attention_args *a, const char *queries, const chunk *
     compiler_barrier();
 }
 
-/* mixed[tiles of rows] += weights . values of the chunk */
+/* accumulators[tiles of rows][v_dim] += weights . values of the chunk */
 static __attribute__((noinline)) void
 accumulate_chunk_by_tiles(const attention_args *a, const float *weights, const chunk *now, const char *tail, const chunk *next,
-                   float *accumulators, int tiles) {
+                          float *accumulators, int tiles) {
     int64_t value_row = padded(a->layer.v_dim) * 4;
     int groups = now->num_columns / 2;
     const int64_t row = CHUNK * LANES * 4;
     tiled_rows x = {(const char *)weights, row, TILE_ROWS * row, TILE_BYTES};
     const char *values[CHUNK / 2];
-    prefetch_rows ahead = {.row = 2 * LINE}; /* in the order of memory, so many as are multiplied */
+    prefetch_rows ahead = {.row = 2 * LINE}; /* in the order of memory, as many as are multiplied */
     compiler_barrier();
     for (int at = 0, columns; at < value_row; at += columns * TILE_BYTES) {
         columns = at + TILE_BYTES < value_row ? 2 : 1;

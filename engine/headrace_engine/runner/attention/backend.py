@@ -28,7 +28,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     """[tokens] int64: the slot of K/V of each token, block id * block size + offset."""
     max_query_len: int
-    """Maximum number of tokens of a sequence in this step. Kernel launches depend on it instead of on tensors."""
+    """Maximum number of tokens of a sequence in this step. Kernel launches are planned from it; no tensor is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class AttentionSpec:
     """The type of stored keys and values. None: `dtype`."""
 
     @property
-    def kept_dtype(self) -> torch.dtype:
+    def stored_dtype(self) -> torch.dtype:
         return self.cache_dtype or self.dtype
 
 

@@ -42,7 +42,7 @@ class StepArgs(ctypes.Structure):
     )
 
     def of(self, metadata: AttentionMetadata) -> None:
-        """Take the sequences of a step. Its tensors must outlive the call of the kernel."""
+        """Point at the sequences of a step. Their tensors must outlive the call of the kernel."""
         self.num_sequences, self.max_blocks = metadata.seq_lens.shape[0], metadata.block_table.shape[1]
         self.num_threads = torch.get_num_threads()
         self.query_start, self.seq_lens = metadata.query_start.data_ptr(), metadata.seq_lens.data_ptr()
@@ -86,7 +86,7 @@ class NativeBackend:
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
         elements = sum(layer.num_kv_heads * (self._stored(layer.k_dim) + _padded(layer.v_dim)) for layer in own)
-        return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
+        return elements * self._spec.block_size * self._spec.stored_dtype.itemsize
 
     def _stored(self, k_dim: int) -> int:
         """Return the stored elements of a key: whole pairs if the kernel multiplies pairs."""
@@ -94,7 +94,7 @@ class NativeBackend:
         return k_dim + k_dim % 2 if pairs else k_dim
 
     def allocate(self, num_blocks: int) -> None:
-        size, dtype = self._spec.block_size, self._spec.kept_dtype
+        size, dtype = self._spec.block_size, self._spec.stored_dtype
         self._k_cache, self._v_cache, self._layers = [], [], []
         pages = HugePages()
         for layer in self._spec.layers:

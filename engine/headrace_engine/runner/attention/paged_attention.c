@@ -12,8 +12,8 @@
  *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]
  *   v_cache  [num_blocks][kv_heads][block_size / 2][padded(v_dim)][2]
  *
- * k_dim is arbitrary. A row of values is padded to a multiple of 16. The padding may hold anything: it ends in lanes of the
- * accumulators that are never stored.
+ * k_dim is arbitrary. A row of values is padded to a multiple of 16. The padding may hold anything: it only reaches lanes of
+ * the accumulators that are never stored.
  *
  * A unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query attention)
  * and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of them. Keys are
@@ -21,9 +21,9 @@
  * and Gimelshein 2018, FlashAttention). Sums are float32, whatever the type of the cache. The result of a row does not depend
  * on the other rows, as long as the content of the caches is finite.
  *
- * Decode is bound by memory: while a chunk is computed, the columns of the next chunk are prefetched, also across the end of a
- * unit. Blocks lie anywhere, so the hardware cannot predict the next one. Prefetches go to L2, as L1 does not hold two chunks.
- * Prefill is bound by the products: see add_steps.
+ * Decode is memory-bound: while a chunk is computed, the columns of the next chunk are prefetched, also across the end of a
+ * unit. Blocks are scattered, so the hardware cannot predict the next one. Prefetches go to L2, as L1 does not hold two chunks.
+ * Prefill is compute-bound: see add_steps.
  *
  * Plain C with GCC/Clang vector extensions: needs no header of torch, and compiles in a few seconds.
  */
@@ -66,8 +66,8 @@ static inline int min(int a, int b) { return a < b ? a : b; }
  *
  * Rows and columns are constants, so that the sums stay in registers, next to the elements of the rows or the columns,
  * whichever are fewer. With 16 registers, a single spilled one would double the time. Each sum adds up in the order of
- * `depth`, whatever the shape of the tile, so the result of a row does not depend on the other rows. A `packed` matrix a lies
- * by steps, otherwise by rows of scores. The columns of b have a pointer each, as they may be in two blocks. `ahead` is the
+ * `depth`, whatever the shape of the tile, so the result of a row does not depend on the other rows. A `packed` matrix a is
+ * stored by steps, otherwise by rows of scores. The columns of b have a pointer each, as they may be in two blocks. `ahead` is the
  * data to prefetch, or NULL. Each step prefetches as much as it reads, which keeps memory busy. */
 static inline __attribute__((always_inline)) void
 add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, const float *a, const char *const *b,
@@ -170,7 +170,7 @@ static inline chunk next_chunk(const attention_args *a, cursor *w, int kind) {
 }
 
 /* Returns the columns to prefetch during a chunk: as many as the chunk has, from this unit or the upcoming one. If there are no
- * more, the columns of the chunk itself fill the rest: to prefetch what is in the cache is free. */
+ * more, the columns of the chunk itself fill the rest: prefetching what is in the cache costs nothing. */
 static inline chunk locate_prefetch(const attention_args *a, const chunk *now, cursor *ahead, const unit **upcoming, int kind) {
     chunk found = *now;
     int located = locate(a, ahead, &found, 0, now->num_columns, kind);
@@ -206,10 +206,11 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
         }
 }
 
-/* The sums stay in registers from column to column, wherever the blocks are. `single` is the pair of an odd last key. */
+/* accumulators[rows][columns] += weights . values. The accumulators stay in registers for all blocks. `single` is the pair of an
+ * odd last key. */
 static inline __attribute__((always_inline)) void
 accumulate_tile(int rows, int columns, const float *weights, const chunk *now, const chunk *next, int lane, int64_t v_stride,
-         int num_keys, const float *single, float *accumulators, int kind) {
+                int num_keys, const float *single, float *accumulators, int kind) {
     f32x sum[MAX_ROWS][MAX_COLUMNS];
     const char *v[MAX_COLUMNS], *ahead[MAX_COLUMNS];
     int64_t row_bytes = v_stride * step_bytes(kind);
@@ -241,7 +242,7 @@ static inline __attribute__((always_inline)) void
 accumulate_chunk(const attention_args *a, const float *weights, const chunk *now, const chunk *next, float *accumulators,
                  int all, int num_keys, float *single, int kind) {
     int v_stride = padded(a->layer.v_dim);
-    if (kind == PAIRS && num_keys % 2) { /* the last key has no second: its slot may hold anything */
+    if (kind == PAIRS && num_keys % 2) { /* the last key has no partner: the other slot of its pair may hold anything */
         const uint16_t *last = (const uint16_t *)now->v[num_keys / LANES] + num_keys % LANES / 2 * 2 * v_stride;
         for (int d = 0; d < v_stride; d++) copy_pair(single + d, last + 2 * d, 0, 1);
     }
@@ -390,7 +391,8 @@ static int64_t count_units(const attention_args *a, int run, int64_t *first_unit
     return first_unit[a->step.num_sequences] = num_units;
 }
 
-/* All KV heads of a sequence, unless the threads would then wait for the one with the longest sequence. */
+/* Returns how many units a thread claims at once: all KV heads of a sequence, unless the other threads would then wait for the
+ * thread with the longest sequence. */
 static int units_at_once(const attention_args *a) {
     int64_t longest = 0, all = 0;
     for (int s = 0; s < a->step.num_sequences; s++) {
@@ -411,7 +413,7 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
     claim own = {.at_once = units_at_once(a)};
     for (int64_t number = take_unit(&own, claimed), following; number < num_units; number = following) {
         now = located ? upcoming : find_unit(a, first_unit, number, run, now.sequence);
-        /* After a short unit the prefetches may be less than a chunk ahead, and would stay so. */
+        /* After a short unit, the prefetches may be less than a chunk ahead. They would not catch up by themselves. */
         int first_ahead = oldest_column(a, &now) + CHUNK;
         if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
         /* The next unit is claimed early, so that its memory can be prefetched. One of the last units is not, as another thread

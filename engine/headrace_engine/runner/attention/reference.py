@@ -19,10 +19,10 @@ class ReferenceBackend:
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
         elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own)
-        return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
+        return elements * self._spec.block_size * self._spec.stored_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
-        num_slots, dtype = num_blocks * self._spec.block_size, self._spec.kept_dtype
+        num_slots, dtype = num_blocks * self._spec.block_size, self._spec.stored_dtype
         self._k_cache, self._v_cache = [], []
         for layer in self._spec.layers:
             if layer.kv_source is None:
@@ -83,7 +83,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend over one sequence. query [q, heads, k_dim] has the last q positions of key [k, kv_heads, k_dim]."""
+    """Attend over one sequence. query [q, heads, k_dim] is at the last q positions of key [k, kv_heads, k_dim]."""
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads

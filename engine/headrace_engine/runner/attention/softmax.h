@@ -1,11 +1,11 @@
-/* The online softmax: replaces the scores of a chunk of keys by weights. Include after attention_args and its constants.
+/* The online softmax: replaces the scores of a chunk of keys with weights. Include after attention_args and CHUNK are defined.
  *
  * For each row it keeps the running maximum of the scores, the denominator (the sum of all weights so far) and the
  * accumulators (the weighted sums of values). */
 
-#define MASKED (-1e30f)       /* finite, and below every visible score */
-#define MAX_SLACK 8.0f            /* the running maximum rises only for a score this much above it: weights stay below 2^8 */
-#define INITIAL_MAX (-1e20f) /* a chunk that is masked completely does not raise it, and has no weight */
+#define MASKED (-1e30f)      /* finite, and below every visible score */
+#define MAX_SLACK 8.0f       /* the running maximum rises only for a score this much above it: weights stay below 2^8 */
+#define INITIAL_MAX (-1e20f) /* the scores of a chunk that is masked completely stay below it, so their weights are 0 */
 
 static inline float max_lanes(f32x v) {
 #ifdef __AVX512F__
@@ -30,7 +30,7 @@ static inline f32x tanh_vector(f32x x) {
     return 1.0f - 2.0f / (power_of_two(x * (2.0f * LOG2_E)) + 1.0f);
 }
 
-/* Replaces the scores of LANES keys by weights. */
+/* Replaces the scores of LANES keys with weights. */
 static inline f32x exponentiate_column(float *scores, int column, float running_max) {
     f32x weights = power_of_two(*(f32x *)(scores + column * LANES) - running_max);
     *(f32x *)(scores + column * LANES) = weights;
@@ -38,8 +38,8 @@ static inline f32x exponentiate_column(float *scores, int column, float running_
 }
 
 #if HAS_PAIRS
-/* Replaces the unscaled scores of a column, the next one, or both by weights in bfloat16. Adds the rounded weights to the
- * denominators, so that they are exactly the sums of the weights that multiply the values. */
+/* Replaces the unscaled scores of a column, the next one, or both with weights in bfloat16. Adds the rounded weights to the
+ * denominators, so that they are exactly the sums of the weights that the values are multiplied with. */
 static inline void exponentiate_pairs(float *scores, int column, int has_first, int has_second, float running_max, float scale,
                                       f32x denominators[2]) {
     f32x first = {0}, second = {0};
@@ -67,7 +67,7 @@ static inline float later_scale(const attention_args *a, int kind) {
 }
 
 /* Rescales the denominator and the accumulators of a row to a new running maximum. Does nothing for a slightly larger score:
- * sums of larger weights are as exact, and a branch that is rarely taken is free. */
+ * larger weights are summed as exactly, and a branch that is rarely taken costs nothing. */
 static inline __attribute__((always_inline)) void
 raise_running_max(f32x found, float *running_max, f32x *denominator, float *accumulators, int v_stride) {
     if (!any_above(found, *running_max + MAX_SLACK)) return;
@@ -89,7 +89,7 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
     int oldest = oldest_key(a, position);
-    f32x running_max = broadcast(MASKED);
+    f32x largest = broadcast(MASKED);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
         float softcap = a->layer.softcap;
@@ -97,19 +97,19 @@ finish_scores(const attention_args *a, float *scores, int num_columns, int first
         i32x key = lanes + (first_key + c * LANES);
         s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
         *(f32x *)(scores + c * LANES) = s;
-        running_max = max_vector(s, running_max);
+        largest = max_vector(s, largest);
     }
-    return running_max;
+    return largest;
 }
 
 /* Returns the maximum of each lane for a row that sees the whole chunk. Its scores stay as they are. */
 static inline f32x largest_scores(const float *scores, int num_columns) {
-    f32x running_max[2] = {*(f32x *)scores, *(f32x *)scores}; /* two chains of dependent instructions */
-    for (int c = 1; c < num_columns; c++) running_max[c % 2] = max_vector(*(f32x *)(scores + c * LANES), running_max[c % 2]);
-    return max_vector(running_max[0], running_max[1]);
+    f32x largest[2] = {*(f32x *)scores, *(f32x *)scores}; /* two chains of dependent instructions */
+    for (int c = 1; c < num_columns; c++) largest[c % 2] = max_vector(*(f32x *)(scores + c * LANES), largest[c % 2]);
+    return max_vector(largest[0], largest[1]);
 }
 
-/* Replaces the scores of all rows by weights. Without a branch between rows, the processor overlaps them. Even and odd columns
+/* Replaces the scores of all rows with weights. Without a branch between rows, the processor overlaps them. Even and odd columns
  * have a partial sum each, counted from the first key of the sequence: the result does not depend on where the chunk begins. */
 static inline __attribute__((always_inline)) void
 exponentiate_chunk(const attention_args *a, float *scores, int first_key, int num_columns, const float *running_max,
@@ -133,7 +133,7 @@ exponentiate_chunk(const attention_args *a, float *scores, int first_key, int nu
 /* Runs the softmax over a chunk. The first row belongs to the token at `position`. */
 static inline __attribute__((always_inline)) void
 softmax_rows(const attention_args *a, float *scores, int first_key, int num_columns, int position, int rows, float *running_max,
-           f32x *denominator, float *accumulators, int kind) {
+             f32x *denominator, float *accumulators, int kind) {
     int group = group_of(a), v_stride = padded(a->layer.v_dim), last_key = first_key + num_columns * LANES - 1;
     int whole = first_key >= oldest_key(a, position + (rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
     for (int row = 0; row < rows; row++) {

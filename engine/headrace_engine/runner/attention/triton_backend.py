@@ -17,11 +17,11 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _ROUNDED_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 _FP8_CAPABILITY = (8, 9)
 """The oldest GPUs for which Triton supports float8_e4m3fn: Ada Lovelace and Hopper."""
-_MOST_HEAD_DIM = 256
-_LEAST_DOT = 16
+_MAX_HEAD_DIM = 256
+_MIN_DOT = 16
 """The smallest side of a matrix that Triton multiplies."""
 _STAGES = 3
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 _WRITE_TOKENS = 16
 # Target number of programs for each multiprocessor when a sequence is split, so that all of them read memory.
 _PROGRAMS_PER_PROCESSOR = 2
@@ -68,29 +68,29 @@ class TritonBackend:
             return "Triton needs a GPU; on the CPU its kernels run for checks only, with TRITON_INTERPRET=1 set"
         if spec.dtype not in _DTYPES:
             return f"dtype {spec.dtype} is neither float32 nor bfloat16"
-        if spec.kept_dtype not in (spec.dtype, *_ROUNDED_DTYPES):
+        if spec.stored_dtype not in (spec.dtype, *_ROUNDED_DTYPES):
             allowed = ", ".join(map(str, dict.fromkeys((spec.dtype, *_ROUNDED_DTYPES))))
-            return f"keys and values are to be kept in {spec.kept_dtype}, and these kernels keep them in {allowed}"
-        if spec.kept_dtype is torch.float8_e4m3fn and device.type == "cuda":
+            return f"the KV cache has dtype {spec.stored_dtype}, the kernels support {allowed}"
+        if spec.stored_dtype is torch.float8_e4m3fn and device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             if capability < _FP8_CAPABILITY:
                 return "keys and values in fp8 need compute capability {}.{}, and this GPU has {}.{}".format(
                     *_FP8_CAPABILITY, *capability
                 )
         largest = max(max(layer.k_dim, layer.v_dim) for layer in spec.layers)
-        if largest > _MOST_HEAD_DIM:
-            return f"its heads are of size {largest}, more than {_MOST_HEAD_DIM}"
+        if largest > _MAX_HEAD_DIM:
+            return f"its head size is {largest}, must be at most {_MAX_HEAD_DIM}"
         return None
 
     @property
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
         elements = sum(layer.num_kv_heads * (layer.k_dim + layer.v_dim) for layer in own)
-        return elements * self._spec.block_size * self._spec.kept_dtype.itemsize
+        return elements * self._spec.block_size * self._spec.stored_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         size = self._spec.block_size
-        options: dict[str, Any] = {"dtype": self._spec.kept_dtype, "device": self._device}
+        options: dict[str, Any] = {"dtype": self._spec.stored_dtype, "device": self._device}
         self._k_cache, self._v_cache = [], []
         for layer in self._spec.layers:
             if layer.kv_source is None:
@@ -209,19 +209,19 @@ class TritonBackend:
         The sizes are not tuned. They are computed to fit a multiprocessor of Hopper.
         """
         group = spec.num_heads // spec.num_kv_heads
-        least_rows = max(_LEAST_DOT, _next_power_of_2(group))
+        min_rows = max(_MIN_DOT, _next_power_of_2(group))
         row_bytes = (padded_dim(spec.k_dim) + padded_dim(spec.v_dim)) * self._spec.dtype.itemsize * _STAGES
         if metadata.max_query_len > 1:
             # only two sizes, so that few kernels are compiled
             is_wide = metadata.max_query_len * group > 64 and row_bytes <= 512 * _STAGES
-            rows = max(least_rows, 128 if is_wide else 64)
+            rows = max(min_rows, 128 if is_wide else 64)
             return Launch(rows, _tile(_PREFILL_BYTES, row_bytes, 64), 1, num_warps=8 if rows >= 128 else 4)
         tile = _tile(_DECODE_BYTES, row_bytes, 64)
         programs = num_seqs * spec.num_kv_heads
-        room = max(1, self._num_processors * _PROGRAMS_PER_PROCESSOR // programs)
+        wanted = max(1, self._num_processors * _PROGRAMS_PER_PROCESSOR // programs)
         longest = metadata.block_table.shape[1] * self._spec.block_size
-        splits = min(_MOST_SPLITS, room, max(1, longest // tile))
-        return Launch(least_rows, tile, _next_power_of_2(splits + 1) // 2, num_warps=4)
+        splits = min(_MAX_SPLITS, wanted, max(1, longest // tile))
+        return Launch(min_rows, tile, _next_power_of_2(splits + 1) // 2, num_warps=4)
 
 
 def is_interpreted() -> bool:
@@ -230,15 +230,15 @@ def is_interpreted() -> bool:
 
 def padded_dim(size: int) -> int:
     """Return the size of a head in the kernels: Triton's blocks are powers of 2."""
-    return max(_LEAST_DOT, _next_power_of_2(size))
+    return max(_MIN_DOT, _next_power_of_2(size))
 
 
 def _next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _tile(budget: int, row_bytes: int, most: int) -> int:
-    return max(_LEAST_DOT, min(most, _next_power_of_2(budget // row_bytes + 1) // 2))
+def _tile(budget: int, row_bytes: int, max_tile: int) -> int:
+    return max(_MIN_DOT, min(max_tile, _next_power_of_2(budget // row_bytes + 1) // 2))
 
 
 def _num_processors(device: torch.device) -> int:

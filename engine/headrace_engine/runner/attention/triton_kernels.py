@@ -138,10 +138,10 @@ def paged_attention_kernel(
         scores = tl.dot(query, key, input_precision="ieee")
         if HAS_SOFTCAP:
             # softcap * tanh(scores * scale / softcap), by an exp that cannot overflow
-            turned = scores * (scale / softcap)
-            small = tl.exp2(tl.abs(turned) * (-2.0 * _LOG2_E))
+            ratio = scores * (scale / softcap)
+            small = tl.exp2(tl.abs(ratio) * (-2.0 * _LOG2_E))
             bounded = (1.0 - small) / (1.0 + small)
-            scores = tl.where(turned < 0, -bounded, bounded) * (softcap * _LOG2_E)
+            scores = tl.where(ratio < 0, -bounded, bounded) * (softcap * _LOG2_E)
         else:
             scores = scores * (scale * _LOG2_E)
         visible = keys[None, :] <= position[:, None]
@@ -168,17 +168,17 @@ def paged_attention_kernel(
         accumulator = tl.dot(weights, value, accumulator * rescale[:, None], input_precision="ieee")
         running_max = new_max
 
-    place = query_row * (NUM_KV_HEADS * GROUP) + head
+    output_row = query_row * (NUM_KV_HEADS * GROUP) + head
     if SPLITS > 1:
-        place = place * SPLITS + split
-        tl.store(output_ptr + place[:, None] * BLOCK_V + v_dims[None, :], accumulator, mask=row_ok[:, None])
-        tl.store(max_ptr + place, running_max, mask=row_ok)
-        tl.store(denominator_ptr + place, denominator, mask=row_ok)
+        output_row = output_row * SPLITS + split
+        tl.store(output_ptr + output_row[:, None] * BLOCK_V + v_dims[None, :], accumulator, mask=row_ok[:, None])
+        tl.store(max_ptr + output_row, running_max, mask=row_ok)
+        tl.store(denominator_ptr + output_row, denominator, mask=row_ok)
     else:
         # A padding row has no visible key: it becomes 0, not 0 / 0.
         accumulator = accumulator / tl.where(denominator == 0.0, 1.0, denominator)[:, None]
         tl.store(
-            output_ptr + place[:, None] * V_DIM + v_dims[None, :],
+            output_ptr + output_row[:, None] * V_DIM + v_dims[None, :],
             accumulator.to(output_ptr.dtype.element_ty),
             mask=row_ok[:, None] & (v_dims < V_DIM)[None, :],
         )
@@ -195,16 +195,16 @@ def join_splits_kernel(
     SPLITS: tl.constexpr,
 ):
     """Combine the splits of a token and head: weight them by their maximum scores, and divide."""
-    place = tl.program_id(0).to(tl.int64)
+    output_row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     v_dims = tl.arange(0, BLOCK_V)
-    running_max = tl.load(max_ptr + place * SPLITS + splits)
+    running_max = tl.load(max_ptr + output_row * SPLITS + splits)
     overall_max = tl.max(running_max, 0)
     weights = tl.exp2(running_max - tl.where(overall_max == float("-inf"), 0.0, overall_max))
-    denominator = tl.sum(tl.load(denominator_ptr + place * SPLITS + splits) * weights, 0)
-    accumulator = tl.load(accumulator_ptr + (place * SPLITS + splits)[:, None] * BLOCK_V + v_dims[None, :])
+    denominator = tl.sum(tl.load(denominator_ptr + output_row * SPLITS + splits) * weights, 0)
+    accumulator = tl.load(accumulator_ptr + (output_row * SPLITS + splits)[:, None] * BLOCK_V + v_dims[None, :])
     joined = tl.sum(accumulator * weights[:, None], 0) / tl.where(denominator == 0.0, 1.0, denominator)
-    tl.store(output_ptr + place * V_DIM + v_dims, joined.to(output_ptr.dtype.element_ty), mask=v_dims < V_DIM)
+    tl.store(output_ptr + output_row * V_DIM + v_dims, joined.to(output_ptr.dtype.element_ty), mask=v_dims < V_DIM)
 
 
 # Rounding is explicit arithmetic on bits. The casts of the interpreter truncate, overflow to NaN and convert NaN to

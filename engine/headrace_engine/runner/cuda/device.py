@@ -31,6 +31,11 @@ def find_device() -> torch.device:
     return torch.device("cuda", 0)
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device has CUDA graphs, events and pinned memory. The CPU, on which tests run this code, has none."""
+    return device.type == "cuda"
+
+
 def keep_kernels_private(environ: MutableMapping[str, str] = os.environ) -> None:
     """Make Triton cache its kernels where only this user can write, unless `TRITON_CACHE_DIR` names a folder."""
     if environ.get("TRITON_CACHE_DIR"):

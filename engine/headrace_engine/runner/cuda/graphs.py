@@ -10,6 +10,7 @@ import torch
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.runner.batch import StepInputs
+from headrace_engine.runner.cuda.device import is_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class DecodeGraphs:
     """Runs decode steps of fixed sizes. On a device without graphs it runs the operations one by one.
 
     Args:
-        most: maximum number of sequences.
+        max_num_seqs: maximum number of sequences.
         padding: returns a step with a number of padding sequences, at the addresses that every later step of this size
             has.
         forward: computes the logits of a step on the device.
@@ -29,12 +30,12 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        most: int,
+        max_num_seqs: int,
         padding: Callable[[int], StepInputs],
         forward: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
     ) -> None:
-        self._sizes = graph_sizes(most)
+        self._sizes = graph_sizes(max_num_seqs)
         self._padding = padding
         self._forward = forward
         self._device = device
@@ -54,7 +55,7 @@ class DecodeGraphs:
         Raises:
             ConfigError: a graph cannot hold an operation of the model, such as reading a value on the host.
         """
-        if self._device.type != "cuda":
+        if not is_gpu(self._device):
             return
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
@@ -81,7 +82,7 @@ class DecodeGraphs:
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits of a padded step. They are valid until the next run."""
-        if self._device.type != "cuda":
+        if not is_gpu(self._device):
             return self._forward(inputs)
         captured = self._graphs[len(inputs.input_ids)]
         assert captured.inputs.input_ids.data_ptr() == inputs.input_ids.data_ptr(), "a graph reads another step"
@@ -96,8 +97,8 @@ class _Captured:
     inputs: StepInputs
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Return 1, 2, 4, then multiples of 8 up to 256 and of 16 beyond, until one is at least `most`."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, most + 16, 16)]
-    smaller = [size for size in sizes if size < most]
-    return [*smaller, most]
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return 1, 2, 4, then multiples of 8 up to 256 and of 16 beyond, up to `max_num_seqs`, which comes last."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
+    smaller = [size for size in sizes if size < max_num_seqs]
+    return [*smaller, max_num_seqs]

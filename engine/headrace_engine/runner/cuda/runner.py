@@ -83,7 +83,7 @@ class CUDARunner:
         inputs = self._steps.largest_prompt(
             scheduler.max_num_batched_tokens, self._model.info.max_model_len, scheduler.max_num_seqs
         )
-        if self._device.type != "cuda":
+        if not gpu.is_gpu(self._device):
             self._model.forward(inputs)
             return 0
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -98,7 +98,7 @@ class CUDARunner:
         return RunnerCapabilities(verifies_drafts=True, launches_ahead=True)
 
     def kv_spec(self) -> KVSpec:
-        free = free_gpu_memory(self._device) if self._device.type == "cuda" else available_memory()
+        free = free_gpu_memory(self._device) if gpu.is_gpu(self._device) else available_memory()
         return KVSpec(
             block_size=self._model.spec.block_size,
             bytes_per_block=self._model.bytes_per_block,
@@ -119,8 +119,8 @@ class CUDARunner:
         if self._config.model.enforce_eager:
             return
         started = time.perf_counter()
-        most = self._config.scheduler.max_num_seqs
-        self._graphs = DecodeGraphs(most, self._steps.padding, self._model.forward, self._device)
+        max_num_seqs = self._config.scheduler.max_num_seqs
+        self._graphs = DecodeGraphs(max_num_seqs, self._steps.padding, self._model.forward, self._device)
         self._graphs.capture()
         self._warm_up_seconds = time.perf_counter() - started
 
@@ -207,10 +207,5 @@ class CUDARunner:
 
 
 def _check_options(config: EngineConfig) -> None:
-    problems = []
-    if config.model.batch_invariant:
-        problems.append("batch_invariant is set, which device cuda cannot do")
     if config.speculative is not None and config.speculative.method == "draft_model":
-        problems.append("speculative_config has method draft_model, which device cuda cannot do; ngram it can")
-    if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError("speculative_config has method draft_model, which device cuda cannot do; ngram it can")

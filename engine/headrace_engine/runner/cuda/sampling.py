@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from headrace_engine.runner.contracts import TokenLogprobs
-from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
+from headrace_engine.runner.cuda.device import is_gpu
+from headrace_engine.runner.cuda.upload import UploadBuffer, upload_bytes
 from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, NUM_KNOBS, draw, knobs_of, needs_host
 from headrace_engine.runner.sampling.sampler import SamplingRow, draw_tokens, sample
 
@@ -87,12 +88,12 @@ class DeviceSampler:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         sizes = [(max_rows, 8)] * 5, [(max_rows * NUM_KNOBS, 4), (max_rows, 4)]
-        self._buffer = UploadBuffer(room_for(*sizes[0], *sizes[1]), device)
-        is_cuda = device.type == "cuda"
-        self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
-        self._drawn = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._buffer = UploadBuffer(upload_bytes(*sizes[0], *sizes[1]), device)
+        has_events = is_gpu(device)
+        self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=has_events)
+        self._drawn = torch.cuda.Event() if has_events else None  # type: ignore[no-untyped-call]
         # Two buffers in turn: the tokens of a step are read after the next step was launched.
-        self._found_ahead = torch.empty((2, 2, max_rows), dtype=torch.int64, pin_memory=is_cuda)
+        self._found_ahead = torch.empty((2, 2, max_rows), dtype=torch.int64, pin_memory=has_events)
         self._turn = 0
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -203,8 +204,8 @@ def draw_from_all(
     before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     own = chunks.gather(1, chunk[:, None, None].expand(-1, 1, _CHUNK))[:, 0]
     within = own.cumsum(dim=-1, dtype=torch.float64) + before[:, None]
-    place = torch.minimum((within <= goal).sum(dim=-1), _last(own))
-    return chunk * _CHUNK + place
+    offset = torch.minimum((within <= goal).sum(dim=-1), _last(own))
+    return chunk * _CHUNK + offset
 
 
 def _last(weights: torch.Tensor) -> torch.Tensor:

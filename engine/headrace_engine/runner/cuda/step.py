@@ -11,7 +11,7 @@ import torch
 from headrace_engine.runner.attention.backend import AttentionMetadata
 from headrace_engine.runner.batch import RunningRequest, StepInputs
 from headrace_engine.runner.contracts import StepBatch
-from headrace_engine.runner.cuda.upload import UploadBuffer, room_for
+from headrace_engine.runner.cuda.upload import UploadBuffer, upload_bytes
 
 
 class DeviceSteps:
@@ -29,7 +29,7 @@ class DeviceSteps:
         table_size = (max_num_seqs + 1) * max_blocks
         self._buffer = UploadBuffer(
             # ids, positions, slots, rows of logits; starts, lengths, table rows; tokens in flight; changes of the table
-            room_for(
+            upload_bytes(
                 *[(max_tokens, 8)] * 4,
                 *[(max_num_seqs + 1, 4)] * 3,
                 *[(max_num_seqs, 8)] * 2,

@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace_engine.runner.cuda.device import is_gpu
+
 _ALIGNMENT = 16
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
@@ -22,15 +24,15 @@ class UploadBuffer:
     Arrays of the same sizes always have the same addresses, as captured graphs require.
 
     Args:
-        capacity: bytes of all arrays of one upload, from `room_for`.
+        capacity: bytes of all arrays of one upload, from `upload_bytes`.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=is_cuda)
+        has_events = is_gpu(device)
+        self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=has_events)
         self._bytes: npt.NDArray[np.uint8] = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=torch.uint8, device=device)
-        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if has_events else None  # type: ignore[no-untyped-call]
 
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Return the arrays on the device, one-dimensional. They are valid until the next upload."""
@@ -48,7 +50,7 @@ class UploadBuffer:
         return views
 
 
-def room_for(*sizes: tuple[int, int]) -> int:
+def upload_bytes(*sizes: tuple[int, int]) -> int:
     """Return the bytes for arrays of (elements, bytes of an element)."""
     return sum(_aligned(count * itemsize) for count, itemsize in sizes)
 

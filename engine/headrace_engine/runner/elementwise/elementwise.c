@@ -1,7 +1,7 @@
 /* The operations between and after the matrix products of a model, in one pass over memory each.
  *
  * All arithmetic is float32, whatever the type of the data, and is rounded once. The loops are plain C, which GCC and Clang
- * vectorise for the processor. Rows are divided among threads only if there is enough work to wake them for.
+ * vectorise for the processor. Rows are divided among threads only if the work takes longer than waking them.
  */
 #include <math.h>
 
@@ -22,39 +22,6 @@ static inline void store(void *to, int64_t at, const float *restrict from, int n
         for (int i = 0; i < n; i++) store_scalar(to, at + i, from[i], BFLOAT16);
 }
 
-static inline float inverse_rms(const float *restrict row, int n, float eps) {
-    float sums[16] = {0};
-    int i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int lane = 0; lane < 16; lane++) sums[lane] += row[i + lane] * row[i + lane];
-    float sum = 0;
-    for (; i < n; i++) sum += row[i] * row[i];
-    for (int lane = 0; lane < 16; lane++) sum += sums[lane];
-    return 1.0f / sqrtf(sum / n + eps);
-}
-
-/* exp(x) for x <= 0 by range reduction and a degree-6 polynomial; relative error about 2e-7, 0 below -87. */
-static inline float exp_negative(float x) {
-    float clipped = x < -87.0f ? -87.0f : x;
-    float n = (clipped * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to the nearest integer */
-    float r = clipped - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = r * 1.3888888888e-3f + 8.3333333333e-3f;
-    p = p * r + 4.1666666666e-2f;
-    p = p * r + 1.6666666666e-1f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return x < -87.0f ? 0.0f : p * power;
-}
-
-static inline float silu(float x) {
-    float e = exp_negative(x < 0 ? x : -x); /* sigmoid(x) = 1 / (1 + e^-x), or e^x / (1 + e^x) */
-    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
-}
-
 /* out = rms_norm(hidden) * weight, for [rows][dim]. If delta is given, hidden += delta comes first. */
 void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
                            const void *weight, float eps, void *out) {
@@ -67,7 +34,7 @@ void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *
             for (int i = 0; i < dim; i++) x[i] += w[i];
             store(hidden, row * dim, x, dim, dtype);
         }
-        float scale = inverse_rms(x, dim, eps);
+        float scale = inverse_rms(x, 0, dim, eps, FLOAT32);
         load(w, weight, 0, dim, dtype);
         for (int i = 0; i < dim; i++) x[i] *= scale * w[i];
         store(out, row * dim, x, dim, dtype);
@@ -82,7 +49,7 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
                              float eps, const void *cosine, const void *sine) {
     int half = rotary_dim / 2;
     for (int64_t token = begin; token < end; token++) {
-        float c[1024], s[1024], x[1024], w[1024], turned[1024];
+        float c[1024], s[1024], x[1024], w[1024], rotated[1024];
         if (cosine) {
             load(c, cosine, token * rotary_dim, rotary_dim, dtype);
             load(s, sine, token * rotary_dim, rotary_dim, dtype);
@@ -92,16 +59,16 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
             const void *weight = head < q_heads ? q_weight : k_weight;
             load(x, data, at, head_dim, dtype);
             if (weight) {
-                float scale = inverse_rms(x, head_dim, eps);
+                float scale = inverse_rms(x, 0, head_dim, eps, FLOAT32);
                 load(w, weight, 0, head_dim, dtype);
                 for (int i = 0; i < head_dim; i++) x[i] *= scale * w[i];
             }
             if (cosine) {
                 for (int i = 0; i < half; i++) {
-                    turned[i] = x[i] * c[i] - x[i + half] * s[i];
-                    turned[i + half] = x[i + half] * c[i + half] + x[i] * s[i + half];
+                    rotated[i] = x[i] * c[i] - x[i + half] * s[i];
+                    rotated[i + half] = x[i + half] * c[i + half] + x[i] * s[i + half];
                 }
-                memcpy(x, turned, sizeof(float) * rotary_dim);
+                memcpy(x, rotated, sizeof(float) * rotary_dim);
             }
             store(data, at, x, head_dim, dtype);
         }
@@ -122,19 +89,19 @@ void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_st
 void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void *gate_up, void *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        float gate[256], up[256];
+        float gate[256] = {0}, up[256] = {0}; /* whole vectors, also at the end of a row */
         for (int start = 0; start < dim; start += 256) {
             int n = dim - start < 256 ? dim - start : 256;
             load(gate, gate_up, row * 2 * dim + start, n, dtype);
             load(up, gate_up, row * 2 * dim + dim + start, n, dtype);
-            for (int i = 0; i < n; i++) gate[i] = silu(gate[i]) * up[i];
+            for (int i = 0; i < n; i += LANES) *(f32x *)(gate + i) = silu(*(f32x *)(gate + i), dtype) * *(f32x *)(up + i);
             store(out, row * dim + start, gate, n, dtype);
         }
     }
 }
 
-/* Rounds each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. Rows do not affect each other.
- * A row with a value that is not finite gets NaN as its scale. */
+/* Quantises each row of [rows][dim] to 8 bits with a scale of its own: values = (out - 128) * scale. Rows do not affect each
+ * other. A row with a value that is not finite gets NaN as its scale. */
 void headrace_quantise_rows(int dtype, int threads, int64_t rows, int dim, const void *values, uint8_t *out,
                             float *scales) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
@@ -176,28 +143,28 @@ void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const fl
 /* Returns the index of the first NaN, or of the first largest element if there is no NaN. */
 static inline __attribute__((always_inline)) int first_largest(const void *values, int64_t at, int dim, int dtype) {
     f32x vector = broadcast(-INFINITY);
-    i32x no_number = {0};
-    int i = 0, strange = 0;
+    i32x nan_lanes = {0};
+    int i = 0, has_nan = 0;
     for (; i + LANES <= dim; i += LANES) {
         f32x x = load_vector(values, at + i, dtype);
-        no_number |= x != x;
+        nan_lanes |= x != x;
         vector = max_vector(x, vector); /* unchanged where x is NaN */
     }
     float largest = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) strange |= no_number[lane], largest = vector[lane] > largest ? vector[lane] : largest;
+    for (int lane = 0; lane < LANES; lane++) has_nan |= nan_lanes[lane], largest = vector[lane] > largest ? vector[lane] : largest;
     for (; i < dim; i++) {
         float x = load_scalar(values, at + i, dtype);
-        strange |= x != x, largest = x > largest ? x : largest;
+        has_nan |= x != x, largest = x > largest ? x : largest;
     }
     for (int start = 0; start < dim; start += 256) {
         int n = dim - start < 256 ? dim - start : 256, found = 0;
         for (i = start; i < start + n; i++) {
             float x = load_scalar(values, at + i, dtype);
-            found |= strange ? x != x : x == largest;
+            found |= has_nan ? x != x : x == largest;
         }
         for (i = start; found; i++) {
             float x = load_scalar(values, at + i, dtype);
-            if (strange ? x != x : x == largest) return i;
+            if (has_nan ? x != x : x == largest) return i;
         }
     }
     return 0; /* dim is 0 */

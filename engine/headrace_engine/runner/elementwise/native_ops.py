@@ -13,8 +13,8 @@ from headrace_engine.runner.native import native_library
 
 logger = logging.getLogger(__name__)
 
-MOST_FEATURES = 32768
-MOST_HEAD_DIM = 1024
+MAX_FEATURES = 32768
+MAX_HEAD_DIM = 1024
 
 _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 

@@ -3,8 +3,8 @@
 Grids depend on the shapes of tensors alone, so a launch can be captured in a CUDA graph. Arithmetic is float32; each
 result is rounded to the type of the data where transformers' modules round it, so that bfloat16 gives their numbers.
 
-What is changed in place is stored behind a barrier: Triton may repeat a small load for threads that hold elements in
-another order, and none of them may see what another thread has stored already.
+Results in place are stored after a barrier. Triton may repeat a small load for threads that hold elements in another
+order, and such a load must not see what another thread has stored already.
 """
 
 import triton
@@ -72,7 +72,7 @@ def norm_rope_kernel(
 ):
     """A program computes some heads of a token.
 
-    A head is HALF elements, the HALF that are turned with them, and the rest.
+    A head is HALF elements, the HALF that are rotated with them, and the rest.
     """
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -100,13 +100,13 @@ def norm_rope_kernel(
     first_sine = tl.load(sine_ptr, mask=in_half, other=0.0).to(tl.float32)
     second_cosine = tl.load(cosine_ptr + HALF, mask=in_half, other=0.0).to(tl.float32)
     second_sine = tl.load(sine_ptr + HALF, mask=in_half, other=0.0).to(tl.float32)
-    turned_first = _rounded(first * first_cosine, DTYPE) - _rounded(second * first_sine, DTYPE)
-    turned_second = _rounded(second * second_cosine, DTYPE) + _rounded(first * second_sine, DTYPE)
+    rotated_first = _rounded(first * first_cosine, DTYPE) - _rounded(second * first_sine, DTYPE)
+    rotated_second = _rounded(second * second_cosine, DTYPE) + _rounded(first * second_sine, DTYPE)
     tl.debug_barrier()
     if HAS_NORM:
         tl.store(rest_ptr, rest.to(DTYPE), mask=(heads < NUM_HEADS) & in_rest)
-    tl.store(first_ptr, turned_first.to(DTYPE), mask=turns)
-    tl.store(first_ptr + HALF, turned_second.to(DTYPE), mask=turns)
+    tl.store(first_ptr, rotated_first.to(DTYPE), mask=turns)
+    tl.store(first_ptr + HALF, rotated_second.to(DTYPE), mask=turns)
 
 
 @triton.jit

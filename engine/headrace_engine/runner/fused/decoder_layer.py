@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace_engine.runner.elementwise.native_ops import MOST_FEATURES, MOST_HEAD_DIM
+from headrace_engine.runner.elementwise.native_ops import MAX_FEATURES, MAX_HEAD_DIM
 from headrace_engine.runner.elementwise.norm import Norm
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
@@ -155,7 +155,7 @@ def unsupported_reason(layer: nn.Module) -> str | None:
         return "it has no self_attn and mlp"
     if any(type(getattr(attention, name, None)) is not nn.Linear for name in PROJECTIONS):
         return "its attention has other projections than q, k, v and o"
-    if not isinstance(getattr(attention, "head_dim", None), int) or attention.head_dim > MOST_HEAD_DIM:
+    if not isinstance(getattr(attention, "head_dim", None), int) or attention.head_dim > MAX_HEAD_DIM:
         return "its head size is unknown or too large"
     sizes = [getattr(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
     if sizes[1] != sizes[2] or any(size % attention.head_dim for size in sizes):
@@ -168,7 +168,7 @@ def unsupported_reason(layer: nn.Module) -> str | None:
     known = {*PROJECTIONS, "q_norm", "k_norm"}
     if {name for name, _ in attention.named_children()} - known:
         return "its attention has other parts than projections and head norms"
-    if attention.q_proj.in_features > MOST_FEATURES:
+    if attention.q_proj.in_features > MAX_FEATURES:
         return "its hidden size is too large"
     return None
 

@@ -1,5 +1,5 @@
 /* All decoder layers of a step in one call. In a small step, a return to Python between products would take as long as the
- * products, because their weights evict everything else from the caches.
+ * products: their weights have evicted everything else from the caches.
  *
  * This file has only the sequence of operations; the kernels come from other libraries. All threads run through it together,
  * with barriers where a thread needs results of another one.
@@ -81,7 +81,7 @@ static void multiply(const computation *c, const linear_args *layer, const void 
     barrier(&c->m);
 }
 
-/* Makes products prefetch what the attention of this layer reads. */
+/* Makes products prefetch what the attention of a layer reads. */
 static void prefetch_for(upcoming_blocks *list, const decoder_layer *l) {
     const layer_args *attention = l->attention;
     list->claimed = 0, list->base[0] = attention->k_cache, list->base[1] = attention->v_cache;
@@ -168,36 +168,37 @@ static upcoming_blocks list_blocks(const decoder_step *s, int32_t *blocks) {
     const layer_args *layer = s->layers->attention;
     const step_args *step = s->attention;
     int64_t keys = key_block_bytes(layer), values = value_block_bytes(layer);
-    int64_t most = s->cache_bytes / 2 / (keys + values);
+    int64_t limit = s->cache_bytes / 2 / (keys + values);
     upcoming_blocks found = {.blocks = blocks, .bytes = {keys, values}};
-    if (most > max_upcoming()) most = max_upcoming();
+    if (limit > max_upcoming()) limit = max_upcoming();
     for (int sequence = 0; sequence < step->num_sequences; sequence++) {
         const int32_t *row = step->block_table + (int64_t)step->table_rows[sequence] * step->max_blocks;
         int num_blocks = (step->seq_lens[sequence] + layer->block_size - 1) / layer->block_size;
-        for (int place = 0; place < num_blocks && found.count < most; place++) blocks[found.count++] = row[place];
+        for (int place = 0; place < num_blocks && found.count < limit; place++) blocks[found.count++] = row[place];
     }
     return found;
 }
 
-static int64_t more_scratch(const decoder_step *s, const linear_args *product, int64_t rows, int64_t most) {
+/* Returns the larger of `largest` and the scratch space, in floats, of a product. */
+static int64_t larger_scratch(const decoder_step *s, const linear_args *product, int64_t rows, int64_t largest) {
     linear_args a = with_rows(s, product, rows);
     int64_t needed = s->kernels->linear_scratch_floats(&a);
-    return needed > most ? needed : most;
+    return needed > largest ? needed : largest;
 }
 
 /* Returns the largest scratch space, in floats, that a product of the step needs. */
 static int64_t max_scratch(const decoder_step *s) {
-    int64_t most = 0;
+    int64_t largest = 0;
     for (const decoder_layer *l = s->layers; l < s->layers + s->num_layers; l++) {
         const linear_args *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
         /* everything else is the same in all layers */
         if (l > s->layers && l->down.in_features == l[-1].down.in_features) continue;
         for (int i = 0; i < 4; i++) {
-            most = more_scratch(s, products[i], s->rows, most);
-            if (s->wanted_attention) most = more_scratch(s, products[i], s->num_wanted, most);
+            largest = larger_scratch(s, products[i], s->rows, largest);
+            if (s->wanted_attention) largest = larger_scratch(s, products[i], s->num_wanted, largest);
         }
     }
-    return most;
+    return largest;
 }
 
 /* Computes all decoder layers of a step. Returns 0, or -1 if there is no memory. */

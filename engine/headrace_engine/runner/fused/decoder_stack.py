@@ -103,11 +103,11 @@ class DecoderStack(nn.Module):
     def bind(self) -> None:
         """Take the addresses of the memory that the backend has allocated."""
         layers: Any = self._layers
-        for place, (own, layer) in enumerate(zip(self._own, layers, strict=True)):
+        for index, (own, layer) in enumerate(zip(self._own, layers, strict=True)):
             own.qkv, own.o = layer.qkv.args(layer.input_norm), layer.o.args(adds=True)
             own.gate_up, own.down = layer.gated.args(layer.output_norm), layer.down.args(adds=True)
             scale = scale_of(layer.options.get("scaling"), self._shape.head_dim)
-            args = self._backend.layer_args(place, scale=scale, softcap=layer.options.get("softcap"), sinks=None)
+            args = self._backend.layer_args(index, scale=scale, softcap=layer.options.get("softcap"), sinks=None)
             own.attention = ctypes.addressof(args)
             own.q_norm = None if layer.q_norm is None else layer.q_norm.weight.data_ptr()
             own.k_norm = None if layer.k_norm is None else layer.k_norm.weight.data_ptr()
@@ -171,7 +171,7 @@ class DecoderStack(nn.Module):
 
 
 def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
-    """Return the layers if they have one shape and native kernels compute every part of them. Else an empty list."""
+    """Return the layers if they have one shape and native kernels compute all their parts, otherwise an empty list."""
     fused = [layer for layer in layers if isinstance(layer, FusedDecoderLayer)]
     whole = len(fused) == len(layers) and all(
         layer.in_chain

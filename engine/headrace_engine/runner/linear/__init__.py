@@ -1,1 +1,1 @@
-"""Linear layers: the forms in which a weight is kept, and what replaces a model's own layers."""
+"""Linear layers: layouts of their weights, and the replacement of a model's own layers."""

@@ -31,9 +31,9 @@ class Int8Linear(PreparedLinear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         self.out_features, self.in_features = weight.shape
-        if self.in_features > native_ops.MOST_FEATURES:
+        if self.in_features > native_ops.MAX_FEATURES:
             raise ConfigError(
-                f"quantization int8 takes up to {native_ops.MOST_FEATURES} input features, "
+                f"quantization int8 takes up to {native_ops.MAX_FEATURES} input features, "
                 f"a layer has {self.in_features}"
             )
         values = weight.detach().float()

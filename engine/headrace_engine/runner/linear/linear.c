@@ -1,18 +1,17 @@
-/* Linear layers: x[rows][in] times a packed weight. Sums are float32, whatever the type of the data.
+/* Linear layers: x[rows][in] times a packed weight. Accumulators are float32, whatever the type of the data.
  *
- * The weight is stored in panels of PANEL outputs, [panels][in][PANEL]. A panel is read once, from begin to end, for all rows
+ * The weight is stored in panels of PANEL outputs, [panels][in][PANEL]. A panel is read once, from beginning to end, for all rows
  * of a decode step. While one panel is multiplied, the next one is prefetched. The input is copied into tiles of rows.
  *
- * In bfloat16, two adjacent inputs are one step of a sum, [panels][in / 2][PANEL][2]. They stay pairs if the processor
+ * In bfloat16, two adjacent inputs are one step of a dot product, [panels][in / 2][PANEL][2]. They stay pairs if the processor
  * multiplies pairs, otherwise they are widened.
  *
- * A sum always runs over `in` in the same order. So the result of a row depends neither on the number of rows nor on the
- * number of threads.
+ * A dot product always adds up in the order of `in`. So the result of a row depends neither on the number of rows nor on
+ * the number of threads: it is batch-invariant.
  *
  * After Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008). Plain C with GCC/Clang vector
  * extensions. The loops over rows and columns of a tile have constant bounds and are unrolled.
  */
-#include <math.h>
 #include <stdlib.h>
 
 #include "../native/vectors.h"
@@ -30,20 +29,6 @@
 #define PANEL (VECTORS * LANES)
 #define LINE 64 /* bytes of a cache line */
 
-static inline f32x silu(f32x x, int dtype) {
-#ifdef __AVX512DQ__
-    if (dtype == BFLOAT16) /* the result is rounded next, so an approximate reciprocal is enough */
-        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
-#endif
-    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is zero, and its divisor has no reciprocal */
-    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
-#ifdef __AVX512F__
-    f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
-    return x * (inverse * (2.0f - divisor * inverse)); /* one Newton step doubles the precise bits */
-#endif
-    return x / divisor;
-}
-
 /* Stores the sums of one row to out[row][column..], with bias, addition or gate. `up`: the sums of the other half, or NULL. */
 static inline __attribute__((always_inline)) void
 finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {
@@ -60,16 +45,8 @@ finish_row(const linear_args *a, int64_t row, int column, int width, float *sums
         store_scalar(a->out, at + j, a->result == ADD ? sums[j] + load_scalar(a->out, at + j, dtype) : sums[j], dtype);
 }
 
-static float inverse_rms(const linear_args *a, int64_t from) {
-    f32x sums[2] = {0}; /* two chains of dependent instructions */
-    int k = 0, dim = a->in_features;
-    for (; k + LANES <= dim; k += LANES) {
-        f32x x = load_vector(a->x, from + k, a->dtype);
-        sums[k / LANES % 2] += x * x;
-    }
-    float sum = sum_lanes(sums[0] + sums[1]);
-    for (; k < dim; k++) sum += load_scalar(a->x, from + k, a->dtype) * load_scalar(a->x, from + k, a->dtype);
-    return 1.0f / sqrtf(sum / dim + a->norm_eps);
+static inline float norm_scale(const linear_args *a, int64_t from) {
+    return inverse_rms(a->x, from, a->in_features, a->norm_eps, a->dtype);
 }
 
 static inline __attribute__((always_inline)) f32x
@@ -123,34 +100,35 @@ static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int col
 /* Returns scratch space for tiles, or NULL. It is kept from call to call: fresh pages would cost more than their use. It is never
  * freed, as a process has one engine thread. */
 float *headrace_scratch(int64_t floats) {
-    static _Thread_local float *held;
+    static _Thread_local float *buffer;
     static _Thread_local int64_t size;
     if (size < floats) {
-        free(held);
+        free(buffer);
         size = (floats + 4095) / 4096 * 4096;
-        held = aligned_alloc(64, sizeof(float) * size);
-        if (!held) size = 0;
+        buffer = aligned_alloc(64, sizeof(float) * size);
+        if (!buffer) size = 0;
     }
-    return held;
+    return buffer;
 }
 
-/* Claims the next group of panels. Returns a number beyond the last group if all are taken. */
-static int take_group(int *taken) {
+/* Claims the next group of panels. Returns a number beyond the last group if all are claimed. */
+static int claim_group(int *claimed) {
     int group;
 #pragma omp atomic capture
-    group = (*taken)++;
+    group = (*claimed)++;
     return group;
 }
 
-/* How a product is divided. Tiles of rows form blocks, which stay in L2. Panels form groups, which one thread claims at a time.
- * Groups belong to cells. A thread starts with a cell of its own, and helps with the other cells at the end.
+/* How a product is divided among threads, with work stealing. Tiles of rows form blocks, which stay in L2. Panels form groups,
+ * which one thread claims at a time. Each group is in one queue. A thread starts with a queue of its own, and steals from the
+ * other queues at the end.
  *
- * With a single block, all threads pack it together, and each thread has a cell of adjacent panels: it prefetches what it
- * multiplies next. With several blocks, each block is a cell with all panels. A thread packs the block right before it uses
+ * With a single block, all threads pack it together, and each thread has a queue of adjacent panels: it prefetches what it
+ * multiplies next. With several blocks, each block has a queue of all panels. A thread packs the block right before it uses
  * it. Two threads may pack the same block at the end: that takes less time than waiting. */
 typedef struct {
-    int64_t row_floats, tile_rows, tiles, blocks, block_tiles, cells; /* row_floats: floats, or pairs, of a packed row */
-    int panels, groups; /* groups: in a cell */
+    int64_t row_floats, tile_rows, tiles, blocks, block_tiles, queues; /* row_floats: floats, or pairs, of a packed row */
+    int panels, groups; /* groups: of one queue */
 } division;
 
 static division divide(const linear_args *a) {
@@ -159,10 +137,10 @@ static division divide(const linear_args *a) {
     d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
     d.block_tiles = by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
-    d.cells = d.blocks > 1 ? d.blocks : a->threads;
+    d.queues = d.blocks > 1 ? d.blocks : a->threads;
     /* Enough groups to balance threads of different speed. */
-    int64_t wanted = (int64_t)a->threads * 24 / d.cells;
-    int64_t panels = d.blocks > 1 ? d.panels : (d.panels + d.cells - 1) / d.cells;
+    int64_t wanted = (int64_t)a->threads * 24 / d.queues;
+    int64_t panels = d.blocks > 1 ? d.panels : (d.panels + d.queues - 1) / d.queues;
     d.groups = (int)(wanted < 1 ? 1 : wanted > panels ? panels : wanted);
     return d;
 }
@@ -173,17 +151,18 @@ static void pack_into_block(const linear_args *a, const division *d, float *pack
     else pack_vector_tile(a, packed, d->tiles, first, tile);
 }
 
-/* Multiplies all unclaimed groups of a cell. `packed` is the space for its block; a single block is packed already. */
-static void multiply_cell(const linear_args *a, const division *d, float *packed, int64_t cell, int *taken) {
-    int filled = d->blocks == 1;
-    int64_t block = filled ? 0 : cell, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
-    int64_t begin = filled ? d->panels * cell / d->cells : 0, end = filled ? d->panels * (cell + 1) / d->cells : d->panels;
-    for (int group; (group = take_group(taken)) < d->groups;) {
-        for (int64_t tile = first; tile < last && !filled; tile++) pack_into_block(a, d, packed, first, tile);
-        filled = 1;
+/* Multiplies all unclaimed groups of a queue. `packed` is the space for its block; a single block is packed already. */
+static void multiply_queue(const linear_args *a, const division *d, float *packed, int64_t queue, int *claimed) {
+    int is_packed = d->blocks == 1;
+    int64_t block = is_packed ? 0 : queue, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
+    int64_t begin = is_packed ? d->panels * queue / d->queues : 0;
+    int64_t end = is_packed ? d->panels * (queue + 1) / d->queues : d->panels;
+    for (int group; (group = claim_group(claimed)) < d->groups;) {
+        for (int64_t tile = first; tile < last && !is_packed; tile++) pack_into_block(a, d, packed, first, tile);
+        is_packed = 1;
         int from = (int)(begin + (end - begin) * group / d->groups);
         int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
-        /* The data after a cell belongs to another thread or another weight: a prefetch would be wasted bandwidth. */
+        /* The data after a queue belongs to another thread or another weight: prefetching it would waste bandwidth. */
         const char *behind = to < end ? panel_of(a, to) : NULL;
         if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to, behind);
         else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to, behind);
@@ -193,29 +172,29 @@ static void multiply_cell(const linear_args *a, const division *d, float *packed
 /* Floats that one thread packs into. */
 static inline int64_t own_floats(const division *d) { return d->block_tiles * d->tile_rows * d->row_floats; }
 
-/* Floats that all threads pack into. The counters of claimed groups follow them, one for each cell. */
+/* Floats that all threads pack into. The counters of claimed groups follow them, one for each queue. */
 static inline int64_t packed_floats(const linear_args *a, const division *d) {
     return d->blocks > 1 ? a->threads * own_floats(d) : d->tiles * d->tile_rows * d->row_floats;
 }
 
 int64_t headrace_linear_scratch_floats(const linear_args *a) {
     division d = divide(a);
-    return packed_floats(a, &d) + d.cells;
+    return packed_floats(a, &d) + d.queues;
 }
 
 void headrace_linear_part(const linear_args *a, float *packed, const member *m) {
     if (!a->rows) return;
     division d = divide(a);
     float *mine = d.blocks > 1 ? packed + own_floats(&d) * m->thread : packed;
-    int *taken = (int *)(packed + packed_floats(a, &d));
-    if (m->thread == 0) memset(taken, 0, sizeof(int) * d.cells);
+    int *claimed = (int *)(packed + packed_floats(a, &d));
+    if (m->thread == 0) memset(claimed, 0, sizeof(int) * d.queues);
     int64_t last = d.blocks == 1 ? d.tiles * (m->thread + 1) / m->threads : 0;
     for (int64_t tile = d.tiles * m->thread / m->threads; tile < last; tile++) pack_into_block(a, &d, mine, 0, tile);
     barrier(m);
     if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
-    for (int64_t i = 0; i < d.cells; i++) {
-        int64_t cell = (d.cells * m->thread / m->threads + i) % d.cells;
-        multiply_cell(a, &d, mine, cell, taken + cell);
+    for (int64_t i = 0; i < d.queues; i++) {
+        int64_t queue = (d.queues * m->thread / m->threads + i) % d.queues;
+        multiply_queue(a, &d, mine, queue, claimed + queue);
     }
     if (by_tiles(a)) end_matrix_tiles();
 }

@@ -23,7 +23,7 @@ typedef struct {
     upcoming_blocks *upcoming; /* NULL, or what to prefetch meanwhile; products by matrix tiles ignore it */
 } linear_args;
 
-/* A product that a team computes. All members share the scratch space of that many floats. The result is complete after the
- * next barrier. */
+/* A product that a team computes. All members share one scratch space of linear_scratch_floats floats. The result is complete
+ * after the next barrier. */
 typedef int64_t linear_scratch_floats(const linear_args *);
-typedef void linear_part(const linear_args *, float *room, const member *);
+typedef void linear_part(const linear_args *, float *scratch, const member *);

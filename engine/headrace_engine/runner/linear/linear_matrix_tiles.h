@@ -3,8 +3,9 @@
  * A panel has the layout of PAIRS, [steps][PANEL][2], with zeros after the last input. The input is copied into tiles of 16
  * rows, [tiles][in / 32][16 rows][32], with zeros after the last row and input. Two tiles of rows are multiplied with a panel,
  * or a part of it, at a time. Their six tiles of sums stay in registers. */
-#define MAX_TILES 32 /* of rows that are multiplied with one panel before the next; */
-#define MAX_TILES_BYTES (768 << 10) /* they stay in L2 */
+/* Limits of a block: tiles of rows that are multiplied with one panel before the next. They stay in L2. */
+#define MAX_TILES 32
+#define MAX_TILES_BYTES (768 << 10)
 
 static inline int64_t max_matrix_tiles(int64_t pairs) {
     int64_t fit = MAX_TILES_BYTES / (pairs * 4 * TILE_ROWS);
@@ -13,7 +14,7 @@ static inline int64_t max_matrix_tiles(int64_t pairs) {
 
 #if HAS_MATRIX_TILES
 #define ROW_BYTES (PANEL * 4) /* of a panel: one pair of inputs */
-#define MAX_PART 6           /* steps of a panel that stay in L1 together with the same steps of the rows */
+#define MAX_PART 6            /* steps of a panel that stay in L1 together with the same steps of the rows */
 #define FEW_TILES 4           /* for this many tiles of rows, a panel is not divided */
 
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) {
@@ -21,7 +22,7 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
     char *target = (char *)packed;
     for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++, target += TILE_BYTES) {
         int64_t from = row * a->x_stride;
-        float scale = row < a->rows && a->norm_weight ? inverse_rms(a, from) : 1.0f;
+        float scale = row < a->rows && a->norm_weight ? norm_scale(a, from) : 1.0f;
         for (int k = 0; k < in; k += TILE_INPUTS) {
             uint16_t *place = (uint16_t *)(target + (int64_t)k / TILE_INPUTS * TILE_ROWS * TILE_BYTES);
             int known = row >= a->rows ? 0 : in - k < TILE_INPUTS ? in - k : TILE_INPUTS;
@@ -36,7 +37,7 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
     }
 }
 
-/* What is prefetched during products: `lines` cache lines with each. All at once would delay all other reads. */
+/* What is prefetched during products: `lines` cache lines with each product. All at once would delay all other reads. */
 typedef struct {
     const char *line, *end;
     int lines;

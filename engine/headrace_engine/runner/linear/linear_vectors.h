@@ -5,8 +5,8 @@
 #else
 #define TILE 8 /* 24 sums, 3 vectors of weights and 1 broadcast: 28 of 32 registers */
 #endif
-#define MAX_DEPTH 1024 /* steps of a panel, or of two, before the sums are stored: they stay in L2 */
-#define PREFETCH_STEPS 16         /* steps between the prefetch of weights and their use */
+#define MAX_DEPTH 1024        /* steps of a panel, or of two, before the sums are stored: they stay in L2 */
+#define PREFETCH_STEPS 16     /* steps between the prefetch of weights and their use */
 #define WIDE_BYTES (24 << 10) /* weights that are widened at once, and stay in L1 */
 /* Limits of a block: tiles that are multiplied with one panel, or two, before the next. They stay in L2. */
 #define BLOCK_TILES (144 / TILE)
@@ -56,7 +56,7 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
         __builtin_prefetch(ahead.line, 0, 2);
         ahead.line += ahead.stride;
         if (--ahead.lines == 0) next_piece(&ahead);
-        /* The hardware prefetcher from L2 is too late. */
+        /* The hardware prefetches from L2 too late. */
         const char *upcoming_weights = (const char *)weight + (int64_t)(k + PREFETCH_STEPS) * PANEL * step_bytes(kind);
         for (int at = 0; at < PANEL * step_bytes(kind); at += 64) __builtin_prefetch(upcoming_weights + at, 0, 3);
 #pragma GCC unroll 2
@@ -76,13 +76,13 @@ multiply_tile(const float *tile, const void *weight, int depth, float *sums, int
         for (int j = 0; j < VECTORS; j++) *(f32x *)(sums + i * PANEL + j * LANES) = sum[i][j];
 }
 
-#define CASE(ROWS, KIND)                                                                            \
-    case ROWS:                                                                                       \
-        if (ROWS <= TILE) multiply_tile(tile, weight, depth, sums, begun, ROWS, KIND, ahead);  \
+#define CASE(ROWS, KIND)                                                                          \
+    case ROWS:                                                                                    \
+        if (ROWS <= TILE) multiply_tile(tile, weight, depth, sums, begun, ROWS, KIND, ahead);     \
         break;
 #define MULTIPLY(NAME, KIND)                                                                                       \
     static void NAME(int rows, const float *tile, const void *weight, int depth, float *sums, int begun,           \
-                     prefetch_stream ahead) {                                                                             \
+                     prefetch_stream ahead) {                                                                      \
         switch (rows) {                                                                                            \
             CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND)                                                \
             CASE(5, KIND) CASE(6, KIND) CASE(7, KIND) CASE(8, KIND)                                                \
@@ -129,7 +129,7 @@ static int pack_vectors(const linear_args *a, float *target, int64_t begin, int 
 static void pack_tile(const linear_args *a, float *target, int64_t begin, int64_t end) {
     int rows = (int)(end - begin), pairs = kind_of(a->dtype) == PAIRS, dtype = a->dtype, done;
     float scales[TILE] = {0};
-    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = inverse_rms(a, (begin + i) * a->x_stride);
+    for (int i = 0; i < rows && a->norm_weight; i++) scales[i] = norm_scale(a, (begin + i) * a->x_stride);
     if (pairs) done = 2 * pack_vectors(a, target, begin, rows, scales, BFLOAT16, 1);
     else if (dtype == BFLOAT16) done = pack_vectors(a, target, begin, rows, scales, BFLOAT16, 0);
     else if (rows == TILE) done = pack_vectors(a, target, begin, TILE, scales, FLOAT32, 0); /* constant rows: no loop */
@@ -155,7 +155,7 @@ static void widen(float *wide, const void *weight, int depth) {
  * `next` afterwards, or nothing if it is NULL. Tiles that are not needed for these prefetch what attention reads next. */
 static prefetch_stream plan_prefetch(const linear_args *a, const char *next, int64_t size, int depth, int64_t tile, int64_t tiles) {
     int64_t step = size / depth, needed = (step + LINE - 1) / LINE;
-    prefetch_stream own = {.line = a->weight, .lines = INT32_MAX}; /* in the cache already: free */
+    prefetch_stream own = {.line = a->weight, .lines = INT32_MAX}; /* in the cache already: costs nothing */
     if (!next && (!a->upcoming || tiles <= needed)) return own;
     if (!a->upcoming || tiles <= needed)
         return (prefetch_stream){
@@ -195,8 +195,8 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
     int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
     int halves = a->result == SILU_MUL ? 2 : 1;
     int widens = kind == WIDENED && last - first > 2; /* otherwise each tile widens while it waits for memory */
-    int most = widens ? WIDE_BYTES / (2 * bytes) / halves : MAX_DEPTH, chunks = (steps + most - 1) / most;
-    int64_t top = tile_begin(a->rows, tiles, first);
+    int max_steps = widens ? WIDE_BYTES / (2 * bytes) / halves : MAX_DEPTH, chunks = (steps + max_steps - 1) / max_steps;
+    int64_t first_row = tile_begin(a->rows, tiles, first);
     for (int chunk = 0; chunk < chunks; chunk++) {
         int from = (int)((int64_t)steps * chunk / chunks);
         int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
@@ -206,8 +206,8 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
         for (int half = 0; half < halves && widens; half++) widen(wide + half * WIDE_BYTES / 8, weight + half * to_other, depth);
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
-            const float *tile = tiled + (row - top) * row_floats(a) + from * rows * floats_of_step(kind);
-            int64_t place = (row - top) * PANEL;
+            const float *tile = tiled + (row - first_row) * row_floats(a) + from * rows * floats_of_step(kind);
+            int64_t place = (row - first_row) * PANEL;
             if (chunk == chunks - 1) prefetch_results(a, row, rows, index * PANEL);
             for (int half = 0; half < halves; half++) {
                 const char *own = weight + half * to_other, *later = next ? next + half * to_other : NULL;
@@ -232,6 +232,6 @@ static void multiply_block_by_vectors(const linear_args *a, const float *tiled, 
 
 /* Packs a tile into the block that begins with tile `first`. */
 static void pack_vector_tile(const linear_args *a, float *packed, int64_t tiles, int64_t first, int64_t tile) {
-    int64_t begin = tile_begin(a->rows, tiles, tile), top = tile_begin(a->rows, tiles, first);
-    pack_tile(a, packed + (begin - top) * row_floats(a), begin, tile_begin(a->rows, tiles, tile + 1));
+    int64_t begin = tile_begin(a->rows, tiles, tile), first_row = tile_begin(a->rows, tiles, first);
+    pack_tile(a, packed + (begin - first_row) * row_floats(a), begin, tile_begin(a->rows, tiles, tile + 1));
 }

@@ -21,7 +21,7 @@ from headrace_engine.lora_request import LoRARequest
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_MOST_PROBLEMS_SHOWN = 12
+_MAX_PROBLEMS_SHOWN = 12
 _PREFIX = "base_model.model."
 _TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
 # Settings that must be absent or empty, with their meaning for the error.
@@ -88,14 +88,14 @@ def read_adapter(request: LoRARequest, targets: Mapping[str, Target], *, max_ran
         problems.append(f"{WEIGHTS_FILE} cannot be read: {type(error).__name__}")
     for module, layer in adapter.items():
         if not (bool(layer.down.isfinite().all()) and bool(layer.up.isfinite().all())):
-            problems.append(f"the weights of {module} hold infinite values or values that are no numbers")
+            problems.append(f"the weights of {module} hold infinite values or NaN")
     if problems:
         raise _refusal(request, problems)
     return adapter
 
 
 def _refusal(request: LoRARequest, problems: list[str]) -> LoRAError:
-    shown = problems[:_MOST_PROBLEMS_SHOWN]
+    shown = problems[:_MAX_PROBLEMS_SHOWN]
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more problems")
     return LoRAError([f"LoRA adapter {request.lora_name!r}: {problem}" for problem in shown])
@@ -152,7 +152,7 @@ def _check_config(config: Mapping[str, Any], targets: Mapping[str, Target], prob
     wanted = config.get("target_modules")
     if isinstance(wanted, list):
         problems += [
-            f"target_modules names {name!r}, which is no linear layer of this model"
+            f"target_modules names {name!r}, which is not a linear layer of this model"
             for name in wanted
             if not any(_means(str(name), module) for module in targets)
         ]
@@ -179,7 +179,7 @@ def _check_shapes(
     for tensor in weights.keys():  # noqa: SIM118  # no mapping
         match = _TENSOR_NAME.fullmatch(tensor.removeprefix(_PREFIX))
         if match is None:
-            problems.append(f"{tensor} is no lora_A or lora_B of a linear layer, and nothing else is supported")
+            problems.append(f"{tensor} is not the lora_A or lora_B of a linear layer, and only these are supported")
         else:
             found.setdefault(match["module"], {})[match["matrix"]] = tensor
     if not found and not problems:
@@ -188,7 +188,7 @@ def _check_shapes(
         target = targets.get(module)
         if target is None:
             experts = ".experts." in module
-            reason = "lies inside a mixture of experts" if experts else "is no linear layer of this model"
+            reason = "lies inside a mixture of experts" if experts else "is not a linear layer of this model"
             problems.append(f"{module} {reason}")
             continue
         rank = _setting(config, "r", "rank_pattern", module)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, rows_at
+from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, sampling_rows
 from headrace_engine.runner.contracts import ModelInfo, StepBatch
 from headrace_engine.runner.models.paged_model import PagedModel
 from headrace_engine.runner.sampling.sampler import NO_TOKEN, draw_tokens
@@ -69,7 +69,7 @@ class DraftModel:
         """Catch up with the step of the served model, then draft after the tokens that it drew.
 
         Returns:
-            The drafts of the requests that have room for any.
+            The drafts of the requests that may still have any.
         """
         spans: list[TokenSpan] = []
         wanted: dict[str, int] = {}
@@ -105,9 +105,9 @@ class DraftModel:
     def _num_drafts(self, request: RunningRequest) -> int:
         """Return how many drafts fit in the blocks of the request and within its length limits."""
         length, params = len(request.token_ids), request.params
-        room = request.num_blocks * self._block_size - length + 1
-        most = min(self._num_tokens, room, self._max_model_len - length - 1)
-        return most if params.max_tokens is None else min(most, params.max_tokens - request.num_output_tokens - 1)
+        left = request.num_blocks * self._block_size - length + 1
+        count = min(self._num_tokens, left, self._max_model_len - length - 1)
+        return count if params.max_tokens is None else min(count, params.max_tokens - request.num_output_tokens - 1)
 
     def _draw(
         self, requests: RequestBatch, spans: list[TokenSpan], active: list[str], drafts: dict[str, list[int]]
@@ -115,8 +115,8 @@ class DraftModel:
         logits = self._model.forward(requests.pack(spans, active, {}))
         if not active:
             return []
-        places = [(requests.requests[request_id], drafts[request_id]) for request_id in active]
-        return draw_tokens(logits, rows_at(places))
+        prefixes = [(requests.requests[request_id], drafts[request_id]) for request_id in active]
+        return draw_tokens(logits, sampling_rows(prefixes))
 
     @staticmethod
     def _next_span(request: RunningRequest, draft: list[int]) -> TokenSpan:

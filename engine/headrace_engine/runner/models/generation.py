@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from headrace_engine.config import ModelConfig
 from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
-from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
             f"generation_config is {folder!r}, and there is no such folder; give auto, vllm or a folder that holds "
             "generation_config.json"
         )
-    with lasting_errors(folder, "read", what="generation_config"):
+    with permanent_errors(folder, "read", what="generation_config"):
         return GenerationConfig.from_pretrained(folder)
 
 

@@ -34,7 +34,7 @@ _MAY_PASS_WORDS = ("memory", "unable to mmap", "can't start new thread", "i/o er
 
 
 @contextmanager
-def lasting_errors(
+def permanent_errors(
     model: str,
     verb: str,
     describe: Callable[[str, Exception], ModelLoadError] | None = None,

@@ -23,7 +23,7 @@ from headrace_engine.checkpoint import pretrained_source, unreadable
 from headrace_engine.config import FITTING_LENGTH, ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner.models import generation, rope
-from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.load_errors import permanent_errors
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_config(config: ModelConfig) -> Any:
     """Return the transformers config of the model. Raises ModelLoadError that names the model."""
-    with lasting_errors(config.model, "read", unreadable):
+    with permanent_errors(config.model, "read", unreadable):
         source, options = pretrained_source(config.model, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
     generation.drop_foreign_pad_token(hf_config)
@@ -51,7 +51,7 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
     transformers_logging.disable_progress_bar()
     source, options = pretrained_source(config.model, config.revision)
     model: PreTrainedModel
-    with lasting_errors(config.model, "loaded"):
+    with permanent_errors(config.model, "loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             config=hf_config,
@@ -89,14 +89,15 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
     if getattr(hf_config.get_text_config(), "attention_chunk_size", None):
         raise ModelLoadError(
             f"model {config.model!r} ({hf_config.model_type}) attends in chunks (attention_chunk_size), which paged "
-            "attention does not know"
+            "attention does not support"
         )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if kind is not None:
         _check_class(config, kind)
     elif not config.trust_remote_code:
         raise ModelLoadError(
-            f"model {config.model!r} is of type {hf_config.model_type!r}, which is no decoder that transformers knows"
+            f"model {config.model!r} is of type {hf_config.model_type!r}, which is not a decoder that transformers "
+            "supports"
         )
 
 

@@ -34,7 +34,7 @@ from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import check_model_fits
 from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles
-from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.models.probe import ModelLayout
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class PagedModel:
         dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)
-        with lasting_errors(config.model, "loaded"):  # it reads the headers of the weights
+        with permanent_errors(config.model, "loaded"):  # it reads the headers of the weights
             memory.check_weights_fit(config.model, dtype)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
@@ -184,9 +184,9 @@ class PagedModel:
         if not self._in_tiles:
             return self._forward(inputs)
         parts, order = [], []
-        for tile, (places, rows) in row_tiles.split(inputs):
+        for tile, (logits_rows, rows) in row_tiles.split(inputs):
             parts.append(self._forward(tile)[rows])
-            order.append(places)
+            order.append(logits_rows)
         return torch.cat(parts)[torch.cat(order).argsort()]
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:

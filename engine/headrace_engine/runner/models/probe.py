@@ -225,7 +225,7 @@ def _check_options(call: _Call) -> None:
     in_use = (name for name, value in call.options.items() if value is not None and value is not False)
     unknown = sorted(name for name in in_use if name not in _HONOURED | _IRRELEVANT)
     if unknown:
-        raise _RefusedError(f"passes {', '.join(unknown)} to its attention, which paged attention does not know")
+        raise _RefusedError(f"passes {', '.join(unknown)} to its attention, which paged attention does not support")
 
 
 def _window(function: MaskFunction, max_model_len: int) -> int | None:

@@ -31,16 +31,16 @@ def split(inputs: StepInputs) -> Iterator[tuple[StepInputs, torch.Tensor]]:
     for start in range(0, num_tokens, TILE_ROWS):
         end = min(start + TILE_ROWS, num_tokens)
         indices = inputs.logits_indices
-        places = ((indices >= start) & (indices < end)).nonzero()[:, 0]
+        logits_rows = ((indices >= start) & (indices < end)).nonzero()[:, 0]
         tile = replace(
             inputs,
             input_ids=_padded(inputs.input_ids[start:end]),
             positions=_padded(inputs.positions[start:end]),
             metadata=_part(inputs.metadata, start, end),
-            logits_indices=torch.arange(TILE_ROWS if len(places) else 1),
+            logits_indices=torch.arange(TILE_ROWS if len(logits_rows) else 1),
             logits_start=None,
         )
-        yield tile, torch.stack([places, indices[places] - start])
+        yield tile, torch.stack([logits_rows, indices[logits_rows] - start])
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,8 @@ def _region(size: int) -> torch.Tensor:
     try:
         mapped = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError) as error:
-        raise MemoryError(f"the system gives no {size / 2**20:.0f} MiB: {error}") from error
-    # Without huge pages, and on systems other than Linux, it works too, but more slowly.
+        raise MemoryError(f"{size / 2**20:.0f} MiB cannot be allocated: {error}") from error
+    # Optional: without huge pages, or on systems other than Linux, everything works but more slowly.
     with suppress(OSError, AttributeError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)

@@ -2,7 +2,7 @@
  *
  *   sums[16][16] += x[16][16 pairs] . w[16 pairs][16]     pairs of bfloat16, sums in float32
  *
- * In memory, x lies by rows and w by pairs of rows, as PAIRS do everywhere. */
+ * In memory, x is stored by rows and w by pairs of rows, the layout of PAIRS. */
 #if HAS_PAIRS && defined(__AMX_BF16__) && defined(__linux__)
 #define HAS_MATRIX_TILES 1
 #include <sys/syscall.h>
@@ -30,7 +30,7 @@ __attribute__((constructor)) static void request_matrix_tiles(void) {
     matrix_tiles_enabled = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
-#define WEIGHT_TILE 7 /* the register for w; it always has all 16 rows */
+#define WEIGHT_TILE 7 /* the register for w, which always has 16 rows */
 
 /* Configures the tiles of the calling thread: x and sums get `rows` rows, at most 16. Clears the registers. Call it before the
  * first tile, and whenever the number of rows changes. */

@@ -53,8 +53,8 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
     for folder in to_build:
         try:
             kept = make_private(folder) / name
-            with tempfile.TemporaryDirectory(dir=folder) as room:
-                _build(source_name, source, compiler, Path(room) / name).replace(kept)
+            with tempfile.TemporaryDirectory(dir=folder) as build_folder:
+                _build(source_name, source, compiler, Path(build_folder) / name).replace(kept)
             logger.info("built %s into %s", source_name, kept)
             return _reported(_open(kept), folder, places, refused)
         except CompilerError:
@@ -62,8 +62,8 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
         except OSError as error:
             refused[folder] = error
     logger.warning("compiled kernels cannot be cached, so every start builds them: %s", _reasons(refused))
-    with tempfile.TemporaryDirectory() as room:
-        return _open(_build(source_name, source, compiler, Path(room) / name))
+    with tempfile.TemporaryDirectory() as build_folder:
+        return _open(_build(source_name, source, compiler, Path(build_folder) / name))
 
 
 def _reported(library: ctypes.CDLL, folder: Path, places: list[Path], refused: dict[Path, OSError]) -> ctypes.CDLL:

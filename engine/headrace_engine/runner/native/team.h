@@ -7,22 +7,22 @@
  */
 #include <omp.h>
 
-#define SPINS_BETWEEN_CORE_CHECKS 64    /* checks of where the other threads run */
-#define SPINS_BETWEEN_RUN_CHECKS 512  /* checks of whether they run, by system calls */
-#define MAX_MOVED 64             /* in a team with more threads, none is moved */
+#define SPINS_BETWEEN_CORE_CHECKS 64 /* checks of where the other threads run */
+#define SPINS_BETWEEN_RUN_CHECKS 512 /* checks of whether they run, by system calls */
+#define MAX_MOVED 64                 /* in a team with more threads, none is moved */
 
 enum { ABSENT, AT_WORK, ASLEEP };
 
 typedef struct {
     _Alignas(64) _Atomic int32_t core; /* the last one that the thread reported, from 1; 0: none */
-    _Atomic int32_t generation;           /* of the last barrier at which the thread arrived */
+    _Atomic int32_t generation;        /* of the last barrier at which the thread arrived */
     _Atomic int32_t presence;
 } team_slot;
 
 typedef struct {
-    team_slot *slots;             /* one for each thread, initially zero */
-    movable_thread *_Atomic *movable;  /* one for each thread, NULL before its first team; NULL: no thread is moved */
-    int32_t spins;           /* of a waiting thread before it sleeps; see openmp.py */
+    team_slot *slots;                 /* one for each thread, initially zero */
+    movable_thread *_Atomic *movable; /* one for each thread, NULL before its first team; NULL: no thread is moved */
+    int32_t spins;                    /* of a waiting thread before it sleeps; see openmp.py */
     _Alignas(64) _Atomic int32_t generation; /* number of barriers passed */
     _Alignas(64) _Atomic int32_t arrived, asleep;
     _Atomic int32_t failed; /* set by any thread before a barrier */
@@ -84,9 +84,9 @@ static inline int thread_on_same_core(const member *m, int32_t generation) {
 /* Separates two threads that share a core: one of them moves to an idle core. Thread 0 stays, as it may be about to go on
  * without the team. */
 static void separate(const member *m, int other) {
-    movable_thread *own = m->self, *its = m->team->movable ? atomic_load(m->team->movable + other) : NULL;
-    if (!own || !its) return;
-    request_idle_core(other ? its : own, other ? own : its, m->team->movable, m->threads);
+    movable_thread *own = m->self, *others = m->team->movable ? atomic_load(m->team->movable + other) : NULL;
+    if (!own || !others) return;
+    request_idle_core(other ? others : own, other ? own : others, m->team->movable, m->threads);
 }
 
 static inline int is_passed(team *t, int32_t before) { return atomic_load_explicit(&t->generation, memory_order_acquire) != before; }
@@ -96,9 +96,9 @@ static inline int is_passed(team *t, int32_t before) { return atomic_load_explic
 static int pull_thread(const member *m, int32_t before, int all) {
     for (int thread = 0; m->self && thread < m->threads && !is_passed(m->team, before); thread++) {
         if (thread == m->thread || has_arrived(m, thread, before + 1)) continue;
-        movable_thread *its = atomic_load(m->team->movable + thread);
-        if (!its || !(all || atomic_load(&m->team->slots[thread].presence) == AT_WORK)) continue;
-        if (is_descheduled(its) && !has_arrived(m, thread, before + 1) && migrate_to(its, current_core(), 1)) return 1;
+        movable_thread *other = atomic_load(m->team->movable + thread);
+        if (!other || !(all || atomic_load(&m->team->slots[thread].presence) == AT_WORK)) continue;
+        if (is_descheduled(other) && !has_arrived(m, thread, before + 1) && migrate_to(other, current_core(), 1)) return 1;
     }
     return 0;
 }

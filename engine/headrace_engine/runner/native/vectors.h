@@ -1,4 +1,5 @@
 /* Vectors of one register, and conversions between float32 and bfloat16. All kernels use them. */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX__
@@ -93,6 +94,19 @@ static inline float sum_lanes(f32x v) {
     return sum;
 }
 
+/* Returns 1 / sqrt(mean(x * x) + eps) of the `dim` elements at `from`. */
+static inline float inverse_rms(const void *x, int64_t from, int dim, float eps, int dtype) {
+    f32x sums[2] = {0}; /* two chains of dependent instructions */
+    int i = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        f32x values = load_vector(x, from + i, dtype);
+        sums[i / LANES % 2] += values * values;
+    }
+    float sum = sum_lanes(sums[0] + sums[1]);
+    for (; i < dim; i++) sum += load_scalar(x, from + i, dtype) * load_scalar(x, from + i, dtype);
+    return 1.0f / sqrtf(sum / dim + eps);
+}
+
 #define LOG2_E 1.44269504088896341f
 
 /* Returns 2^x for x < 128, with a relative error of 1.5e-7. Results below 2^-126 may be zero. NaN stays NaN. */
@@ -126,6 +140,21 @@ static inline f32x power_of_two_rough(f32x x) {
     return (f32x)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 #endif
+
+/* Returns x * sigmoid(x), to the precision of a result that is rounded to `dtype`. */
+static inline f32x silu(f32x x, int dtype) {
+#ifdef __AVX512DQ__
+    if (dtype == BFLOAT16) /* the result is rounded next, so an approximate reciprocal is enough */
+        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
+#endif
+    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is zero, and its divisor has no reciprocal */
+    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
+#ifdef __AVX512F__
+    f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
+    return x * (inverse * (2.0f - divisor * inverse)); /* one Newton step doubles the precise bits */
+#endif
+    return x / divisor;
+}
 
 /* How products are computed: in one of the types above, or with two adjacent bfloat16 values as one step of a sum. PAIRS are
  * multiplied with pairs by dot product instructions. WIDENED pairs become float32 first. */

@@ -21,7 +21,7 @@ NUM_KNOBS = 4
 """Floats for each row, in this order: temperature (0: greedy), top_p, log of min_p, u."""
 
 # Used instead of minus infinity: some devices do not return NaN or zero as expected when they multiply it.
-_LEAST = -1e30
+_MIN_LOGIT = -1e30
 
 _HOST_KNOWS = {"prompt_token_ids", "output_token_ids", "params", "u"}
 # Parameters that the graph supports, or that do not affect the choice of a token. If any other one is not at its
@@ -64,12 +64,12 @@ def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Draw
     k = top_k[:, None]
     at_k = values.gather(1, (k - 1).clamp(0, count - 1))
     limits_k = (k > 0) & (k <= count)
-    threshold = torch.maximum(largest + log_min_p, torch.where(limits_k, at_k, _LEAST))
+    threshold = torch.maximum(largest + log_min_p, torch.where(limits_k, at_k, _MIN_LOGIT))
     holds_all = smallest < threshold  # tokens beyond the candidates are even less likely
     weights = torch.exp(values - largest)
     kept_weights = torch.where(values >= threshold, weights, 0.0)
     whole = torch.exp(torch.logsumexp(scaled, dim=-1, keepdim=True) - largest)
-    restricts = limits_k | (k > 0) | (log_min_p > _LEAST)
+    restricts = limits_k | (k > 0) | (log_min_p > _MIN_LOGIT)
     probs = kept_weights / torch.where(holds_all, kept_weights.sum(dim=-1, keepdim=True), whole)
 
     positions = torch.arange(count, device=logits.device, dtype=torch.int32)
@@ -98,7 +98,7 @@ def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Draw
 def knobs_of(row: SamplingRow, vocab_size: int) -> tuple[npt.NDArray[np.float32], int]:
     """Return the arguments of `draw` for a row: its knobs, and its top_k."""
     params = row.params
-    log_min_p = float(np.log(params.min_p)) if params.min_p > 0 else _LEAST
+    log_min_p = float(np.log(params.min_p)) if params.min_p > 0 else _MIN_LOGIT
     # a device may flush subnormals to 0, which means greedy
     temperature = 0.0 if params.is_greedy else min(params.temperature, 1e30)
     top_k = params.top_k if params.top_k < vocab_size else 0

@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class AttentionInputs:
     """The cache slots and the visible positions of the tokens of a step, for all layers."""
 
     blocks: torch.Tensor
@@ -95,30 +95,30 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self._dim, spec.norm_eps)
         self._has_norm = spec.qk_norm
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         rows, tokens, _ = x.shape
         query = self.q_proj(x).view(rows, tokens, -1, self._dim)
         key = self.k_proj(x).view(rows, tokens, -1, self._dim)
         value = self.v_proj(x).view(rows, tokens, -1, self._dim)
         if self._has_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = _rotate(query, places), _rotate(key, places)
-        slots = (places.blocks, places.offsets)
+        query, key = _rotate(query, inputs), _rotate(key, inputs)
+        slots = (inputs.blocks, inputs.offsets)
         self.k_cache.index_put_(slots, key.flatten(0, 1))
         self.v_cache.index_put_(slots, value.flatten(0, 1))
-        keys, values = self._read(self.k_cache, places, rows), self._read(self.v_cache, places, rows)
+        keys, values = self._read(self.k_cache, inputs, rows), self._read(self.v_cache, inputs, rows)
 
         # [rows, kv_heads, group, tokens, dim] x [rows, kv_heads, 1, dim, context]
         grouped = query.view(rows, tokens, self._num_kv_heads, self._group, self._dim).permute(0, 2, 3, 1, 4)
         scores = (grouped @ keys.transpose(-1, -2)).float() * self._dim**-0.5
-        scores = torch.where(places.masks[self._window], scores, _MASKED)
+        scores = torch.where(inputs.masks[self._window], scores, _MASKED)
         output = torch.softmax(scores, dim=-1).to(x.dtype) @ values
         projected: torch.Tensor = self.o_proj(output.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1))
         return projected
 
-    def _read(self, cache: torch.Tensor, places: Places, rows: int) -> torch.Tensor:
+    def _read(self, cache: torch.Tensor, inputs: AttentionInputs, rows: int) -> torch.Tensor:
         """[rows, kv_heads, 1, context, dim]"""
-        found = cache.index_select(0, places.table)
+        found = cache.index_select(0, inputs.table)
         return found.view(rows, -1, self._num_kv_heads, self._dim).transpose(1, 2)[:, :, None]
 
 
@@ -161,8 +161,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps)
         self.mlp = MLP(spec, num_ranks, reduce)
 
-    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), places)
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), inputs)
         output: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output
 
@@ -221,7 +221,7 @@ class StaticDecoder(nn.Module):
         positions = tokens[1]
         num_rows, num_tokens = positions.shape
         table = rows[:, 2:]
-        places = Places(
+        inputs = AttentionInputs(
             blocks=tokens[2].reshape(-1),
             offsets=tokens[3].reshape(-1),
             table=table.reshape(-1),
@@ -231,7 +231,7 @@ class StaticDecoder(nn.Module):
         )
         hidden = self.model.embed_tokens(tokens[0])
         for layer in self.model.layers:
-            hidden = layer(hidden, places)
+            hidden = layer(hidden, inputs)
         # one of them is 1: a chunk of one request, or one token of several requests
         last = hidden[:, 0] if num_tokens == 1 else hidden[0].index_select(0, rows[:, 0])
         logits = self.lm_head(self.model.norm(last)).float()
@@ -251,8 +251,8 @@ class StaticDecoder(nn.Module):
         }
 
 
-def _rotate(x: torch.Tensor, places: Places) -> torch.Tensor:
+def _rotate(x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021), halves layout: x [rows, tokens, heads, dim]."""
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * places.cos + turned * places.sin
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * inputs.cos + rotated * inputs.sin

@@ -108,7 +108,7 @@ class WorkerRanks:
             for process in self._processes:
                 process.wait(timeout)
         except (RuntimeError, subprocess.TimeoutExpired):
-            pass  # a rank is gone already, or in the middle of a step
+            pass  # a rank has ended already, or is in the middle of a step
         finally:
             self.group.close()
             self._kill()

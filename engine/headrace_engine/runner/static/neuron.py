@@ -41,7 +41,7 @@ class Neuron(Compiled):
     def probe(self) -> None:
         if not any(self._devices.glob("neuron[0-9]*")):
             raise ConfigError(
-                f"device neuron is not there: {self._devices} holds no neuron0. Run on a Trn2 or Trn3 instance with "
+                f"device neuron was not found: {self._devices} has no neuron0. Run on a Trn2 or Trn3 instance with "
                 "AWS's driver, and give containers the device (--device /dev/neuron0)"
             )
         try:
@@ -60,7 +60,7 @@ class Neuron(Compiled):
             device = torch.device("neuron")
             torch.empty(1, device=device)
         except RuntimeError as error:
-            raise ConfigError(f"device neuron does not answer: {error}") from error
+            raise ConfigError(f"device neuron does not respond: {error}") from error
         self.device = device
 
     def compile(self, step: torch.nn.Module, num_shapes: int) -> Step:

@@ -23,8 +23,8 @@ from headrace_engine.runner.sampling.sampler import SamplingRow, prompt_logprobs
 from headrace_engine.runner.static.compiler_backend import CompilerBackend
 from headrace_engine.runner.static.group import Kind, WorkerRanks
 from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
-from headrace_engine.runner.static.part import ModelPart
 from headrace_engine.runner.static.shapes import ShapeGrid
+from headrace_engine.runner.static.shard import ModelShard
 from headrace_engine.runner.static.weights import check_ranks, decoder_spec, read_generation_config
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class StaticPagedRunner:
         compiler_backend.probe()
         self._config = config
         self._compiler_backend = compiler_backend
-        self._part: ModelPart
+        self._shard: ModelShard
         self._worker_ranks: WorkerRanks | None = None
         self._grid: ShapeGrid
         self._batch: RequestBatch
@@ -53,7 +53,7 @@ class StaticPagedRunner:
         size = self._config.static.tensor_parallel_size
         if size > 1:
             self._worker_ranks = self._start_worker_ranks(size)
-        self._part = part = ModelPart(
+        self._shard = part = ModelShard(
             self._config, self._compiler_backend, self._worker_ranks.group if self._worker_ranks else None
         )
         self._grid = ShapeGrid(self._config, part.max_model_len)
@@ -109,7 +109,7 @@ class StaticPagedRunner:
             )
         return KVSpec(
             block_size=cache.block_size,
-            bytes_per_block=self._part.bytes_per_block,
+            bytes_per_block=self._shard.bytes_per_block,
             default_memory=free or 0,
             available_memory=free,
         )
@@ -118,7 +118,7 @@ class StaticPagedRunner:
         block_size = self._config.cache.block_size
         if self._worker_ranks is not None:
             self._worker_ranks.group.announce(Kind.ALLOCATE, num_blocks, len(self._grid.shapes()))
-        self._part.allocate(num_blocks)
+        self._shard.allocate(num_blocks)
         blocks_per_seq = -(-self.info.max_model_len // block_size)
         self._batch = RequestBatch(
             self._config.scheduler.max_num_seqs, blocks_per_seq, block_size, ProcessorSet(self._config)
@@ -128,7 +128,7 @@ class StaticPagedRunner:
     def warm_up(self) -> None:
         """Compile every shape, so that no request waits for a compiler."""
         shapes = self._grid.shapes()
-        self._part.compile(len(shapes))
+        self._shard.compile(len(shapes))
         logger.info("compiling %d shapes for %s", len(shapes), self._compiler_backend.name)
         started = time.perf_counter()
         # a progress bar on a terminal; the log has lines in any case
@@ -161,15 +161,15 @@ class StaticPagedRunner:
             )
         packed = self._batch.prepare(batch)
         sampling = self._batch.sampling_rows(packed)
-        places = self._places(batch, packed)
+        indices = self._row_indices(batch, packed)
         shape = self._grid.choose(
             len(batch.num_scheduled_tokens),
             max(batch.num_scheduled_tokens.values()),
             int(packed.metadata.seq_lens.max()),
         )
         rows: list[SamplingRow | None] = [None] * len(batch.num_scheduled_tokens)
-        for place, row in zip(places, sampling, strict=True):
-            rows[place] = row
+        for index, row in zip(indices, sampling, strict=True):
+            rows[index] = row
         inputs = pad(packed, rows, shape, self._config.cache.block_size, self.info.vocab_size)
         prepared = time.perf_counter()
         choice, logits = self._run(inputs, Kind.STEP)
@@ -177,7 +177,7 @@ class StaticPagedRunner:
         forwarded = time.perf_counter()
         if batch.grammar_bitmask is not None:
             self._batch.restrict(sampling, packed, batch.grammar_bitmask.result())
-        drawn, logprobs = self._take(on_host, logits, places, sampling)
+        drawn, logprobs = self._take(on_host, logits, indices, sampling)
         accepted, errors = self._batch.accept(packed, drawn)
         return StepOutput(
             sampled_token_ids=accepted,
@@ -195,7 +195,7 @@ class StaticPagedRunner:
             },
         )
 
-    def _places(self, batch: StepBatch, packed: StepInputs) -> list[int]:
+    def _row_indices(self, batch: StepBatch, packed: StepInputs) -> list[int]:
         """Return the row of each request that gets a token."""
         sampled = set(packed.sampled_ids)
         return [row for row, request_id in enumerate(batch.num_scheduled_tokens) if request_id in sampled]
@@ -203,18 +203,18 @@ class StaticPagedRunner:
     def _run(self, inputs: StaticInputs, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
         if self._worker_ranks is not None:
             self._worker_ranks.group.send(kind, inputs)
-        return self._part.run(inputs, sealed=kind is Kind.STEP)
+        return self._shard.run(inputs, sealed=kind is Kind.STEP)
 
     def _take(
-        self, choice: torch.Tensor, logits: torch.Tensor, places: list[int], sampling: list[SamplingRow]
+        self, choice: torch.Tensor, logits: torch.Tensor, indices: list[int], sampling: list[SamplingRow]
     ) -> tuple[list[int], dict[int, TokenLogprobs]]:
         """Return the tokens of the device. The host draws for rows that need it, and where candidates were too few."""
         drawn, exact = choice.tolist()
-        token_ids = [drawn[place] for place in places]
-        by_host = [i for i, place in enumerate(places) if not exact[place] or needs_host(sampling[i])]
+        token_ids = [drawn[index] for index in indices]
+        by_host = [i for i, index in enumerate(indices) if not exact[index] or needs_host(sampling[i])]
         if not by_host:
             return token_ids, {}
-        rows = self._compiler_backend.to_host(logits)[[places[i] for i in by_host]]
+        rows = self._compiler_backend.to_host(logits)[[indices[i] for i in by_host]]
         found, logprobs = sample(rows, [sampling[i] for i in by_host])
         for i, token_id in zip(by_host, found, strict=True):
             token_ids[i] = token_id
@@ -229,12 +229,12 @@ class StaticPagedRunner:
         """
         found: dict[str, list[TokenLogprobs]] = {}
         rows = self._compiler_backend.to_host(logits)
-        for place, request_id in enumerate(batch.num_scheduled_tokens):
+        for index, request_id in enumerate(batch.num_scheduled_tokens):
             targets = packed.prompt_targets.get(request_id)
             if targets:
                 count = self._batch.requests[request_id].params.prompt_logprobs
                 assert count is not None and len(targets) == 1
-                found[request_id] = prompt_logprobs(rows[place : place + 1], targets, count)
+                found[request_id] = prompt_logprobs(rows[index : index + 1], targets, count)
         return found
 
     def load_lora(self, version: int, request: LoRARequest) -> None:  # noqa: ARG002

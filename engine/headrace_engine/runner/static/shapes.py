@@ -52,8 +52,8 @@ class ShapeGrid:
         given, scheduler, block_size = config.static, config.scheduler, config.cache.block_size
         longest_chunk = min(scheduler.max_num_batched_tokens, max_model_len)
         self.prefill = given.prefill_buckets or _up_to(_PREFILL_BUCKETS, longest_chunk)
-        most_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        self.decode = given.decode_buckets or _up_to([2**i for i in range(most_rows.bit_length())], most_rows)
+        max_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self.decode = given.decode_buckets or _up_to([2**i for i in range(max_rows.bit_length())], max_rows)
         contexts = given.context_buckets or [
             -(-context // _PARTITIONS) * _PARTITIONS for context in _up_to(_CONTEXT_BUCKETS, max_model_len)
         ]

@@ -15,7 +15,7 @@ from headrace_engine.checkpoint import pretrained_source
 from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.runner.models import generation
-from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.static.decoder import DecoderSpec, Reduce, StaticDecoder
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -172,7 +172,7 @@ def _files(model: str, revision: str | None) -> list[str]:
 def read_generation_config(config: ModelConfig) -> GenerationConfig | None:
     """Return the generation config that the options name, if it exists. Raises ModelLoadError."""
     source, options = pretrained_source(config.model, config.revision)
-    with lasting_errors(config.model, "read"):
+    with permanent_errors(config.model, "read"):
         try:
             own = GenerationConfig.from_pretrained(source, **options)
         except OSError:

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from headrace_engine.config import EngineConfig
 from headrace_engine.runner.static.devices import create_compiler_backend
 from headrace_engine.runner.static.group import READY, Group, Kind
-from headrace_engine.runner.static.part import ModelPart
+from headrace_engine.runner.static.shard import ModelShard
 
 _PR_SET_PDEATHSIG = 1
 
 
 @torch.no_grad()
 def follow(config: EngineConfig, rank: int, port: int) -> None:
-    """Serve until rank 0 stops or is gone."""
+    """Serve until rank 0 stops or its connection is closed."""
     compiler_backend = create_compiler_backend(config.model.device)
     compiler_backend.probe()
     assert compiler_backend.collectives is not None
@@ -30,7 +30,7 @@ def follow(config: EngineConfig, rank: int, port: int) -> None:
     sys.stdout.buffer.flush()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     group = Group(rank, config.static.tensor_parallel_size, compiler_backend.collectives, store)
-    part = ModelPart(config, compiler_backend, group)
+    part = ModelShard(config, compiler_backend, group)
     while True:
         kind, first, second, inputs = group.receive()
         if kind is Kind.STOP:

@@ -34,7 +34,7 @@ class XLA:
     def probe(self) -> None:
         chosen = os.environ.setdefault("PJRT_DEVICE", self._hardware)
         if chosen != self._hardware:
-            raise ConfigError(f"device xla needs PJRT_DEVICE={self._hardware}, the environment says {chosen}")
+            raise ConfigError(f"device xla needs PJRT_DEVICE={self._hardware}, got {chosen}")
         try:
             import torch_xla
             import torch_xla.core.xla_model as xla_model

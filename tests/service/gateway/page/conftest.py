@@ -11,15 +11,14 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_broker.registry import register_model
 from headrace_gateway.keys import ApiKey
 from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
-from service.ports import free_port
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
 PATIENCE = 60_000
-"""Milliseconds: only a failure waits so long."""
+"""Milliseconds; only a failing test waits this long."""
 
 
 # not of the session: Playwright runs an event loop in this thread, in which no test of coroutines can run
@@ -38,7 +37,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page, with everything that must not happen while it is used."""
+    """A page, and the errors that must not occur while it is used."""
 
     page: Page
     faults: list[str] = field(default_factory=list)
@@ -46,7 +45,7 @@ class Watched:
 
     def watch(self) -> None:
         def console(message: ConsoleMessage) -> None:
-            # the browser itself writes a line for each answer that is an error
+            # the browser itself logs a line for each error response
             if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
                 self.faults.append(message.text)
 
@@ -81,7 +80,7 @@ MakeReplicas = Callable[..., list[ScriptedGateway]]
 
 @pytest.fixture
 def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeReplicas]:
-    """Makes so many gateways with one script, which allow one another's origins."""
+    """Makes gateways with one script, which allow each other's origins."""
     with ExitStack() as stack:
 
         def make(
@@ -101,6 +100,6 @@ def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeRepli
 
 @pytest.fixture
 def scripted(replicas: MakeReplicas) -> ScriptedGateway:
-    """One gateway that asks for no key."""
+    """One gateway without keys."""
     [gateway] = replicas(1)
     return gateway

@@ -46,17 +46,17 @@ MODEL = "tiny"
 
 @dataclass
 class Script:
-    """What the model says, token by token, and how many tokens it may have said by now."""
+    """The model's output, token by token, and how many tokens it may emit by now."""
 
     tokens: Sequence[str] = ("The ", "sky ", "is ", "blue.")
     allowed: int = 10**6
     error: str | None = None
-    """Told behind the last token, instead of an end."""
+    """The error after the last token, in place of an end."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    """Of the requests that came."""
+    """Bodies of the requests."""
     urls: list[str] = field(default_factory=list)
     repeat_token: int | None = None
-    """A fault: this token is sent twice to a reader that comes back."""
+    """A fault: this token is sent twice to a reader that rejoins."""
     models: Sequence[str] = (MODEL,)
 
     def usage(self, count: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Script:
         }
 
     async def frames(self, after: int, *, has_ids: bool, is_rejoined: bool) -> AsyncIterator[bytes]:
-        """The frames behind frame `after`; frame 0 names the role."""
+        """Return the frames after frame `after`; frame 0 has the role."""
 
         def frame(number: int, choices: list[dict[str, Any]], count: int) -> bytes:
             chunk = {"id": ID, "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": choices}
@@ -113,7 +113,7 @@ class Script:
 
 
 class ScriptedGateway:
-    """One replica on a port of its own. `keys` are admitted; without any, all are."""
+    """One replica on a port of its own. Only `keys` are accepted; without any, every caller."""
 
     def __init__(
         self,

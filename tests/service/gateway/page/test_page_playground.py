@@ -58,9 +58,7 @@ def test_events_are_shown_as_they_came_and_the_request_as_curl(page: Page, scrip
     assert page.evaluate("() => getSelection().toString()") == command
 
 
-def test_a_schema_is_sent_and_one_that_is_no_json_is_told(
-    page: Page, scripted: ScriptedGateway, script: Script
-) -> None:
+def test_a_schema_is_sent_and_invalid_json_is_reported(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     page.goto(scripted.url)
     page.get_by_text("JSON schema").click()
     page.locator("#play-schema").fill("{")
@@ -92,7 +90,7 @@ def test_stop_cancels_the_request_and_another_one_may_follow(
     expect(page.locator("#play-output")).to_have_text("The sky is blue.")
 
 
-def test_an_error_in_the_stream_is_told(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+def test_an_error_in_the_stream_is_shown(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     script.error = "the worker was lost <b>twice</b>"
     page.goto(scripted.url)
     page.get_by_role("button", name="Send").click()
@@ -117,7 +115,7 @@ def test_hostile_output_and_model_names_are_shown_as_text(
     assert page.title() == "Headrace"
 
 
-def test_a_key_is_asked_for_kept_for_the_tab_and_never_part_of_an_address(
+def test_a_key_is_requested_kept_for_the_tab_and_never_in_a_url(
     watched: Watched, replicas: MakeReplicas, script: Script
 ) -> None:
     [gateway] = replicas(1, keys={"sk-secret": ApiKey("team")})

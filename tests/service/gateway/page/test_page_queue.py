@@ -1,4 +1,4 @@
-"""The view of the queue in a real browser, on a real server with real messages."""
+"""The queue view in a real browser, on a real server with real messages."""
 
 from collections.abc import Iterator
 
@@ -81,7 +81,7 @@ def test_the_queue_is_read_only_while_it_is_seen(page: Page, scripted: ScriptedG
     assert polls() == seen
 
 
-def test_an_outage_is_told_and_ends_by_itself(page: Page, scripted: ScriptedGateway) -> None:
+def test_an_outage_is_shown_until_it_ends(page: Page, scripted: ScriptedGateway) -> None:
     page.route("**/headrace/overview", lambda route: route.abort())
     open_queue(page, scripted)
     expect(page.locator("#queue-problem")).to_have_text("The gateway does not answer.")
@@ -90,7 +90,7 @@ def test_an_outage_is_told_and_ends_by_itself(page: Page, scripted: ScriptedGate
     expect(page.locator("#queue-problem")).to_be_hidden()
 
 
-def test_a_slow_answer_is_waited_for_before_the_next_question(page: Page, scripted: ScriptedGateway) -> None:
+def test_the_page_polls_again_only_after_a_slow_response(page: Page, scripted: ScriptedGateway) -> None:
     held: list[Route] = []
     page.clock.install()
     page.route("**/headrace/overview", lambda route: held.append(route))
@@ -160,4 +160,5 @@ def test_a_request_is_looked_up_and_cancelled_by_its_id(page: Page, scripted: Sc
     assert client.status("some....id").finish_reason == "cancelled"
     page.get_by_label("Request id").fill("unknown")
     page.get_by_role("button", name="Look up").click()
-    expect(page.locator("#one-result")).to_have_text("404: no request 'unknown' is known")
+    unknown = "404: no request 'unknown': it has expired, or this key does not own it"
+    expect(page.locator("#one-result")).to_have_text(unknown)

@@ -1,4 +1,4 @@
-"""The page before a real gateway and a real worker."""
+"""The page with a real gateway and a real worker."""
 
 import re
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ import httpx2
 import pytest
 from playwright.sync_api import Page, expect
 
+from headrace_broker.embedded import free_port
 from headrace_gateway.key_file import new_key
 from service.gateway.conftest import RunningGateway
 from service.gateway.gateway_process import GatewayProcess
 from service.gateway.page.conftest import PATIENCE
-from service.ports import free_port
 
 expect.set_options(timeout=2 * PATIENCE)
 

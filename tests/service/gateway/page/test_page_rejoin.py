@@ -1,4 +1,4 @@
-"""The demonstration of rejoining in a real browser."""
+"""The rejoin view in a real browser."""
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -23,7 +23,7 @@ def start(page: Page, scripted: ScriptedGateway, cut_after: str = "") -> None:
     page.get_by_role("button", name="Start a stream").click()
 
 
-def test_a_stream_that_was_cut_is_rejoined_and_nothing_is_lost_or_doubled(
+def test_a_cut_stream_is_rejoined_without_a_lost_or_repeated_token(
     page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:
     start(page, scripted)
@@ -44,7 +44,7 @@ def test_a_stream_that_was_cut_is_rejoined_and_nothing_is_lost_or_doubled(
     assert any("starting_after=1-10.0" in url for url in script.urls)
 
 
-def test_a_stream_is_rejoined_at_another_replica_after_its_own_has_gone(
+def test_a_stream_is_rejoined_at_another_replica_after_its_own_has_died(
     watched: Watched, replicas: MakeReplicas, script: Script
 ) -> None:
     page = watched.page
@@ -53,7 +53,7 @@ def test_a_stream_is_rejoined_at_another_replica_after_its_own_has_gone(
     expect(page.locator("#join-cursor")).to_have_text("1-10.0")
     first.__exit__()
     expect(page.locator("#join-state")).to_have_text("failed")
-    watched.faults.clear()  # the browser says that the connection broke
+    watched.faults.clear()  # the browser logs the broken connection
     script.allowed = 30
     page.get_by_label("Another replica").fill(f"{second.url}/")
     page.get_by_role("button", name="Rejoin there").click()
@@ -62,7 +62,7 @@ def test_a_stream_is_rejoined_at_another_replica_after_its_own_has_gone(
     assert page.locator("#join-output").text_content() == "".join(WORDS)
 
 
-def test_a_second_reader_gets_the_whole_text_and_the_first_goes_on(
+def test_a_second_reader_gets_the_whole_text_and_does_not_disturb_the_first(
     page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:
     start(page, scripted)
@@ -76,7 +76,7 @@ def test_a_second_reader_gets_the_whole_text_and_the_first_goes_on(
         assert page.locator(output).text_content() == "".join(WORDS)
 
 
-def test_a_doubled_token_is_found(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+def test_a_repeated_token_is_detected(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     script.repeat_token = 20
     start(page, scripted, cut_after="5")
     expect(page.locator("#join-state")).to_have_text("cut")
@@ -87,7 +87,7 @@ def test_a_doubled_token_is_found(page: Page, scripted: ScriptedGateway, script:
     expect(page.locator("#join-verdict")).to_have_attribute("data-tone", "bad")
 
 
-def test_a_replica_that_is_not_allowed_is_not_called_and_told(
+def test_a_replica_that_is_not_allowed_is_reported_and_not_called(
     watched: Watched, replicas: MakeReplicas, script: Script
 ) -> None:
     first, second = replicas(2, are_allowed=False)

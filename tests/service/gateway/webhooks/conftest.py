@@ -28,13 +28,13 @@ def endpoint(name: str, url: str, **rest: Any) -> Endpoint:
 
 
 class Replica:
-    """What a gateway does with webhooks."""
+    """A gateway's webhooks."""
 
     def __init__(self, outbox: Outbox, endpoints: dict[str, Endpoint], post: Any) -> None:
         self.endpoints = endpoints
         self.outbox = outbox
         self.metrics = GatewayMetrics()
-        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, draw=lambda: 0.0, look_seconds=0.05)
+        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, draw=lambda: 0.0, poll_seconds=0.05)
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> "Replica":
@@ -47,7 +47,7 @@ class Replica:
             await self.sender.finish()
 
     def attempts(self, outcome: str) -> float:
-        """Attempts that ended so."""
+        """Return the number of attempts with this outcome."""
         return self.value("headrace_gateway_webhook_deliveries_total", outcome=outcome)
 
     def value(self, metric: str, **labels: str) -> float:
@@ -70,7 +70,7 @@ MakeReplica = Callable[..., Awaitable[Replica]]
 
 @pytest.fixture
 async def replica(redis_server: EmbeddedServer) -> AsyncIterator[MakeReplica]:
-    """Makes a replica of these endpoints; `resolve`, `tls`, `seconds` go to its Poster."""
+    """Makes a replica with these endpoints. `resolve`, `tls` and `seconds` go to its Poster."""
     async with AsyncExitStack() as stack:
 
         async def make(*endpoints: Endpoint, post: Any = None, **options: Any) -> Replica:
@@ -90,7 +90,7 @@ async def replica(redis_server: EmbeddedServer) -> AsyncIterator[MakeReplica]:
 
 @pytest.fixture
 def let_pass(redis_client: "redis.Redis") -> Callable[[float], None]:
-    """Lets time pass for deliveries: all that was due then is due so many seconds earlier."""
+    """Let time pass for deliveries: date everything that many seconds back."""
 
     def let_pass(seconds: float) -> None:
         for key in redis_client.scan_iter("headrace:gw:work:webhook:*", _type="zset"):

@@ -1,4 +1,4 @@
-"""`Receiver`: a real HTTP or HTTPS server on loopback that answers webhooks as it is told, well or badly."""
+"""`Receiver`: a real HTTP or HTTPS server on loopback that answers webhooks as the test says, well or badly."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PATIENCE = 60.0
-"""Seconds that only a failure takes in full."""
+"""Seconds; only a failing test takes all of it."""
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -39,7 +39,7 @@ def status(code: int, *headers: str, body: bytes = b"") -> Answer:
 
 
 async def hang(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
-    """Say nothing until the sender leaves."""
+    """Send nothing until the sender disconnects."""
     await reader.read()
 
 
@@ -60,7 +60,7 @@ async def endless_headers(_reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 def endless_body(code: int, sent: list[int] | None = None) -> Answer:
-    """A body without end; `sent` gets the size of each part that was written."""
+    """An endless body. `sent` gets the size of each part that was written."""
 
     async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 {code} X\r\ntransfer-encoding: chunked\r\n\r\n".encode())
@@ -74,7 +74,7 @@ def endless_body(code: int, sent: list[int] | None = None) -> Answer:
 
 
 class Receiver:
-    """Answers are taken from `answers` in turn; when they are used up it is `default`."""
+    """Responses are taken from `answers` in turn, then `default`."""
 
     def __init__(self, *answers: Answer, default: Answer | None = None, tls: ssl.SSLContext | None = None) -> None:
         self.answers = list(answers)
@@ -96,7 +96,7 @@ class Receiver:
             writer.transport.abort()
 
     async def wait_for(self, count: int) -> list[Received]:
-        """Wait until so many have come."""
+        """Wait until that many have arrived."""
         async with asyncio.timeout(PATIENCE), self._changed:
             await self._changed.wait_for(lambda: len(self.received) >= count)
         return list(self.received)

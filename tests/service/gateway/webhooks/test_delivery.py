@@ -1,4 +1,4 @@
-"""Webhooks from the announcement to a receiver that behaves well or badly, on a real Redis."""
+"""Webhooks from the announcement to a receiver, well-behaved or not, on a real Redis."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ import standardwebhooks
 
 from headrace_gateway.webhooks.event import Event
 from headrace_gateway.webhooks.outbox import enable
-from headrace_gateway.webhooks.retries import Verdict
+from headrace_gateway.webhooks.retries import Decision
 from headrace_gateway.webhooks.secret import new_secret, secret_bytes
 from service.gateway.webhooks.conftest import MakeReplica, Replica, endpoint
 from service.gateway.webhooks.receiver import (
@@ -35,12 +35,12 @@ def another(number: int) -> Event:
 
 
 async def announce(replica: Replica, event: Event = DONE, *names: str) -> list[bool]:
-    """What `Webhooks.announce` does."""
+    """Do what `Webhooks.announce` does."""
     return [await replica.outbox.put(event, replica.endpoints[name]) for name in names or replica.endpoints]
 
 
 async def failed_once(made: Replica, receiver: Receiver, let_pass: LetPass, failed: int = 1) -> None:
-    """The first attempt failed, and nothing more comes until its time; then the second one succeeds."""
+    """The first attempt failed. Nothing is sent until the retry is due, and the second attempt succeeds."""
     await made.until(lambda: made.attempts("failed") == failed)
     assert len(receiver.received) <= failed
     let_pass(5)
@@ -96,7 +96,7 @@ async def test_two_replicas_send_each_event_once(replica: MakeReplica) -> None:
     assert len(ids) == len(set(ids)) == 60
 
 
-async def test_a_replica_whose_claim_is_lost_changes_nothing(
+async def test_a_replica_that_lost_its_claim_changes_nothing(
     replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
 ) -> None:
     paused, other = [await replica(endpoint("a", "http://127.0.0.1:9/")) for _ in range(2)]
@@ -111,14 +111,14 @@ async def test_a_replica_whose_claim_is_lost_changes_nothing(
 
     before = kept()
     target = paused.endpoints["a"]
-    for verdict in (Verdict("delivered"), Verdict("failed", after=5, pause=9), Verdict("gone", after=5)):
-        assert not await paused.outbox.note(lost, target, verdict, failed=1)
+    for decision in (Decision("delivered"), Decision("failed", after=5, pause=9), Decision("gone", after=5)):
+        assert not await paused.outbox.note(lost, target, decision, failed=1)
     await paused.outbox.drop(lost, "a")
     assert kept() == before
-    assert await other.outbox.note(held, target, Verdict("delivered"), failed=1)
+    assert await other.outbox.note(held, target, Decision("delivered"), failed=1)
 
 
-async def test_a_failure_is_tried_again_by_the_schedule_until_it_is_given_up(
+async def test_a_failed_delivery_is_retried_by_the_schedule_until_it_is_given_up(
     replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
 ) -> None:
     async with Receiver(default=status(500)) as receiver:
@@ -166,7 +166,7 @@ async def test_an_endless_body_changes_nothing(replica: MakeReplica, let_pass: L
         await made.until(lambda: made.attempts("delivered") == 1)
 
 
-async def test_nobody_there_is_a_failure(replica: MakeReplica, let_pass: LetPass) -> None:
+async def test_a_refused_connection_is_a_failure(replica: MakeReplica, let_pass: LetPass) -> None:
     async with Receiver() as receiver:
         pass
     made = (await replica(endpoint("a", receiver.url))).start()
@@ -218,7 +218,7 @@ async def test_a_disabled_endpoint_with_another_url_is_enabled(replica: MakeRepl
 
 
 @pytest.mark.parametrize(("answer", "pause"), [(status(429), 5), (status(503, "retry-after: 60"), 60)])
-async def test_an_overloaded_receiver_is_left_alone(
+async def test_an_overloaded_receiver_is_paused(
     replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass, answer: Answer, pause: int
 ) -> None:
     async with Receiver(answer) as receiver, Receiver() as other:
@@ -234,9 +234,7 @@ async def test_an_overloaded_receiver_is_left_alone(
         await made.until(lambda: redis_client.hgetall("headrace:gw:webhook:endpoint:a") == {})
 
 
-async def test_attempts_that_were_under_way_together_are_one_pause(
-    replica: MakeReplica, redis_client: "redis.Redis"
-) -> None:
+async def test_concurrent_failures_count_as_one_pause(replica: MakeReplica, redis_client: "redis.Redis") -> None:
     async with Receiver(default=status(429)) as receiver:
         made = await replica(endpoint("a", receiver.url))
         for number in range(5):
@@ -246,7 +244,7 @@ async def test_attempts_that_were_under_way_together_are_one_pause(
     assert redis_client.hget("headrace:gw:webhook:endpoint:a", "slowed") == b"1"
 
 
-async def test_what_an_endpoint_does_not_want_any_more_is_dropped(
+async def test_an_event_that_no_endpoint_wants_any_more_is_dropped(
     replica: MakeReplica, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Receiver() as receiver:
@@ -254,14 +252,12 @@ async def test_what_an_endpoint_does_not_want_any_more_is_dropped(
         await announce(made)
         made.endpoints = {"a": replace(made.endpoints["a"], tenant="rival")}
         made.start()
-        await made.until(
-            lambda: f"webhook dropped, the file does not want it: endpoint=a event={DONE.id}" in caplog.text
-        )
+        await made.until(lambda: f"webhook dropped, not in the webhook file: endpoint=a event={DONE.id}" in caplog.text)
         assert not redis_client.exists("headrace:gw:work:webhook:a")
         assert receiver.received == []
 
 
-async def test_a_new_event_that_an_older_file_does_not_want_is_left_to_others(
+async def test_a_new_event_outside_an_older_file_is_left_to_other_replicas(
     replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -290,7 +286,7 @@ async def test_an_endpoint_that_left_the_file_gets_nothing(replica: MakeReplica)
         assert len(other.received) == 1
 
 
-async def test_what_waits_is_told_with_its_age(
+async def test_undelivered_events_are_reported_with_their_age(
     replica: MakeReplica, redis_client: "redis.Redis", let_pass: LetPass
 ) -> None:
     async with Receiver(default=status(500)) as receiver:
@@ -307,7 +303,7 @@ async def test_what_waits_is_told_with_its_age(
         assert made.value("headrace_gateway_webhooks_oldest_undelivered_seconds") == 0
 
 
-async def test_all_that_is_kept_has_an_end(replica: MakeReplica, redis_client: "redis.Redis") -> None:
+async def test_every_key_expires(replica: MakeReplica, redis_client: "redis.Redis") -> None:
     made = await replica(endpoint("a", "http://127.0.0.1:9/"))
     await announce(made)
     keys = list(redis_client.scan_iter("headrace:gw:w*"))
@@ -319,7 +315,7 @@ async def test_all_that_is_kept_has_an_end(replica: MakeReplica, redis_client: "
     assert all(0 < redis_client.ttl(key) <= 4 * 86400 for key in keys)
 
 
-async def test_an_event_whose_life_is_over_is_given_up(
+async def test_an_expired_event_is_given_up(
     replica: MakeReplica, redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Receiver() as receiver:
@@ -327,7 +323,7 @@ async def test_an_event_whose_life_is_over_is_given_up(
         await announce(made)
         redis_client.delete(f"headrace:gw:webhook:event:{DONE.id}")
         made.start()
-        await made.until(lambda: f"given up: endpoint=a event={DONE.id} (4 days are over)" in caplog.text)
+        await made.until(lambda: f"webhook expired: endpoint=a event={DONE.id} (after 4 days)" in caplog.text)
         assert made.attempts("given_up") == 1
         assert not redis_client.exists("headrace:gw:work:webhook:a", "headrace:gw:webhook:undelivered:a")
         assert receiver.received == []

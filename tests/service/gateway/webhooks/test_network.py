@@ -1,4 +1,4 @@
-"""Whom a webhook reaches: the address that was checked, with a certificate for the host that the operator named."""
+"""Which address a webhook reaches: the checked one, with a certificate for the operator's host name."""
 
 import socket
 import ssl
@@ -16,7 +16,7 @@ from service.gateway.webhooks.receiver import Receiver, endless_body, hang, stat
 
 
 class Names:
-    """A DNS that gives each answer once."""
+    """A DNS server that gives each answer once."""
 
     def __init__(self, *answers: Sequence[str]) -> None:
         self.answers = list(answers)
@@ -50,11 +50,11 @@ async def test_one_private_address_among_public_ones_is_enough_to_refuse() -> No
         attempt = await post(url, Names(["93.184.216.34", "127.0.0.1"]), allow_private=False)
         assert "private address" in attempt.failure
         attempt = await post(url, Names(["127.0.0.1", "169.254.169.254"]))
-        assert "special use" in attempt.failure
+        assert "special-purpose" in attempt.failure
         assert receiver.received == []
 
 
-async def test_a_host_is_looked_up_once_and_that_very_address_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_lookup(*args: object, **_rest: object) -> object:
         raise AssertionError(f"looked up again: {args}")
 
@@ -65,9 +65,9 @@ async def test_a_host_is_looked_up_once_and_that_very_address_is_reached(monkeyp
     assert names.asked == [("rebinding.example", receiver.port)]
 
 
-async def test_the_next_address_is_tried_where_one_does_not_answer() -> None:
+async def test_the_next_address_is_tried_if_one_does_not_answer() -> None:
     async with Receiver() as receiver:
-        names = Names(["127.0.0.2", "127.0.0.1"])  # the receiver listens on 127.0.0.1 alone
+        names = Names(["127.0.0.2", "127.0.0.1"])  # the receiver listens on 127.0.0.1 only
         assert (await post(f"http://two.example:{receiver.port}/", names)).status == 204
 
 
@@ -100,24 +100,24 @@ async def test_a_certificate_is_checked_against_the_name_of_the_host(tmp_path: P
         assert (await post(f"https://127.0.0.1:{receiver.port}/", Names(["127.0.0.1"]), tls=trusting)).status == 204
 
 
-async def test_a_host_that_is_not_found_is_a_failure() -> None:
+async def test_a_host_that_does_not_resolve_is_a_failure() -> None:
     resolver = Resolver()
     try:
         attempt = await Poster(resolver)(endpoint("a", "http://no-such-host.invalid/"), {}, b"{}")
     finally:
         resolver.close()
     assert attempt.status is None
-    assert "the host is not found" in attempt.failure
+    assert "the host does not resolve" in attempt.failure
 
 
 async def test_little_of_a_long_body_is_read() -> None:
     sent: list[int] = []
     async with Receiver(endless_body(200, sent)) as receiver:
         assert (await post(receiver.url, Names(["127.0.0.1"]))).status == 200
-    assert sum(sent) < 12 * 2**20  # what the buffers of both sockets hold
+    assert sum(sent) < 12 * 2**20  # what the buffers of both sockets can hold
 
 
-async def test_an_attempt_has_an_end() -> None:
+async def test_an_attempt_times_out() -> None:
     async with Receiver(hang) as receiver:
         attempt = await post(receiver.url, Names(["127.0.0.1"]), seconds=0.2)
     assert attempt == Attempt(failure="no answer within 0.2 s")

@@ -36,7 +36,7 @@ def write(path: Path, url: str, *lines: str) -> Path:
 
 @pytest.fixture
 async def announce(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., object]]:
-    """Plays the part of a gateway that ends a response or a batch."""
+    """Do what a gateway does when a response or a batch ends."""
     async with connect_async(redis_server.url) as client:
         outbox = Outbox(client)
 
@@ -46,7 +46,7 @@ async def announce(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., 
         yield announce
 
 
-async def test_what_a_killed_replica_was_sending_is_sent_by_another_with_the_same_id(
+async def test_deliveries_of_a_killed_replica_are_sent_by_another_with_the_same_id(
     redis_server: EmbeddedServer,
     redis_client: "redis.Redis",
     announce: Callable[..., object],
@@ -81,9 +81,7 @@ async def test_what_a_killed_replica_was_sending_is_sent_by_another_with_the_sam
         assert SECRET not in second.log_text()
 
 
-async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
-    redis_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_a_gateway_reloads_a_changed_webhook_file(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     async with Receiver() as receiver:
         file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
         async with running_app(redis_server.url, webhooks=file) as (app, _):
@@ -100,7 +98,7 @@ async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
             }
             write(file, receiver.url, "allow_private = true", 'tenant = "rival"')
             async with asyncio.timeout(PATIENCE):
-                while webhooks._endpoints.content()["a"].tenant is None:  # it looks once a second
+                while webhooks._endpoints.content()["a"].tenant is None:  # it checks the file once a second
                     await asyncio.sleep(0.01)
             await webhooks.announce("batch.failed", "batch_2", key="web", tenant="acme", at=9)
             await webhooks.announce("batch.failed", "batch_3", key="web", tenant="rival", at=9)
@@ -108,7 +106,7 @@ async def test_a_gateway_announces_by_its_file_and_takes_a_changed_one(
             assert got.event["data"] == {"id": "batch_3"}
 
 
-async def test_a_gateway_that_ends_lets_an_attempt_under_way_end(
+async def test_a_stopping_gateway_lets_an_open_attempt_end(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     answered = asyncio.Event()
@@ -122,7 +120,7 @@ async def test_a_gateway_that_ends_lets_an_attempt_under_way_end(
         async with running_app(redis_server.url, webhooks=file) as (app, _):
             await app.state.gateway.webhooks.announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
             await receiver.wait_for(1)
-            asyncio.get_running_loop().call_later(0.5, answered.set)  # the gateway is ending by then
+            asyncio.get_running_loop().call_later(0.5, answered.set)  # the gateway is stopping by then
     assert redis_client.exists("headrace:gw:work:webhook:a") == 0
     assert len(receiver.received) == 1
 
@@ -155,7 +153,7 @@ def test_a_gateway_with_a_faulty_webhook_file_does_not_start(tmp_path: Path) -> 
     assert "line 1: url must lead to a public address: 127.0.0.1 is a private address" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     file.chmod(0o644)
-    assert "every user may read or write it (mode 0644)" in headrace("gateway", "--webhooks", str(file)).stderr
+    assert "any user may read or write it (mode 0644)" in headrace("gateway", "--webhooks", str(file)).stderr
 
 
 def test_the_commands_make_a_secret_and_enable_an_endpoint(

@@ -1,4 +1,4 @@
-"""What the tests of all parsers share: a text is parsed whole and character by character, which must agree."""
+"""Shared by the tests of all parsers: parses a text whole and character by character, which must agree."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,7 +38,7 @@ def events_of(
 
 
 def joined(events: Sequence[ParserEvent]) -> list[ParserEvent]:
-    """Join events of the same kind that follow each other."""
+    """Merge adjacent events of one kind."""
     result: list[ParserEvent] = []
     for event in events:
         match (result[-1] if result else None), event:

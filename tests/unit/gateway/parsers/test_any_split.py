@@ -1,4 +1,4 @@
-"""What holds for all parsers: cuts change nothing, text is never lost, and work is linear in the text."""
+"""Properties of all parsers: pieces do not matter, no text is lost, and the work is linear in the text."""
 
 from itertools import pairwise
 
@@ -69,7 +69,7 @@ TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max
     opened=st.sampled_from([None, "<think>\n", "[THINK]"]),
     parallel=st.booleans(),
 )
-def test_cuts_of_the_text_change_nothing(
+def test_the_pieces_in_which_text_arrives_do_not_change_the_events(
     tool_parser: str | None,
     reasoning_parser: str | None,
     text: str,
@@ -118,7 +118,7 @@ OWN = {
     ],
 )
 def test_work_is_linear_in_the_length_of_the_text(tool_parser: str, text: str) -> None:
-    """A megabyte takes less than a second whole. With work that grows with the square, this test does not end."""
+    """A megabyte takes less than a second. If the work were quadratic, this test would not end."""
     whole = events_of(tool_parser, [text])
     size = 1000 if len(text) > LONG // 2 else 100
     assert events_of(tool_parser, [text[start : start + size] for start in range(0, len(text), size)]) == whole

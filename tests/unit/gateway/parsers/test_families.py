@@ -1,6 +1,6 @@
-"""The formats of calls, each as its models write it, and what becomes of odd output."""
+"""The formats of calls as their models write them, and malformed output."""
 
-# ruff: noqa: E501, RUF001 - texts stand here as models write them
+# ruff: noqa: E501, RUF001 - the texts are as models write them
 import json
 
 import pytest
@@ -90,7 +90,9 @@ CUT = [
 
 
 @pytest.mark.parametrize(("tool_parser", "text", "arguments"), CUT)
-def test_a_cut_call_gives_what_there_is_and_leaves_no_tag(tool_parser: str, text: str, arguments: str | None) -> None:
+def test_a_truncated_call_is_reported_so_far_and_leaves_no_tag(
+    tool_parser: str, text: str, arguments: str | None
+) -> None:
     assert parse(tool_parser, text) == Parsed("", "", [] if arguments is None else [("f", arguments)])
 
 
@@ -106,16 +108,16 @@ HARMONY = [
 
 
 @pytest.mark.parametrize(("text", "expected"), HARMONY)
-def test_messages_of_gpt_oss_are_told_apart_by_their_headers(text: str, expected: Parsed) -> None:
+def test_messages_of_gpt_oss_are_distinguished_by_their_headers(text: str, expected: Parsed) -> None:
     assert parse("openai", text, "openai") == expected
 
 
-def test_calls_of_gpt_oss_are_content_where_no_parser_reads_calls() -> None:
+def test_calls_of_gpt_oss_are_content_without_a_tool_parser() -> None:
     text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     assert parse(None, text, "openai") == Parsed("{}", "", [])
 
 
-def test_a_call_within_reasoning_ends_it_where_the_format_is_xml() -> None:
+def test_in_xml_formats_a_call_ends_the_reasoning() -> None:
     assert parse("qwen3_xml", f"hm\n{XML.format('1')}\n</think>\nHi", "think", "<think>\n") == Parsed(
         "Hi", "hm", [("f", '{"a": "1"}')]
     )
@@ -130,7 +132,7 @@ def test_mistral_may_think_between_either_kind_of_tags() -> None:
         assert parsed.reasoning.startswith("hm")
 
 
-def test_arguments_within_a_string_are_taken_out_and_null_is_an_empty_object() -> None:
+def test_arguments_in_a_string_are_decoded_and_null_is_an_empty_object() -> None:
     text = (
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "g", "arguments": null}'
     )
@@ -172,14 +174,14 @@ TYPES = {
         ("o", "[" * 100_000, "[" * 100_000),
     ],
 )
-def test_a_text_becomes_a_value_by_the_types_of_its_parameter(name: str, text: str, value: object) -> None:
+def test_text_is_converted_by_the_types_of_its_parameter(name: str, text: str, value: object) -> None:
     tools = [ToolForm(name="f", parameters={"type": "object", "properties": TYPES})]
     written = f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{text}</arg_value></tool_call>"
     [(_, arguments)] = parse("glm45", written, tools=tools).calls
     assert json.loads(arguments) == {name: value}
 
 
-def test_broken_schemas_of_parameters_mean_any_type() -> None:
+def test_an_invalid_parameter_schema_allows_any_type() -> None:
     for parameters in (
         {"properties": 5},
         {"properties": {"a": True}},
@@ -189,7 +191,7 @@ def test_broken_schemas_of_parameters_mean_any_type() -> None:
         assert parse("glm45", written, tools=[ToolForm(name="f", parameters=parameters)]).calls == [("f", '{"a": 1}')]
 
 
-def test_names_are_the_agreed_ones_and_others_are_refused() -> None:
+def test_unknown_parser_names_are_refused() -> None:
     assert (len(TOOL_PARSERS), len(REASONING_PARSERS)) == (11, 3)
     with pytest.raises(UnknownParserError, match=r"tool_parser must be one of deepseek_v3, .*, got 'kimi'"):
         make_parser("kimi", None, tools=(), prompt_tail=None)

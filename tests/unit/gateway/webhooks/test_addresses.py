@@ -55,6 +55,6 @@ def test_private_addresses_are_reached_only_where_the_operator_allows_it(address
         *("localhost", "127.1", "0x7f000001", "2130706433", "", "127.0.0.1:80", "[::1]"),
     ],
 )
-def test_addresses_of_special_use_are_never_reached(address: str) -> None:
+def test_special_purpose_addresses_are_never_reached(address: str) -> None:
     assert refusal_of(address, allow_private=False) is not None
     assert refusal_of(address, allow_private=True) is not None

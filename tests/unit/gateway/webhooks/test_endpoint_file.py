@@ -1,4 +1,4 @@
-"""The webhook file: what it may say, and how it is told what is wrong with it."""
+"""The webhook file: its fields, and the errors of an invalid one."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_an_endpoint_has_what_the_file_says(read: Read) -> None:
     assert repr(first) not in repr(found)
 
 
-def test_an_endpoint_gets_only_what_it_wants(read: Read) -> None:
+def test_an_endpoint_gets_only_its_subscribed_events(read: Read) -> None:
     lines = ['tenant = "acme"', 'keys = ["web", "app"]', 'types = ["batch.failed"]']
     narrow, wide = read(entry("narrow", URL, *lines) + entry("wide")).values()
     wanted = Event("batch.failed", "batch_1", 1, "web", "acme")
@@ -74,8 +74,8 @@ def test_an_endpoint_gets_only_what_it_wants(read: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", r"holds no \[\[endpoints\]\]"),
-        ("endpoints = 1", r"holds no \[\[endpoints\]\]"),
+        ("", r"has no \[\[endpoints\]\]"),
+        ("endpoints = 1", r"has no \[\[endpoints\]\]"),
         ("endpoints = [1]", "endpoint 1: Expected `object`"),
         ("[[endpoints]", "at line 1"),
         (entry() + "[rest]\n", "unknown field 'rest'"),
@@ -89,22 +89,22 @@ def test_an_endpoint_gets_only_what_it_wants(read: Read) -> None:
             (entry(url=url), "url must be https:// with a host")
             for url in ("ftp://a.b/", "hooks.example.org", "https:///a")
         ),
-        (entry(url="https://user:hidden@a.example/"), "no user name and no password"),
-        (entry(url="https://@a.example/"), "no user name and no password"),
-        (entry(url="https://a.example/#hidden"), "no fragment"),
-        (entry(url="https://a.example:99999/"), "url is no URL"),
+        (entry(url="https://user:hidden@a.example/"), "must not contain a user name or a password"),
+        (entry(url="https://@a.example/"), "must not contain a user name or a password"),
+        (entry(url="https://a.example/#hidden"), "must not contain a fragment"),
+        (entry(url="https://a.example:99999/"), "url is not a valid URL"),
         (entry(url="https://a.example:0/"), "url must be https:// with a host"),
-        (entry(url="https://[::1/"), "url is no URL"),
+        (entry(url="https://[::1/"), "url is not a valid URL"),
         (entry(url="https://a.example/ä"), "printable ASCII"),
         (entry(url="https://a.example/a b"), "printable ASCII"),
         (entry(url="https://a.example/" + "a" * 2048), "1 to 2048"),
-        (entry(url="https://127.0.0.1/"), "127.0.0.1 is a private address, which allow_private"),
-        (entry("a", "https://[fe80::1]/", "allow_private = true"), "fe80::1 is an address of special use"),
+        (entry(url="https://127.0.0.1/"), "127.0.0.1 is a private address; allow_private = true"),
+        (entry("a", "https://[fe80::1]/", "allow_private = true"), "fe80::1 is a special-purpose address"),
         (
             entry("a", "https://169.254.169.254/", "allow_private = true"),
-            "169.254.169.254 is an address of special use",
+            "169.254.169.254 is a special-purpose address",
         ),
-        (entry(url="https://2130706433/"), "is no IP address"),
+        (entry(url="https://2130706433/"), "is not an IP address"),
         *(
             (entry(secret=s), "secret must be whsec_ and the base64 of 24")
             for s in ('"hidden"', "[]", '["whsec_hidden"]')
@@ -117,14 +117,14 @@ def test_an_endpoint_gets_only_what_it_wants(read: Read) -> None:
         (entry("a", URL, 'types = ["response.done"]'), "types must be an array of response.completed, "),
     ],
 )
-def test_a_file_that_cannot_be_used_says_where_and_why(read: Read, text: str, sentence: str) -> None:
+def test_an_invalid_file_is_reported_with_line_and_problem(read: Read, text: str, sentence: str) -> None:
     with pytest.raises(GatewaySettingsError, match=sentence) as raised:
         read(text)
     assert "hidden" not in str(raised.value)
     assert SECRET not in str(raised.value)
 
 
-def test_everything_that_is_wrong_is_told_at_once(read: Read) -> None:
+def test_one_error_lists_all_problems(read: Read) -> None:
     with pytest.raises(GatewaySettingsError) as raised:
         read(entry("a b", "https://a@b.example/", "types = []") + entry("c", secret='""'))
     for problem in ("line 1: name", "line 1: url", "line 1: types", "line 6: secret"):

@@ -1,4 +1,4 @@
-"""Webhooks are verified by those who are not us: standardwebhooks and openai."""
+"""Other libraries verify our webhooks: standardwebhooks and openai."""
 
 import base64
 import time
@@ -55,7 +55,7 @@ def test_while_a_secret_is_replaced_both_the_old_and_the_new_one_verify() -> Non
     assert not openai_accepts(new_secret(), headers)
 
 
-def test_another_body_and_another_time_do_not_verify() -> None:
+def test_a_changed_body_or_time_does_not_verify() -> None:
     secret = new_secret()
     assert not standard_accepts(secret, headers_for(secret), BODY + b" ")
     assert not openai_accepts(secret, headers_for(secret), BODY + b" ")
@@ -77,7 +77,7 @@ def test_openai_unwraps_every_type_to_its_own_class(event_type: str) -> None:
     assert (strict.id, strict.object, strict.created_at) == (event.id, "event", 7)
 
 
-def test_an_event_has_one_id_whoever_announces_it_and_names_no_owner() -> None:
+def test_an_events_id_depends_on_the_change_alone_and_reveals_no_owner() -> None:
     event = Event("response.completed", "resp_1", 7, "web", "acme")
     assert event.id == Event("response.completed", "resp_1", 8, "web", "acme").id
     assert event.id != Event("response.failed", "resp_1", 7, "web", "acme").id
@@ -87,7 +87,7 @@ def test_an_event_has_one_id_whoever_announces_it_and_names_no_owner() -> None:
 
 
 @given(st.binary(min_size=24, max_size=64))
-def test_secrets_of_24_to_64_bytes_are_taken(key: bytes) -> None:
+def test_secrets_of_24_to_64_bytes_are_accepted(key: bytes) -> None:
     assert secret_bytes("whsec_" + base64.b64encode(key).decode()) == key
 
 
@@ -108,6 +108,6 @@ def test_other_secrets_are_refused(secret: str) -> None:
     assert secret_bytes(secret) is None
 
 
-def test_new_secrets_differ_and_are_taken() -> None:
+def test_new_secrets_differ_and_are_accepted() -> None:
     assert len({new_secret() for _ in range(9)}) == 9
     assert len(secret_bytes(new_secret()) or b"") == 32

@@ -1,5 +1,5 @@
 -- ARGV: held_ms, items[], tokens[]
--- Returns the places of those lost.
+-- Returns the indexes of lost claims.
 local lost = {}
 for i, item in ipairs(items) do
   if is_held(item, tokens[i]) then

@@ -1,4 +1,4 @@
-"""`ModelPart`: the part of the model on one rank, or the whole model with one rank."""
+"""`ModelShard`: the weights of one rank. With a single rank it is the whole model."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 
 from headrace_engine.config import EngineConfig
 from headrace_engine.runner.models import loading
-from headrace_engine.runner.models.load_errors import lasting_errors
+from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.static.compiler_backend import CompilerBackend, Step
 from headrace_engine.runner.static.group import Group
 from headrace_engine.runner.static.inputs import StaticInputs
 from headrace_engine.runner.static.weights import load_decoder
 
 
-class ModelPart:
+class ModelShard:
     """Loads its weights when it is created.
 
     Raises:
@@ -29,7 +29,7 @@ class ModelPart:
         self.hf_config = loading.load_config(config.model)
         self.dtype = loading.resolve_dtype(config.model, self.hf_config)
         self.max_model_len = loading.resolve_max_model_len(config.model, self.hf_config)
-        with lasting_errors(config.model.model, "loaded"):
+        with permanent_errors(config.model.model, "loaded"):
             self.decoder = load_decoder(
                 config.model,
                 self.hf_config,

@@ -1,4 +1,4 @@
-"""Roles end when the server does, also where a cancellation is lost, as asyncio.wait_for of Python 3.11 does."""
+"""Background tasks end with the server, even if asyncio.wait_for of Python 3.11 loses a cancellation."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 
 class LosingOutbox:
-    """Loses the cancellation that comes while Redis is asked."""
+    """Loses a cancellation during a read of Redis."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -32,9 +32,9 @@ async def never_called(*_: Any) -> Any:
     raise AssertionError
 
 
-async def test_a_sender_ends_though_its_cancellation_was_lost() -> None:
+async def test_a_sender_ends_even_if_its_cancellation_was_lost() -> None:
     outbox: Any = LosingOutbox()
-    sender = Sender(outbox, dict, never_called, GatewayMetrics(), look_seconds=0.0)
+    sender = Sender(outbox, dict, never_called, GatewayMetrics(), poll_seconds=0.0)
     running = asyncio.create_task(sender.run())
     await outbox.asked.wait()
     running.cancel()
@@ -42,11 +42,11 @@ async def test_a_sender_ends_though_its_cancellation_was_lost() -> None:
         await asyncio.wait([running])
 
 
-async def test_a_server_cancels_its_roles_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_cancels_its_background_tasks_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "_CANCEL_AGAIN_SECONDS", 0.01)
     lost = 0
 
-    async def role() -> None:
+    async def task() -> None:
         nonlocal lost
         while lost < 2:
             try:
@@ -54,6 +54,6 @@ async def test_a_server_cancels_its_roles_until_they_end(monkeypatch: pytest.Mon
             except asyncio.CancelledError:
                 lost += 1
 
-    async with app._running(role()):
+    async with app._running(task()):
         await asyncio.sleep(0)
     assert lost == 2

@@ -1,0 +1,47 @@
+"""A model that no worker serves: a batch with a line of it cannot end before the test answers that line.
+
+It is the batch's first line, or it might never be sent: answers that wait for a full disk fill the window.
+"""
+
+import json
+import time
+
+import redis
+
+from headrace_broker.keys import MODELS_KEY, queue_lists, queue_name
+from headrace_broker.leases import Leases
+from headrace_broker.registry import register_model
+from headrace_broker.results import Usage
+from headrace_broker.streams import StreamWrite, StreamWriter
+
+HELD_MODEL = "held"
+
+
+def register_held_model(client: "redis.Redis") -> None:
+    """Register it, and forget what earlier tests have sent to it."""
+    for key in client.scan_iter(f"*{queue_name(HELD_MODEL)}*"):
+        client.delete(key)
+    register_model(client, HELD_MODEL, max_model_len=999, worker="w", seen=time.time())
+
+
+def forget_held_model(client: "redis.Redis") -> None:
+    client.hdel(MODELS_KEY, HELD_MODEL)
+
+
+def answer_held_line(client: "redis.Redis") -> None:
+    """Play its worker for one request that has not ended, which gets four tokens."""
+    leases, writer = Leases(client, lease_seconds=60, delivery_limit=5), StreamWriter(client, 600)
+    is_answered = False
+    while not is_answered:
+        for message in leases.fetch(queue_lists(queue_name(HELD_MODEL)), 1):
+            request_id = json.loads(message.body)["headers"]["id"]
+            claim = writer.claim(request_id, "w")
+            if claim.ended is None:
+                chunk = StreamWrite.chunk(
+                    request_id, claim.attempt, 4, index=0, token_ids=[1, 2, 3, 4], text="four", finish_reason="stop"
+                )
+                end = StreamWrite.end(request_id, claim.attempt, 4, finish_reason="stop", usage=Usage(3, 0, 4))
+                writer.publish([chunk, end])
+                is_answered = True
+            leases.ack(message.lease_id)
+        time.sleep(0.01)

@@ -1,0 +1,89 @@
+"""`CeleryRequest`: a received message as the worker's parts know it. `task.EngineRequest` implements it.
+
+Celery is untyped, so this is where its names are checked. Each message is settled once, by one of the methods below.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Protocol
+
+from headrace_broker.reasons import DeadLetterReason
+
+
+class CeleryRequest(Protocol):
+    """Celery's own members come first; those of `EngineRequest` follow, which documents them."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def request_dict(self) -> Mapping[str, Any]:
+        """The headers."""
+
+    @property
+    def delivery_info(self) -> Mapping[str, Any]: ...
+
+    @property
+    def body(self) -> bytes | str: ...
+
+    @property
+    def eta(self) -> datetime | None: ...
+
+    @property
+    def expires(self) -> datetime | None: ...
+
+    @property
+    def time_limits(self) -> Sequence[Any]:
+        """Hard and soft, in seconds, as the sender wrote them."""
+
+    def revoked(self) -> bool:
+        """Whether the message was revoked or has expired; then Celery has settled it."""
+
+    def on_accepted(self, pid: int | None, time_accepted: float) -> None:
+        """Announce that the task has started, by the monotonic clock."""
+
+    def on_success(self, outcome: tuple[bool, Any, float]) -> None:
+        """Announce a result that is stored, and acknowledge."""
+
+    def acknowledge(self) -> None: ...
+
+    @property
+    def content_type(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def lease_id(self) -> str: ...
+
+    @property
+    def over_quota(self) -> int: ...
+
+    @property
+    def queued_at(self) -> float | None: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+    def cost(self, tokens: int) -> None: ...
+
+    def finish(self, result: dict[str, Any]) -> None: ...
+
+    def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None: ...
+
+    def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None: ...
+
+    def postpone(self, seconds: float, *, keeps_place: bool = False) -> None: ...
+
+    def set_aside(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+    def reject_undecodable(self, why: str) -> None: ...
+
+    def announce_terminated(self) -> None: ...
+
+    def announce_terminated_in_queue(self) -> None: ...

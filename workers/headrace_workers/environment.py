@@ -1,0 +1,89 @@
+"""Reads declared options from environment variables `HEADRACE_*`: the text of each becomes a value of its type."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from headrace_engine.option import Option
+
+_SWITCHES: Final = dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True) | dict.fromkeys(
+    ("false", "f", "no", "n", "off", "0"), False
+)
+_SIZE: Final = re.compile(r"\s*(\d*\.?\d+)\s*([kmgtpe]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def variable_of(option: Option) -> str:
+    return f"HEADRACE_{option.name.upper()}"
+
+
+def read(options: Iterable[Option], environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the variables that are set and not empty, and one sentence for each wrong one."""
+    values: dict[str, Any] = {}
+    problems = []
+    for option in options:
+        text = environ.get(variable_of(option))
+        if not text:
+            continue
+        parse, expected = _form_of(option)
+        try:
+            value = parse(text)
+        except (ValueError, RecursionError):
+            problems.append(f"{variable_of(option)}: {expected}, got {text!r}")
+            continue
+        if option.allows(value):
+            values[option.name] = value
+        else:
+            problems.append(f"{variable_of(option)}: {option.limits}, got {text!r}")
+    return values, problems
+
+
+def names(text: str) -> list[str]:
+    """Return what stands between the commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _form_of(option: Option) -> tuple[Callable[[str], object], str]:
+    """Return the function that parses the option's text, and what a text that it cannot parse should have been."""
+    if option.metavar in _FORMS:
+        return _FORMS[option.metavar]
+    if option.kind is bool:
+        return _switch, "must be true or false"
+    if option.kind in (int, float):
+        return option.kind, str(option.limits)
+    return str, ""
+
+
+def _switch(text: str) -> bool:
+    if text.strip().lower() not in _SWITCHES:
+        raise ValueError(text)
+    return _SWITCHES[text.strip().lower()]
+
+
+def _map(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _size(text: str) -> int:
+    """Return bytes. kB is 1000 and KiB is 1024 of them."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgtpe".index(prefix.lower() or " "))
+
+
+_FORMS: Final[dict[str, tuple[Callable[[str], object], str]]] = {
+    "JSON": (_map, "must be a map in JSON"),
+    "N,N": (_integers, "must be integers with commas between them"),
+    "PATHS": (names, ""),
+    "SIZE": (_size, "must be a number of bytes, or one with a unit, as 4GiB"),
+}
+"""By the metavar of an option."""
